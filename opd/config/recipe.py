@@ -134,8 +134,8 @@ class ModelConfig(Config):
     """`auto` takes CUDA where there is one."""
     lora: LoRAConfig | None = None
     """Train adapters on the base in place of its weights (extra `lora`): specialists, merge and trained
-    baselines; the warm-up trains all weights. Needs `train.backend: torch`, on any number of ranks. Engines
-    of the run and on Ray are sent adapters alone and merge them; SGLang workers are sent merged weights."""
+    baselines; the warm-up trains all weights. On every back end and any number of ranks. Engines of the run
+    and on Ray are sent adapters alone and merge them; SGLang workers are sent merged weights."""
 
     @field_validator("chat_template_kwargs")
     @classmethod

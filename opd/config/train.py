@@ -130,6 +130,8 @@ class TrainConfig(Config):
                     f"{name} has no effect with backend {self.backend}; set backend to {backend}, or leave"
                     f" {name} out"
                 )
+        for name in sorted(self.deepspeed.keys() & type(self).model_fields.keys()):
+            raise ValueError(f"deepspeed.{name} is none of DeepSpeed's settings; set train.{name}")
         if not isinstance(self.deepspeed.get("zero_optimization", {}), dict):
             raise ValueError(
                 "deepspeed.zero_optimization holds settings by name, such as {overlap_comm: true}; give it"

@@ -113,6 +113,16 @@ class MegatronForm:
                     f" parallel size of {fitting}."
                 )
 
+    def check_student(self, ranks: int, stages: int) -> None:
+        """`ModelError` if a decoder like this is not trained, or not cut into `ranks` slices and `stages`."""
+        if self.experts:
+            raise ModelError(
+                f"a student of model_type {self.family} has experts, which train.backend megatron does not"
+                " train; set train.backend to torch or deepspeed."
+            )
+        self.check_divisible(ranks)
+        self.stage(0, stages)
+
     def stage(self, number: int, count: int) -> Stage:
         """The layers of stage `number` of `count`; where they cannot be equal, the last ones have one less:
         the head is there. Raises `ModelError` if one would have none.

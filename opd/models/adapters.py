@@ -13,6 +13,7 @@ FOLDER/adapter/base.json         where its base lies, and the sha256 of each of 
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -215,8 +216,9 @@ def require_base(digest: Tensor, own: Tensor) -> None:
     """`ModelError` if adapters that belong to a base of this digest are not for the one of digest `own`."""
     if not torch.equal(digest.cpu(), own):
         raise ModelError(
-            f"the adapters belong to a base of digest {bytes(digest.tolist()).hex()[:12]}, but this one"
-            f" has {bytes(own.tolist()).hex()[:12]}; give every process the same base."
+            f"the adapters belong to a base of digest {bytes(digest.tolist()).hex()[:12]}, but the one here"
+            f" has {bytes(own.tolist()).hex()[:12]}; give every process the same base, and a run that goes on"
+            " the one it began with, or start a new run."
         )
 
 
@@ -235,6 +237,8 @@ def peft_config(
 
     Raises `MissingExtraError` without the extra `lora`.
     """
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # peft imports DeepSpeed, which says that it guesses
     try:
         from peft import LoraConfig, TaskType
     except ImportError as error:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from opd.config.train import OptimConfig, TrainConfig
-from opd.errors import ConfigError, ModelError
+from opd.errors import ConfigError
 from opd.kernels.head import Head
 from opd.kernels.vocab_parallel import HeadShard
 from opd.megatron.adapters import adapt, adapter_pieces
@@ -93,7 +93,8 @@ class MegatronBackend(Backend):
         """
         tensor_parallel, stages = train.tensor_parallel, train.pipeline_parallel
         distributed = _distributed(train, model.device)
-        self._form = _form(model, tensor_parallel)
+        self._form = MegatronForm.from_config(model.module.config)
+        self._form.check_student(tensor_parallel, stages)
         self._layout = Layout(ranks.rank, ranks.size, tensor_parallel, train.context_size, stages)
         self._stage = self._form.stage(self._layout.stage, stages)
         dtype = compute_dtype or model.dtype
@@ -527,17 +528,6 @@ def _distributed(train: TrainConfig, device: torch.device) -> bool:
             f" {device.type}; leave it out."
         )
     return on_cuda if train.distributed_optimizer is None else train.distributed_optimizer
-
-
-def _form(model: CausalLM, tensor_parallel: int) -> MegatronForm:
-    form = MegatronForm.from_config(model.module.config)
-    if form.experts:
-        raise ModelError(
-            f"a student of model_type {form.family} has experts, which train.backend megatron does not train;"
-            " set train.backend to torch or deepspeed."
-        )
-    form.check_divisible(tensor_parallel)
-    return form
 
 
 class _Whole(nn.Module):

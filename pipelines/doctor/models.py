@@ -175,6 +175,7 @@ def _for_all(sentence: str, names: list[str]) -> str:
 
 
 def _check_student(recipe: Recipe, domains: Mapping[str, Domain], models: Models) -> list[Finding]:
+    from opd.megatron.form import MegatronForm
     from opd.models.hf_folder import check_folder, read_config, scratch_config
     from opd.models.hf_weights import check_weights
     from opd.pipelines.stages.domains import student_tokenizer
@@ -194,6 +195,9 @@ def _check_student(recipe: Recipe, domains: Mapping[str, Domain], models: Models
     else:
         config = scratch_config(model.config or {}, models.tokenizer)
     models.config = config
+    if recipe.train.backend == "megatron":
+        train = recipe.train
+        MegatronForm.from_config(config).check_student(train.tensor_parallel, train.pipeline_parallel)
     models.student = _shape(config, model.path or "model.config", model.lora)
     size = f"{models.student.parameters:,} parameters, vocabulary {len(models.tokenizer)}"
     return [

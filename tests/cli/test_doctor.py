@@ -448,6 +448,20 @@ def test_the_estimate_on_several_ranks_is_that_of_one():
     assert "memory of a rank" in titles
 
 
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"tensor_parallel": 3}, "cannot be cut into 3 equal slices; choose a tensor parallel size of"),
+        ({"pipeline_parallel": 3}, "a model of 2 layers cannot be cut into 3 stages; set train.pipeline_"),
+    ],
+)
+def test_a_model_that_cannot_be_cut_as_asked_is_found_before_ranks_start(tmp_path, given, told):
+    train = {"ranks": 3, "backend": "megatron", **given}
+    recipe = make_recipe(tmp_path, model={"config": LLAMA | {"num_hidden_layers": 2}}, train=train)
+    (error,) = find(examine(recipe, thorough=False), "error").values()
+    assert told in error
+
+
 def test_a_cache_that_holds_no_response_is_found():
     shape = Shape(parameters=1000, hidden_size=4, windows=(None,) * 2, vocabulary=10, kv_width=2**20)
     settings = {"model": {"config": LLAMA}, "rollout": {"max_new_tokens": 5}}

@@ -220,6 +220,8 @@ def test_ranks_that_cannot_be_divided_are_refused():
     for given in ({"deepspeed": {"zero_optimization": {}}}, {"zero_stage": 2}):
         with pytest.raises(ValueError, match=r"(deepspeed|zero_stage) has no effect with backend torch; set"):
             TrainConfig(**given)
+    with pytest.raises(ValueError, match=r"deepspeed.zero_stage is none of .*; set train.zero_stage"):
+        TrainConfig(backend="deepspeed", deepspeed={"zero_stage": 2})
     for odd in ([], "stage3", 3, None):
         with pytest.raises(ValueError, match=r"deepspeed.zero_optimization holds settings by name"):
             TrainConfig(backend="deepspeed", deepspeed={"zero_optimization": odd})
