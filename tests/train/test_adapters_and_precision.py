@@ -250,3 +250,22 @@ def test_weights_without_masters_are_asked_for_by_name():
     assert (pure == 0).float().mean() > 0.5
     assert torch.cosine_similarity(movement("torch", 1e-5, "float32"), pure, dim=0) < 0.9
     assert TrainConfig().precision == "mixed"
+
+
+@NO_DEEPSPEED
+def test_zero_3_keeps_nothing_that_it_gathers_for_the_way_back():
+    """torch's own product saves a view of the weight: the whole model, if each layer's is gathered."""
+    with alone("deepspeed", 1e-3, "float32") as backend:
+        linear = [part for part in backend.model.decoder.modules() if isinstance(part, torch.nn.Linear)]
+        kept = []
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            gathered = {part.weight.untyped_storage().data_ptr() for part in linear if part.weight.numel()}
+            if tensor.untyped_storage().data_ptr() in gathered and not isinstance(tensor, torch.nn.Parameter):
+                kept.append(tuple(tensor.shape))
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            backend.forward_backward(backend_ranks.batch(0))
+        assert len(linear) > 2
+        assert kept == []
