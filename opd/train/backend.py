@@ -525,6 +525,17 @@ class WholeModelBackend(Backend):
     def head(self) -> Head:
         return self.model.head()
 
+    def plain_weights(self) -> Iterator[tuple[str, Tensor]]:
+        if not isinstance(self.model, AdaptedLM):
+            return self.weights()
+        self.wake()
+        return self.model.merged_weights(self._sent_dtype)
+
+    @property
+    def _sent_dtype(self) -> torch.dtype | None:
+        """What `weights` are rounded to; `None`: they are not."""
+        return None
+
 
 class TorchBackend(WholeModelBackend):
     """Owns the student's weights and its optimiser state.
@@ -577,17 +588,6 @@ class TorchBackend(WholeModelBackend):
         """Every tensor of the student, in a fixed order."""
         self.wake()
         return self.model.weights()
-
-    def plain_weights(self) -> Iterator[tuple[str, Tensor]]:
-        if not isinstance(self.model, AdaptedLM):
-            return self.weights()
-        self.wake()
-        return self.model.merged_weights(self._sent_dtype)
-
-    @property
-    def _sent_dtype(self) -> torch.dtype | None:
-        """What `weights` are rounded to; `None`: they are not."""
-        return None
 
     def state(self) -> State:
         model = {n: t.detach().to("cpu", copy=True) for n, t in self.weights()}

@@ -292,12 +292,6 @@ class DeepSpeedBackend(WholeModelBackend):
         for name, tensor in self.model.weights():
             yield name, self._whole(name, tensor)
 
-    def plain_weights(self) -> Iterator[tuple[str, Tensor]]:
-        if not isinstance(self.model, AdaptedLM):
-            return self.weights()
-        self.wake()
-        return self.model.merged_weights()
-
     def _whole(self, name: str, tensor: Tensor) -> Tensor:
         parameter = self._named.get(name)
         if self._stage < 3 or parameter is None:
