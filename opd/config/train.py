@@ -23,6 +23,11 @@ class LoRAConfig(Config):
     )
     """Last names of the linear layers, in every decoder layer, that get an adapter."""
 
+    @property
+    def scaling(self) -> float:
+        """What `B A` is multiplied by."""
+        return self.alpha / self.rank
+
 
 class OptimConfig(Config):
     """AdamW with a warm-up and a decay of the learning rate."""

@@ -72,7 +72,7 @@ class AdaptedLM(CausalLM):
         """
         self.lora, self.base_path = config, Path(base_path)
         self.whole = lambda name, tensor: whole(tensor)
-        self._scaling = config.alpha / config.rank
+        self._scaling = config.scaling
         self._base_dtype, self._base_device = str(base.dtype).removeprefix("torch."), base.device
         if base.unread is None:
             self._base_digest = digest_tensor(base.weights())
@@ -150,7 +150,7 @@ class MergingLM(CausalLM):
     def __init__(self, base: CausalLM, config: LoRAConfig) -> None:
         """Take over `base`; the layers that `config` names are kept twice, as they were and merged."""
         self._base_digest = digest_tensor(base.weights())
-        self._scaling = config.alpha / config.rank
+        self._scaling = config.scaling
         own = dict(base.module.named_parameters())
         layers = target_layers(base.module, config.targets)
         self._merged = {layer: own[f"{layer}.weight"] for layer in layers}

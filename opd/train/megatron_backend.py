@@ -117,7 +117,7 @@ class MegatronBackend(Backend):
         self.together = ranks
         self._vocabulary = model.vocabulary
         self._device = model.device
-        self._scaling = model.lora.alpha / model.lora.rank if isinstance(model, AdaptedLM) else None
+        self._scaling = model.lora.scaling if isinstance(model, AdaptedLM) else None
         self._module = self._opened(model, dtype)
         self._module.recompute = training.batch.recompute_layers
         self._parameters = self._all_parameters()

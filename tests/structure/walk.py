@@ -136,15 +136,15 @@ def main() -> None:
     """Print what the steps enter."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("kinds", nargs="*", metavar="KIND", help=f"of {', '.join(STAGES)}; all by default")
-    parser.add_argument("--json", action="store_true", help="numbers alone, for a program")
+    parser.add_argument("--json", action="store_true", help="for a program")
     options = parser.parse_args()
     found = {}
     for kind in options.kinds or STAGES:
         walked = walk(kind)
-        files, folders = len(walked.files), len(walked.folders)
-        found[kind] = {"files": files, "folders": folders, "changes": walked.changes}
+        found[kind] = {"files": walked.files, "changes": walked.changes}
         if options.json:
             continue
+        files, folders = len(walked.files), len(walked.folders)
         print(f"{kind}: {files} files in {folders} folders, {walked.changes} changes of folder")
         last = ""
         for file in walked.files:
