@@ -52,6 +52,9 @@ class Opening:
     """This node's copies of what is read from object stores."""
     given_up: Callable[[Sequence[str]], OpdError | None] = lambda urls: None
     """Why servers with these URLs will not be started again, if it is this run that has started them."""
+    check: Callable[[], None] = lambda: None
+    """Asked now and then by who waits for another machine: raises `PreemptedError` if the run is to stop and
+    cannot wait longer."""
 
 
 def nothing_to_check(name: str, settings: Any, recipe: Recipe) -> Iterable[str | OpdError]:

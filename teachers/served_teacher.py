@@ -44,6 +44,9 @@ from opd.types import HiddenStates, Sample, TeacherTargets, TokenLogprobs, TopKL
 if TYPE_CHECKING:
     from opd.storage.shard_cache import ShardCache
 
+_LOOK = 0.5
+"""Seconds between two looks at what the run was asked, while servers are waited for."""
+
 
 @dataclass(frozen=True, slots=True)
 class Asked:
@@ -134,6 +137,8 @@ class ServedTeacher(ABC):
             )
         self.pool = HTTPPool(f"teacher {name}", pool_options(config), TeacherError, self._admit)
         self._begun: dict[str, tuple[Question, Future[Any]]] = {}
+        self.check: Callable[[], None] = lambda: None
+        """See `Opening`."""
 
     @abstractmethod
     async def _admit(self, server: Server) -> None:
@@ -183,12 +188,12 @@ class ServedTeacher(ABC):
         """Targets of the response tokens of `samples`, in order: `HiddenStates` [N, D], `TokenLogprobs` [N]
         or `TopKLogprobs` [N, K], as the signal says.
 
-        Raises `TeacherError` if a sample cannot be scored.
+        Raises `TeacherError` if a sample cannot be scored, and what `check` raises.
         """
         futures = [self._future(sample) for sample in samples if len(sample.response_ids)]
         try:
             with doing(self._waiting):
-                wait(futures, return_when=FIRST_EXCEPTION)  # whichever it is: the others may wait for long
+                self._wait(futures)
             failed = next((f for f in futures if f.done() and f.exception() is not None), None)
             found = [future.result() for future in ([failed] if failed else futures)]
         except BaseException:
@@ -213,6 +218,16 @@ class ServedTeacher(ABC):
             self._loop.run(self.pool.close())
             self._loop.close()
         self.published.close()
+
+    def _wait(self, futures: Sequence[Future[Any]]) -> None:
+        """Until all are done or one has failed, whichever it is: the others may wait for long."""
+        left = set(futures)
+        while left:
+            done, left = wait(left, _LOOK, FIRST_EXCEPTION)
+            if any(future.exception() is not None for future in done):
+                return
+            if left:
+                self.check()
 
     def _waiting(self) -> str:
         trouble = self.pool.trouble
@@ -304,6 +319,7 @@ def opener(
                 stack.callback(teacher.close)
                 given_up = partial(opening.given_up, settings.urls)
                 teacher.pool.options = replace(teacher.pool.options, given_up=given_up)
+                teacher.check = opening.check
             yield found
 
     return opened

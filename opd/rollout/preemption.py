@@ -98,6 +98,14 @@ class Preemption:
                 " --resume."
             )
 
+    def check_waiting(self) -> None:
+        """`check` for who waits for what may never come: after half of the grace period. The other half is
+        for the ending.
+        """
+        remaining = self.remaining()
+        if remaining is not None and remaining < self.grace / 2:
+            self.check()
+
     def wait(self) -> None:
         """Return once nobody wants the rollout suspended any more, or the run is to stop."""
         while self.suspended and not self.stopping:

@@ -252,7 +252,8 @@ def open_teachers(
     )
     sources = _sources(context, names)
     cache, servers = _weights_cache(context, stack), context.servers
-    opening = Opening(_served(context, names), placement, sources, group, cache)
+    check = context.preemption.check_waiting
+    opening = Opening(_served(context, names), placement, sources, group, cache, check=check)
     if servers is not None:
         opening = replace(opening, given_up=servers.given_up)
     return stack.enter_context(open_kinds(names, opening))

@@ -14,11 +14,12 @@ from vllm_server import RECORDED, assert_own, recorded_server, write_vllm_models
 
 from opd.config.servers import ServerGroupConfig
 from opd.config.teachers import VLLMTeacherConfig
-from opd.errors import ConfigError, TeacherError
+from opd.errors import ConfigError, PreemptedError, TeacherError
 from opd.pipelines.commands.publish import publish_checkpoint
 from opd.pipelines.doctor.checks import check_kinds
 from opd.pipelines.doctor.servers import check_servers
 from opd.pipelines.launch.servers import command_of
+from opd.rollout.preemption import Preemption
 from opd.served.http_pool import UnavailableError
 from opd.served.sglang_answers import Question
 from opd.served.vllm_answers import most_bytes, scores_of
@@ -144,6 +145,26 @@ def test_a_server_that_is_gone_stops_the_run_when_patience_ends(served):
         teacher.score(tiny.samples(SAMPLES))
     with pytest.raises(TeacherError, match=r"no usable answer.*--resume"):
         teacher.score(tiny.samples(SAMPLES))
+
+
+def test_a_run_that_is_to_stop_waits_for_a_silent_server_half_of_its_grace_period(served):
+    released = threading.Event()
+
+    def silent(path, answer):
+        released.wait(60)
+        return answer
+
+    asked = Preemption(grace=2.0)
+    with recorded_server(silent) as url:
+        teacher = served(url, timeout=1000.0)
+        teacher.check = asked.check_waiting
+        threading.Timer(0.1, asked.stop).start()
+        try:
+            with pytest.raises(PreemptedError, match="--resume"):
+                teacher.score(tiny.samples(SAMPLES))
+        finally:
+            released.set()
+    assert asked.remaining() < 1.0
 
 
 VALUES = [
