@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -26,12 +27,14 @@ from opd.pipelines.stages.samples import StepSamples
 from opd.train.backend import TorchBackend
 
 
-def gradients(whole: Path, start: Path, name: str | None, draws: int) -> torch.Tensor:
-    """[draws, P] float32: gradients of the same prompts under fresh sampling noise."""
+def gradients(whole: Path, start: Path, words: Sequence[str], draws: int, *files: Path) -> torch.Tensor:
+    """[draws, P] float32: gradients of the same prompts under fresh sampling noise, of the recipe with more
+    `files` and `words`, as on the command line.
+    """
     teachers = {domain: {"path": str(whole / "specialists" / domain)} for domain in DOMAINS}
-    files = [HERE / "recipe.yaml"] + ([HERE / "variants" / f"{name}.yaml"] if name else [])
     settings = ["--base", "null", "--model.config", "null", "--model.path", str(start)]
-    recipe = load_recipe(files, [*settings, "--teachers", json.dumps(teachers)])
+    settings += ["--teachers", json.dumps(teachers), *words]
+    recipe = load_recipe([HERE / "recipe.yaml", *files], settings)
     rows = []
     with (
         tempfile.TemporaryDirectory() as scratch,
@@ -73,10 +76,11 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     whole = options.run
+    estimators = {"full-reverse": ()} | {name: (HERE / "variants" / f"{name}.yaml",) for name in ESTIMATORS}
     found = {
         point: {
-            name or "full-reverse": signal_to_noise(gradients(whole, start, name, options.draws))
-            for name in (None, *ESTIMATORS)
+            name: signal_to_noise(gradients(whole, start, (), options.draws, *files))
+            for name, files in estimators.items()
         }
         for point, start in (("base", whole / "base"), ("merged", whole / "merged"))
     }

@@ -41,15 +41,23 @@ def environment() -> dict[str, str]:
     return os.environ | {"KMP_BLOCKTIME": "0", "OMP_WAIT_POLICY": "passive"}
 
 
-def variant(root: Path, seed: int, name: str) -> None:
-    """Merge the specialists of one seed with another estimator."""
+def whole_run(root: Path, seed: int, *words: str) -> None:
+    """One seed from its base to its report."""
+    opd_run(root / f"seed-{seed}", str(HERE / "recipe.yaml"), "--seed", str(seed), *words)
+
+
+def words_of_merge(root: Path, seed: int, *files: str) -> list[str]:
+    """Of `opd run`: merge the specialists of one seed, with more `files` of this folder."""
     whole = root / f"seed-{seed}"
     teachers = {domain: {"path": str(whole / "specialists" / domain)} for domain in DOMAINS}
-    opd_run(
-        root / f"seed-{seed}-{name}",
-        *(str(HERE / part) for part in ("recipe.yaml", "merge_only.yaml", f"variants/{name}.yaml")),
-        *("--seed", str(seed), "--model.path", str(whole / "base"), "--teachers", json.dumps(teachers)),
-    )
+    recipes = [str(HERE / file) for file in ("recipe.yaml", "merge_only.yaml", *files)]
+    words = ["--seed", str(seed), "--model.path", str(whole / "base"), "--teachers", json.dumps(teachers)]
+    return recipes + words
+
+
+def variant(root: Path, seed: int, name: str) -> None:
+    """Merge the specialists of one seed with another estimator."""
+    opd_run(root / f"seed-{seed}-{name}", *words_of_merge(root, seed, f"variants/{name}.yaml"))
 
 
 def main() -> None:
@@ -60,7 +68,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="variants run side by side")
     options = parser.parse_args()
     for seed in options.seeds:
-        opd_run(options.out / f"seed-{seed}", str(HERE / "recipe.yaml"), "--seed", str(seed))
+        whole_run(options.out, seed)
     jobs = [(seed, name) for seed in options.seeds for name in VARIANTS]
     with ThreadPoolExecutor(options.workers) as pool:
         list(pool.map(lambda job: variant(options.out, *job), jobs))
