@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -52,6 +52,9 @@ class Opening:
     """This node's copies of what is read from object stores."""
     given_up: Callable[[Sequence[str]], OpdError | None] = lambda urls: None
     """Why servers with these URLs will not be started again, if it is this run that has started them."""
+    turns: Mapping[str, Callable[[], AbstractContextManager[None]]] = field(default_factory=dict)
+    """Of groups of servers that the run has started and that sleep otherwise, by name: around what they
+    compute. All ranks enter and leave it together."""
     check: Callable[[], None] = lambda: None
     """Asked now and then by who waits for another machine: raises `PreemptedError` if the run is to stop and
     cannot wait longer."""

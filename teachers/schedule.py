@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from hashlib import blake2b
 from typing import Protocol, runtime_checkable
@@ -224,6 +225,18 @@ class Overlapping(Protocol):
         ...
 
 
+@runtime_checkable
+class TakesTurns(Protocol):
+    """What a teacher offers beyond `Teacher` whose device others need while it does not score."""
+
+    takes_turns: bool
+    """Whether it scores only in a `turn`; otherwise at any time."""
+
+    def turn(self) -> AbstractContextManager[None]:
+        """It can score in the block. All ranks enter and leave it together."""
+        ...
+
+
 class TeacherSchedule:
     """Scores samples teacher by teacher and hands their targets to the loss.
 
@@ -277,7 +290,9 @@ class TeacherSchedule:
 
     def begin(self, samples: Sequence[Sample]) -> None:
         """Begin to score those of `samples` whose teachers compute elsewhere; `score` waits for them."""
-        elsewhere = {n: t for n, t in self._teachers.items() if isinstance(t, Overlapping)}
+        elsewhere = {
+            n: t for n, t in self._teachers.items() if isinstance(t, Overlapping) and not _in_turn(t)
+        }
         if elsewhere:
             self.assign(samples)
         for name, teacher in elsewhere.items():
@@ -296,7 +311,8 @@ class TeacherSchedule:
         for place, name in enumerate(order, start=1):
             # The next teacher's layers queue up behind this one's.
             self._prefetch(order[place] if place < len(order) else None)
-            self._score(name, waiting[name])
+            with self._turn(name):
+                self._score(name, waiting[name])
         self._plan = self.routes([*samples])
         if self._plan:
             self._heads.read_ahead(self._routes[self._plan[0]].teachers)
@@ -415,19 +431,24 @@ class TeacherSchedule:
     def _used(self, waiting: Mapping[str, list[Sample]]) -> list[str]:
         """The teachers that run: those with samples here, and collective ones with samples on any rank."""
         used = {name: bool(mine) for name, mine in waiting.items()}
-        shared = [name for name, teacher in self._teachers.items() if _collective(teacher)]
-        if shared and self._group is None:
+        read = [name for name, teacher in self._teachers.items() if _collective(teacher)]
+        if read and self._group is None:
             raise TeacherError(
-                f"teacher {shared[0]} is read by several ranks together, so its schedule needs their group;"
+                f"teacher {read[0]} is read by several ranks together, so its schedule needs their group;"
                 " pass TeacherSchedule(group=...)."
             )
-        if shared:
+        shared = [*read, *(name for name, teacher in self._teachers.items() if _in_turn(teacher))]
+        if shared and self._group is not None:
             on_device = "cuda" if dist.get_backend(self._group) == "nccl" else "cpu"
             flags = torch.tensor([used[name] for name in shared], dtype=torch.int32, device=on_device)
             with naming_lost_ranks("the ranks could not agree on their teachers"):
                 dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._group)
             used |= {name: bool(flag) for name, flag in zip(shared, flags.tolist(), strict=True)}
         return [name for name, needed in used.items() if needed]
+
+    def _turn(self, name: str) -> AbstractContextManager[None]:
+        teacher = self._teachers[name]
+        return teacher.turn() if isinstance(teacher, TakesTurns) and teacher.takes_turns else nullcontext()
 
     def _prefetch(self, name: str | None) -> None:
         teacher = self._teachers[name] if name is not None else None
@@ -465,6 +486,10 @@ class TeacherSchedule:
         if cache is not None:
             rows = cache.store(teacher, mine, rows)
         self._rows |= {(name, sample.uid): own for sample, own in zip(mine, rows, strict=True)}
+
+
+def _in_turn(teacher: Teacher) -> bool:
+    return isinstance(teacher, TakesTurns) and teacher.takes_turns
 
 
 def _collective(teacher: Teacher) -> bool:

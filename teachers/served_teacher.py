@@ -139,6 +139,8 @@ class ServedTeacher(ABC):
         self._begun: dict[str, tuple[Question, Future[Any]]] = {}
         self.check: Callable[[], None] = lambda: None
         """See `Opening`."""
+        self.own_turn: Callable[[], AbstractContextManager[None]] | None = None
+        """One of the `turns` of `Opening`, if its servers sleep outside of it."""
 
     @abstractmethod
     async def _admit(self, server: Server) -> None:
@@ -177,6 +179,19 @@ class ServedTeacher(ABC):
     def cached_bytes(self) -> int:
         """Bytes of heads that came from the node's copies."""
         return self.published.cached_bytes
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether it scores only in a `turn`, which all ranks take together."""
+        return self.own_turn is not None
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """Its servers are awake in the block, each of which proves its weights before it is used."""
+        assert self.own_turn is not None
+        with self.own_turn():
+            self._loop.run(self.pool.forget())
+            yield
 
     def begin(self, samples: Sequence[Sample]) -> None:
         """Ask for the scores of `samples` now; `score` waits for them. A second call changes nothing."""
@@ -320,6 +335,7 @@ def opener(
                 given_up = partial(opening.given_up, settings.urls)
                 teacher.pool.options = replace(teacher.pool.options, given_up=given_up)
                 teacher.check = opening.check
+                teacher.own_turn = opening.turns.get(settings.started or "")
             yield found
 
     return opened

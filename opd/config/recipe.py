@@ -18,6 +18,7 @@ from opd.config.sft import SFTConfig, WarmupConfig
 from opd.config.specialist import SpecialistConfig
 from opd.config.teachers import (
     KINDS_HERE,
+    SGLangTeacherConfig,
     StreamedTeacherConfig,
     TeacherConfig,
     TeacherSettings,
@@ -283,6 +284,14 @@ class Recipe(Config):
     def given_teachers(self) -> dict[str, str]:
         """Folder or URL of each teacher that this run does not train."""
         return {name: entry.path for name, entry in self.teachers.items() if entry.path is not None}
+
+    @property
+    def servers_in_turn(self) -> list[str]:
+        """Groups of `servers` of which one at a time is awake (`runtime.offload.teachers`)."""
+        if not self.runtime.offload.teachers:
+            return []
+        served = [entry for entry in self.teachers.values() if isinstance(entry, SGLangTeacherConfig)]
+        return [entry.servers for entry in served if entry.servers is not None]
 
     def taught(self) -> dict[str, list[str]]:
         """Teacher -> the domains it teaches, in the order of the domains."""

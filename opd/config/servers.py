@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
@@ -36,8 +36,9 @@ class ServerGroupConfig(Config):
     devices: list[Annotated[int, Field(ge=0)]] | None = None
     """CUDA devices of the group, numbered as this process sees them, `tensor_parallel` of them a server, in
     turn; `null` leaves each server all of them, which is right for one server, or on a CPU. Groups may share
-    one if their arguments `mem-fraction-static` (vLLM: `gpu-memory-utilization`) are together at most 1:
-    none sleeps while another works. On Ray `launch.server.gpus` says how many a server gets."""
+    one if their arguments `mem-fraction-static` (vLLM: `gpu-memory-utilization`) are together at most 1; of
+    teachers' that take turns (`runtime.offload.teachers`) the largest counts. On Ray `launch.server.gpus`
+    says how many a server gets."""
     command: list[str] = Field(default=[], max_length=1000)
     """What starts a server, before the arguments; `[]` is this interpreter with `-m sglang.launch_server`, or
     with `-m vllm.entrypoints.openai.api_server`. For an SGLang in an environment of its own:
@@ -102,12 +103,18 @@ class ServerGroupConfig(Config):
         return found
 
 
-def shared_devices(groups: Mapping[str, ServerGroupConfig]) -> tuple[str, str, int] | None:
-    """Two groups and a device of both, which have not said that they leave each other room there."""
+def shared_devices(
+    groups: Mapping[str, ServerGroupConfig], in_turn: Collection[str] = ()
+) -> tuple[str, str, int] | None:
+    """Two groups and a device of both, which have not said that they leave each other room there; of those
+    that are awake `in_turn`, one at a time, only the largest needs any.
+    """
     for name, group in groups.items():
         for device in group.devices or ():
-            there = [n for n, other in groups.items() if device in (other.devices or ())]
-            shares = [groups[n].arguments.get(_SHARE[groups[n].type], 1.0) for n in there]
-            if len(there) > 1 and sum(float(share) for share in shares) > 1.0:
+            there = {n: other for n, other in groups.items() if device in (other.devices or ())}
+            shares = {n: float(g.arguments.get(_SHARE[g.type], 1.0)) for n, g in there.items()}
+            largest = max((share for n, share in shares.items() if n in in_turn), default=0.0)
+            others = [n for n in there if n not in in_turn]
+            if sum(shares[n] for n in others) + largest > 1.0 and len(there) > 1:
                 return name, next(n for n in there if n != name), device
     return None

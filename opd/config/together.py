@@ -170,6 +170,26 @@ def _the_device_is_handed_over(recipe: Recipe) -> None:
     recipe.runtime.offload.check(recipe.rollout.schedule, recipe.train, ends=ends)
 
 
+def _servers_that_take_turns(recipe: Recipe) -> None:
+    if not recipe.runtime.offload.teachers:
+        return
+    key = "runtime.offload.teachers"
+    if not recipe.servers_in_turn:
+        raise ValueError(
+            f"{key} is about teachers of type sglang whose servers the run starts, and there are none; give"
+            " one `servers: NAME`, or leave it out"
+        )
+    if recipe.launch.type == "ray":
+        raise ValueError(
+            f"{key} lets servers share devices, but with launch ray each has GPUs of its own; leave it out"
+        )
+    if recipe.storage.trajectories == "disk":
+        raise ValueError(
+            f"{key} would wake and prove servers for every micro-batch of samples on disk; leave it out, or"
+            " set storage.trajectories to memory"
+        )
+
+
 def _each_group_of_servers_has_one_user(recipe: Recipe) -> None:
     users: dict[str, str] = {}
     served = {f"teachers.{name}": entry for name, entry in recipe.teachers.items()}
@@ -212,11 +232,12 @@ def _each_group_of_servers_has_one_user(recipe: Recipe) -> None:
 
 
 def _groups_of_servers_leave_each_other_room(recipe: Recipe) -> None:
-    if (both := shared_devices(recipe.servers)) is not None:
+    if (both := shared_devices(recipe.servers, recipe.servers_in_turn)) is not None:
         raise ValueError(
             f"servers.{both[0]} and servers.{both[1]} share device {both[2]}, which both would fill: they"
             " stay until the run ends; give them other devices, or each an argument mem-fraction-static"
-            " (vLLM: gpu-memory-utilization), together at most 1"
+            " (vLLM: gpu-memory-utilization), together at most 1, or let teachers take turns"
+            " (runtime.offload.teachers)"
         )
 
 
@@ -305,6 +326,7 @@ RULES = (
     _ranks_share_what_is_here,
     _the_device_is_handed_over,
     _each_group_of_servers_has_one_user,
+    _servers_that_take_turns,
     _groups_of_servers_leave_each_other_room,
     _groups_run_what_their_users_ask,
     _what_critics_need,

@@ -283,6 +283,11 @@ class OffloadConfig(Config):
     and each rank its own: from a GPU to pinned memory of the host, from a CPU to a file in the run folder,
     which takes 12 bytes a parameter in float32 and is compared with its digest when it is read. Weights that
     an engine shares with the trainer (`rollout.engine.sharded`) stay."""
+    teachers: bool = False
+    """SGLang servers that the run starts for teachers (`servers`) take turns: those of the teacher that
+    scores are awake and have proved their weights, all others have given their devices' memory back, and
+    keep their weights in the host's. Of groups that share `devices` only the largest of them counts then.
+    None scores while the student writes."""
 
     def check(self, schedule: str, train: TrainConfig, *, ends: bool) -> None:
         """`ValueError` where there is nobody to hand the device over; `ends`: engines end with the run."""

@@ -421,6 +421,11 @@ class HTTPPool(HTTPClient):
             self.servers = [*self.servers, Server(url.rstrip("/"), late=True)]
             _log.info("%s: %s has come", self.owner, url)
 
+    async def forget(self) -> None:
+        """Have every server checked again before its next request."""
+        for server in self.servers:
+            server.admitted = False
+
     @property
     def trouble(self) -> str:
         """What is wrong with the servers that failed last; empty if none did."""

@@ -1,27 +1,18 @@
 """The servers that a run starts itself: started when they are first needed, watched, started again, ended.
 
-Each is behind a guard (`server_guard.py`), so that none outlives the run, however that ends. A server that
-ends, or answers nothing at all for long, is started again at its port: to whoever asks it, it was away, and
-has to prove its weights before it is used again. What a server prints is in `logs/servers/`.
+One of them is a `StartedServer`. A server that ends, or answers nothing at all for long, is started again at
+its port: to whoever asks it, it was away, and has to prove its weights before it is used again. What a server
+prints is in `logs/servers/`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import http.client
 import logging
-import os
-import re
-import select
-import shutil
-import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
-import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -29,80 +20,18 @@ from typing import Protocol, TypeVar
 from opd.config import Recipe
 from opd.config.servers import ServerGroupConfig
 from opd.config.teachers import ServerConfig
-from opd.errors import ConfigError, LaunchError, OpdError, reason_of
-from opd.foreign import printable
+from opd.errors import LaunchError, OpdError, reason_of
+from opd.pipelines.launch import started_server
+from opd.pipelines.launch.started_server import HOST, LOOK, SLEEPS, StartedServer
 from opd.progress import doing
 from opd.ranks import Ranks
 from opd.retry import Retry
-from opd.served.plugin import opd_hidden_states
-from opd.served.plugin.opd_hidden_states import SHARED, VARIABLE
 
 _log = logging.getLogger(__name__)
 
-HOST = "127.0.0.1"
-"""Where servers listen that are asked from their own machine alone."""
-PLUGIN = Path(opd_hidden_states.__file__).parent
-GUARD = Path(__file__).with_name("server_guard.py")
-_OF_RANKS = re.compile(r"(LOCAL_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|TORCHELASTIC_.*")
-_FLAGS = {"sglang": ("--model-path", "--tp-size"), "vllm": ("--model", "--tensor-parallel-size")}
-"""What a kind of server calls its model, and its GPUs."""
-_LAST_BYTES = 20_000
-_RAISED = re.compile(r"[\w.]+(Error|Exception): ")
 AGAIN = Retry(pause=1.0, longest=30.0)
 """Between the end of a server and its next start."""
-LOOK = 0.5
-"""Seconds between two looks at a server; each asks it whether it is there."""
-ANSWER = 5.0
-"""Seconds it has to answer a look: one that is at work may be slow to."""
-ASKED = 10
-"""How often in `silence_seconds` what computes in a server is asked for a word."""
 Served = TypeVar("Served", bound=ServerConfig)
-_NO_SUCH = 127
-GRACE = 10.0
-"""Seconds a server has to end once it is asked to."""
-ENDING = 15.0
-"""Seconds beyond these until its guard is ended by force."""
-
-
-def command_of(group: ServerGroupConfig, model: Path, port: int, host: str = HOST) -> list[str]:
-    """The command line of one server of `group`."""
-    path, ranks = _FLAGS[group.type]
-    own = [*(group.command or [sys.executable, "-m", group.module])]
-    own += [path, str(model), "--host", host, "--port", str(port)]
-    if group.tensor_parallel > 1:
-        own += [ranks, str(group.tensor_parallel)]
-    return own + group.words
-
-
-def _environment(group: ServerGroupConfig, number: int) -> dict[str, str]:
-    # What says which rank this process is says nothing of a server, which may have ranks of its own.
-    ours = {name: value for name, value in os.environ.items() if not _OF_RANKS.fullmatch(name)}
-    # A health check that generates a token answers with an error while the engine is paused.
-    own = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0", "VLLM_NO_USAGE_STATS": "1"}
-    if group.devices is not None:
-        first = number * group.tensor_parallel
-        shown = group.devices[first : first + group.tensor_parallel]
-        own["CUDA_VISIBLE_DEVICES"] = ",".join(_seen(device) for device in shown)
-    own[VARIABLE] = f"{SHARED}/opd-hidden-{uuid.uuid4().hex}"
-    found = {**ours, **own, **group.environment}
-    if group.arguments.get("enable-return-hidden-states"):
-        # SGLang looks there for plug-ins by itself, whichever command starts it.
-        found["PYTHONPATH"] = os.pathsep.join(filter(None, [str(PLUGIN), found.get("PYTHONPATH")]))
-    return found
-
-
-def _seen(device: int) -> str:
-    """What CUDA calls the `device` of that number among those this process sees."""
-    seen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if seen is None:
-        return str(device)
-    names = [name.strip() for name in seen.split(",") if name.strip()]
-    if device >= len(names):
-        raise ConfigError(
-            f"a group under `servers` names device {device}, but CUDA_VISIBLE_DEVICES shows {len(names)};"
-            " number them from 0, as this process sees them."
-        )
-    return names[device]
 
 
 def same_model(held: Path, model: Path, any_weights: bool) -> bool:
@@ -117,18 +46,6 @@ def _described(model: Path) -> bytes | None:
     return None
 
 
-def _readable(connection: http.client.HTTPConnection) -> bool:
-    """Whether an answer has come, or the connection has ended."""
-    return connection.sock is None or _speaks(connection.sock.fileno(), 0.0)
-
-
-def _speaks(descriptor: int, seconds: float) -> bool:
-    """Whether something can be read of it, or it ends, within `seconds`."""
-    poll = select.poll()  # `select.select` refuses descriptors from 1024 on
-    poll.register(descriptor, select.POLLIN)
-    return bool(poll.poll(1000 * seconds))
-
-
 def until_free(host: str, port: int, seconds: float) -> None:
     """Wait until nobody listens on `port` any more, but no longer than `seconds`."""
     until = time.monotonic() + seconds
@@ -136,162 +53,6 @@ def until_free(host: str, port: int, seconds: float) -> None:
         with contextlib.suppress(OSError), socket.create_server((host, port)):
             return
         time.sleep(LOOK)
-
-
-def free_port(host: str) -> int:
-    """One that is free there now."""
-    with socket.create_server((host, 0)) as taken:
-        return taken.getsockname()[1]
-
-
-@dataclass
-class StartedServer:
-    """One server of a group, and the process that guards it."""
-
-    name: str
-    group: ServerGroupConfig
-    number: int
-    model: Path
-    log: Path
-    host: str = HOST
-    port: int = 0
-    answered: float = 0.0
-    """When it last answered anything, or was started."""
-    served: bool = False
-    """Whether it was ready since it was started last."""
-    worked: float = 0.0
-    """When what computes in it answered last, or it became ready."""
-    _question: http.client.HTTPConnection | None = None
-    """On which that is asked: one at a time, however long it takes, since it may be at work."""
-    _guard: subprocess.Popen[bytes] | None = None
-    _pipe: int | None = None
-    _gone: int | None = None
-    """What can be read of it once the server is gone, and all it had."""
-    _hidden: str = ""
-    """Where it leaves hidden states."""
-
-    @property
-    def url(self) -> str:
-        return f"http://{self.host}:{self.port}"
-
-    def start(self) -> None:
-        """Start it, at the port that it has if it was started before. Raises `OSError` if that cannot be."""
-        self.port = self.port or free_port(self.host)
-        self.served, self.answered = False, time.monotonic()
-        self._close()
-        self._forget_the_end()
-        environment = _environment(self.group, self.number)
-        self._hidden = environment[VARIABLE]
-        read, self._pipe = os.pipe()
-        self._gone, gone = os.pipe()
-        command = command_of(self.group, self.model, self.port, self.host)
-        try:
-            with self.log.open("ab") as log:
-                self._guard = subprocess.Popen(
-                    [sys.executable, "-I", str(GUARD), str(read), str(gone), str(GRACE), *command],
-                    env=environment,
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log,
-                    pass_fds=[read, gone],
-                    start_new_session=True,
-                )
-        except BaseException:
-            self._close()
-            self._forget_the_end()
-            raise
-        finally:
-            os.close(read)
-            os.close(gone)
-
-    def status(self) -> int | None:
-        """Its exit status; `None` while it runs. One that could not even be started has a shell's."""
-        return _NO_SUCH if self._guard is None else self._guard.poll()
-
-    def look(self) -> bool:
-        """Ask whether it is ready, which it says within `ANSWER` seconds, or not at all."""
-        with contextlib.suppress(OSError, http.client.HTTPException):
-            connection = http.client.HTTPConnection(self.host, self.port, timeout=ANSWER)
-            with contextlib.closing(connection):
-                connection.request("GET", "/health")
-                status = connection.getresponse().status
-                self.answered = time.monotonic()
-                if status == http.HTTPStatus.OK and not self.served:
-                    self.served, self.worked = True, self.answered
-        return self.served
-
-    def silent(self) -> float:
-        """For how many seconds it has answered nothing, or what computes in it has not, which is not the
-        process that answers whether it is ready. Asks that now and then; whatever it answers will do.
-        """
-        now, question = time.monotonic(), self._question
-        with contextlib.suppress(OSError, http.client.HTTPException):
-            if question is None and now - self.worked >= self.group.silence_seconds / ASKED:
-                question = http.client.HTTPConnection(self.host, self.port, timeout=ANSWER)
-                self._question = question
-                question.request("GET", "/server_info")
-            elif question is not None and _readable(question):
-                self._question = None
-                with contextlib.closing(question):
-                    question.getresponse().read(1)
-                    self.worked = now
-        return now - min(self.answered, self.worked)
-
-    def ask_to_end(self) -> None:
-        """Its guard ends it, and all it has started."""
-        if self._guard is not None and self._guard.poll() is None:
-            self._guard.send_signal(signal.SIGTERM)
-        self._close()
-
-    def wait(self, seconds: float) -> None:
-        """Until it is gone; by force after `seconds`."""
-        if self._guard is None:
-            return
-        until = time.monotonic() + seconds
-        try:
-            self._guard.wait(seconds)
-        except subprocess.TimeoutExpired:
-            self._guard.kill()
-            self._guard.wait()
-        self._guard = None
-        if self._gone is not None:  # a guard that was killed itself has left the rest to another process
-            _speaks(self._gone, max(0.0, until - time.monotonic()))
-        self._forget_the_end()
-        if Path(self._hidden).name.startswith("opd-hidden-"):
-            shutil.rmtree(self._hidden, ignore_errors=True)  # its guard has, unless it was killed itself
-
-    def lost_its_port(self) -> bool:
-        """Whether another process was faster to take the port that was free when it was started."""
-        with contextlib.suppress(OSError), socket.create_connection((self.host, self.port), timeout=LOOK):
-            self.port = 0
-        return not self.port
-
-    def last_words(self) -> str:
-        """The last exception in its log, or else the last line, for an error."""
-        with contextlib.suppress(OSError):
-            with self.log.open("rb") as file:
-                file.seek(max(0, file.seek(0, os.SEEK_END) - _LAST_BYTES))  # the rest may be gigabytes
-                lines = file.read(_LAST_BYTES).decode("utf-8", "replace").split("\n")
-            said = [line for line in lines if line.strip()]
-            raised = [line for line in said if _RAISED.match(line)]
-            return printable((raised or said or ["nothing"])[-1])[:300]
-        return "nothing"
-
-    def _forget_the_end(self) -> None:
-        gone, self._gone = self._gone, None
-        if gone is not None:
-            os.close(gone)
-
-    def _forget_question(self) -> None:
-        question, self._question = self._question, None
-        if question is not None:
-            question.close()
-
-    def _close(self) -> None:
-        self._forget_question()
-        pipe, self._pipe = self._pipe, None
-        if pipe is not None:
-            os.close(pipe)
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,6 +80,9 @@ class StartedGroup:
     restarts: int = 0
     _over: threading.Event = field(default_factory=threading.Event)
     _watcher: threading.Thread | None = None
+    _asleep: bool = False
+    _turn: threading.Lock = field(default_factory=threading.Lock)
+    """Held while servers are looked at, and while they are told to sleep or to wake."""
 
     @classmethod
     def begin(
@@ -355,6 +119,20 @@ class StartedGroup:
             self._watcher = threading.Thread(target=self._watch, name=f"servers-{self.name}", daemon=True)
             self._watcher.start()
 
+    def sleep(self) -> None:
+        """Let the servers give their memory back. One that ends is not started again until they wake."""
+        with self._turn:
+            if not self._asleep:
+                self._asleep = True
+                _on_each(self.servers, StartedServer.sleep)
+
+    def wake(self) -> None:
+        """Let them take it again."""
+        with self._turn:
+            if self._asleep:
+                _on_each(self.servers, StartedServer.wake)
+                self._asleep = False
+
     @property
     def urls(self) -> list[str]:
         return [server.url for server in self.servers]
@@ -370,7 +148,7 @@ class StartedGroup:
             self._watcher.join()
         for server in self.servers:
             server.ask_to_end()
-        until = time.monotonic() + GRACE + ENDING
+        until = time.monotonic() + started_server.ending()
         with doing(f"ending the servers {self.name}"):
             for server in self.servers:
                 server.wait(max(0.1, until - time.monotonic()))
@@ -405,19 +183,25 @@ class StartedGroup:
         failures = dict.fromkeys((server.name for server in self.servers), 0)
         due: dict[str, float] = {}
         while not self._over.wait(LOOK) and self.trouble is None:
-            for server in self.servers:
-                if server.name in due:
-                    if time.monotonic() >= due[server.name]:
-                        del due[server.name]
-                        self._start_again(server)
-                    continue
-                reason = self._fault_of(server)
-                if reason is None:
-                    continue
-                failures[server.name] += 1
-                pause = AGAIN.seconds(failures[server.name])
-                due[server.name] = time.monotonic() + pause
-                self._left(server, reason, pause)
+            with self._turn:
+                if not self._asleep:
+                    self._look(failures, due)
+
+    def _look(self, failures: dict[str, int], due: dict[str, float]) -> None:
+        """By name: how often each has failed, and when those are started again that have ended."""
+        for server in self.servers:
+            if server.name in due:
+                if time.monotonic() >= due[server.name]:
+                    del due[server.name]
+                    self._start_again(server)
+                continue
+            reason = self._fault_of(server)
+            if reason is None:
+                continue
+            failures[server.name] += 1
+            pause = AGAIN.seconds(failures[server.name])
+            due[server.name] = time.monotonic() + pause
+            self._left(server, reason, pause)
 
     def _fault_of(self, server: StartedServer) -> str | None:
         """Why it has to be started again; `None` if it has not."""
@@ -433,7 +217,7 @@ class StartedGroup:
 
     def _left(self, server: StartedServer, reason: str, pause: float) -> None:
         server.ask_to_end()
-        server.wait(GRACE + ENDING)
+        server.wait(started_server.ending())
         server.served = False
         self.restarts += 1
         most = server.group.restarts
@@ -451,6 +235,15 @@ class StartedGroup:
             server.start()
         except OSError as error:
             _log.warning("server %s cannot be started again (%s)", server.name, reason_of(error))
+
+
+def _on_each(servers: Sequence[StartedServer], verb: Callable[[StartedServer], None]) -> None:
+    """At once: each may move gigabytes."""
+    threads = [threading.Thread(target=verb, args=(server,)) for server in servers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
 
 class Group(Protocol):
@@ -481,12 +274,18 @@ class Servers:
         groups: The recipe's.
         begin: Starts one.
         ranks: The processes of the run, of which the first starts them for all.
+        turns: Names of those of which one at a time is awake; see `turn`.
     """
 
     def __init__(
-        self, groups: Mapping[str, ServerGroupConfig], begin: Begin, ranks: Ranks | None = None
+        self,
+        groups: Mapping[str, ServerGroupConfig],
+        begin: Begin,
+        ranks: Ranks | None = None,
+        turns: Collection[str] = (),
     ) -> None:
         self._groups, self._start, self._ranks = groups, begin, ranks or Ranks()
+        self._turns = turns
         self._started: dict[str, Group] = {}
 
     def at(
@@ -508,6 +307,7 @@ class Servers:
             if self._ranks.main:
                 for config, model in wanted.values():
                     self._begin(config, model, any_weights, arguments or {})
+                    self._rest(config.servers or "")
                 for name, (config, _) in wanted.items():
                     group = self._started[config.servers or ""]
                     group.wait()
@@ -518,6 +318,29 @@ class Servers:
         if not self._ranks.alone:
             urls = self._ranks.gather_json(urls, "the URLs of servers")[0]
         return {name: config.at(urls[name]) for name, (config, _) in wanted.items()}
+
+    @contextlib.contextmanager
+    def turn(self, group: str) -> Iterator[None]:
+        """The servers of `group`, which takes turns, are awake in the block. All ranks enter and leave it
+        together.
+        """
+        if self._ranks.main:
+            self._one_that_sleeps(group).wake()
+        self._ranks.barrier(f"servers {group} to wake")
+        yield
+        self._ranks.barrier(f"the last answer of servers {group}")
+        self._rest(group)
+
+    def _rest(self, group: str) -> None:
+        """Put the group to sleep, once it is ready, if it takes turns."""
+        if self._ranks.main and group in self._turns:
+            self._started[group].wait()
+            self._one_that_sleeps(group).sleep()
+
+    def _one_that_sleeps(self, name: str) -> StartedGroup:
+        group = self._started[name]
+        assert isinstance(group, StartedGroup)  # no others share devices, so no others take turns
+        return group
 
     def given_up(self, urls: Sequence[str]) -> LaunchError | None:
         """Why a group that has one of these URLs is given up; only the rank that started it knows."""
@@ -534,7 +357,8 @@ class Servers:
         if group is not None:
             self._started.pop(name).close()
         asked = self._groups[name]
-        told = {**config.server_arguments, **arguments, **asked.arguments}
+        saver = SLEEPS if name in self._turns else {}
+        told = {**config.server_arguments, **arguments, **saver, **asked.arguments}
         asked = asked.model_copy(update={"arguments": told})
         self._started[name] = self._start(name, asked, model, any_weights)
 
@@ -552,4 +376,4 @@ def started_by(
     def begin(name: str, group: ServerGroupConfig, model: Path, _: bool) -> StartedGroup:
         return StartedGroup.begin(name, group, model, logs)
 
-    return contextlib.closing(Servers(recipe.servers, begin, ranks))
+    return contextlib.closing(Servers(recipe.servers, begin, ranks, recipe.servers_in_turn))

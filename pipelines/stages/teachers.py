@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -255,7 +256,8 @@ def open_teachers(
     check = context.preemption.check_waiting
     opening = Opening(_served(context, names), placement, sources, group, cache, check=check)
     if servers is not None:
-        opening = replace(opening, given_up=servers.given_up)
+        turns = {group: partial(servers.turn, group) for group in recipe.servers_in_turn}
+        opening = replace(opening, given_up=servers.given_up, turns=turns)
     return stack.enter_context(open_kinds(names, opening))
 
 

@@ -1,6 +1,7 @@
 """A server as small as can be, for those who start and end servers: it takes the arguments of SGLang's.
 
-It answers 200 to everything, but nothing for its scheduler while a file `hung` is beside it. It holds a
+It answers 200 to everything, but nothing for its scheduler while a file `hung` is beside it, and it is idle
+when it was asked twice. Asked to release what it has not, or to take what it has, it ends. It holds a
 semaphore's worth of shared memory and a folder of hidden states, and has a child of its own, in a session of
 its own. `--fail-once FILE` ends it at its first start, `--slow SECONDS` makes it ready late.
 """
@@ -24,10 +25,27 @@ class Answer(http.server.BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(b"{}")
 
+    def do_POST(self) -> None:
+        global asleep, flushes
+        self.rfile.read(int(self.headers["Content-Length"]))
+        verb, status = self.path[1:], 200
+        with Path(pids, "told").open("a") as told:
+            told.write(f"{self.server.server_address[1]} {verb}\n")
+        if verb == "flush_cache":
+            flushes += 1
+            status = 400 if flushes % 2 else 200
+        if verb.endswith("memory_occupation"):
+            if asleep == verb.startswith("release"):
+                os._exit(4)
+            asleep = not asleep
+        self.send_response(status)
+        self.end_headers()
+
     def log_message(self, *_: object) -> None:
         pass
 
 
+asleep, flushes = False, 0
 pids = "/nothing/there"
 
 
@@ -40,6 +58,7 @@ def main() -> None:
     options.add_argument("--slow", type=float, default=0.0)
     options.add_argument("--enable-return-hidden-states", action="store_true")
     options.add_argument("--enable-memory-saver", action="store_true")
+    options.add_argument("--enable-weights-cpu-backup", action="store_true")
     options.add_argument("--chunked-prefill-size", type=int)
     told = options.parse_args()
     if told.fail_once and not Path(told.fail_once).exists():

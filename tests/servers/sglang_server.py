@@ -18,7 +18,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from opd.config.servers import ServerGroupConfig
-from opd.pipelines.launch.servers import StartedServer
+from opd.pipelines.launch.started_server import StartedServer
 
 CPU_SERVER = Path(__file__).resolve().parents[2] / "examples" / "served" / "cpu_server"
 INSTALL_SECONDS, START_SECONDS = 900, 500

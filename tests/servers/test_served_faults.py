@@ -15,7 +15,7 @@ from served_loop import CHEAP, Rounds, Target, zeroed
 from served_models import recipe_tokenizer
 
 from opd.pipelines.commands.publish import publish_checkpoint
-from opd.pipelines.launch import servers as module
+from opd.pipelines.launch import started_server
 
 LOOP = Path(__file__).resolve().parents[1] / "crash" / "served_loop.py"
 
@@ -38,7 +38,7 @@ def test_cheap_faults_in_a_row(sglang, served_models, tmp_path):
 
 
 def test_a_stopped_scheduler_is_silent_while_its_server_says_that_it_is_ready(sglang, monkeypatch):
-    monkeypatch.setattr(module, "ASKED", 3000)
+    monkeypatch.setattr(started_server, "ASKED", 3000)
     server = sglang._server
     schedulers = [pid for pid, name in sglang.processes().items() if "scheduler" in name]
     assert schedulers

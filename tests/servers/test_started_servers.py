@@ -21,6 +21,7 @@ from opd.config.teachers import SGLangTeacherConfig
 from opd.errors import ConfigError, LaunchError, TeacherError
 from opd.pipelines.doctor.servers import check_servers
 from opd.pipelines.launch import servers as module
+from opd.pipelines.launch import started_server
 from opd.pipelines.launch.local import check_ranks, is_rank
 from opd.pipelines.launch.servers import Servers, StartedGroup
 from opd.pipelines.records.settings import Change
@@ -34,8 +35,8 @@ LITTLE = [sys.executable, str(Path(__file__).with_name("little_server.py"))]
 def soon(monkeypatch):
     monkeypatch.setattr(module, "AGAIN", module.Retry(pause=0.01, longest=0.05))
     monkeypatch.setattr(module, "LOOK", 0.1)
-    monkeypatch.setattr(module, "ANSWER", 0.2)
-    monkeypatch.setattr(module, "GRACE", 0.5)
+    monkeypatch.setattr(started_server, "ANSWER", 0.2)
+    monkeypatch.setattr(started_server, "GRACE", 0.5)
 
 
 def little(folder, **settings):
@@ -171,10 +172,10 @@ def _commands():
 def test_a_port_that_another_took_first_is_left_to_it(tmp_path, monkeypatch):
     import socket
 
-    free = module.free_port
+    free = started_server.free_port
     with socket.create_server(("127.0.0.1", 0)) as taken:
         ports = iter([taken.getsockname()[1]])
-        monkeypatch.setattr(module, "free_port", lambda host: next(ports, None) or free(host))
+        monkeypatch.setattr(started_server, "free_port", lambda host: next(ports, None) or free(host))
         group = start(tmp_path)
         try:
             assert group.servers[0].port != taken.getsockname()[1]
@@ -189,8 +190,8 @@ def test_nothing_is_left_when_the_run_is_ended(tmp_path, how):
         "import signal, sys, time; from pathlib import Path\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's jobs ignore it
         "from opd.config.servers import ServerGroupConfig\n"
-        "from opd.pipelines.launch import servers\n"
-        "servers.GRACE = 0.5\n"
+        "from opd.pipelines.launch import servers, started_server\n"
+        "started_server.GRACE = 0.5\n"
         "group = ServerGroupConfig.model_validate_json(sys.argv[1])\n"
         "group = servers.StartedGroup.begin('own', group, Path('model'), Path(sys.argv[2]))\n"
         "group.wait()\n"
@@ -256,19 +257,95 @@ def test_servers_are_kept_for_a_model_of_the_same_form_if_it_is_given_its_weight
     assert not [line for line in _commands() if str(tmp_path) in line]
 
 
+def told(folder) -> list[list[str]]:
+    """What servers were asked to do: port and verb."""
+    return [line.split() for line in (folder / "told").read_text().splitlines()]
+
+
+SLEEPS = ["abort_request", "flush_cache", "flush_cache", "release_memory_occupation"]
+
+
+def test_servers_that_take_turns_are_awake_one_group_at_a_time(tmp_path):
+    """From the moment they are ready, and each is told what it has not been told already."""
+    groups = {"a": little(tmp_path, count=2), "b": little(tmp_path)}
+    servers = Servers(groups, begins(tmp_path / "logs"), turns=["a", "b"])
+    config = {name: SGLangTeacherConfig(servers=name, path="x", signal="topk") for name in groups}
+    try:
+        for _ in range(2):  # a later stage finds them asleep
+            found = servers.at({name: (config[name], Path("model")) for name in groups})
+        ports = {name: [url.rpartition(":")[2] for url in found[name].urls] for name in groups}
+        for port in (*ports["a"], *ports["b"]):
+            assert [verb for at, verb in told(tmp_path) if at == port] == SLEEPS
+        first = [at for at, _ in told(tmp_path)]
+        assert set(first[:8]) == set(ports["a"])  # before the other group is started
+        asked = (tmp_path / "arguments").read_text()
+        assert "--enable-memory-saver" in asked
+        assert "--enable-weights-cpu-backup" in asked
+        (tmp_path / "told").unlink()
+        for name in ("b", "a"):
+            with servers.turn(name):
+                woken = told(tmp_path)
+                assert sorted(woken) == sorted([port, "resume_memory_occupation"] for port in ports[name])
+            assert {at for at, _ in told(tmp_path)} == set(ports[name])
+            (tmp_path / "told").unlink()
+        assert all(group.restarts == 0 for group in servers._started.values())
+    finally:
+        servers.close()
+
+
+@pytest.mark.parametrize("when", ["asleep", "awake"])
+def test_a_server_that_is_killed_is_started_again_in_its_turn_alone(tmp_path, when):
+    servers = Servers({"own": little(tmp_path)}, begins(tmp_path / "logs"), turns=["own"])
+    try:
+        servers.at({"teacher": (SGLangTeacherConfig(servers="own", path="x"), Path("model"))})
+        [group] = servers._started.values()
+        [server] = group.servers
+        own = parts(tmp_path, server)[0]
+        if when == "asleep":
+            os.kill(own, signal.SIGKILL)
+            until(lambda: server.status() is not None)
+            looks = server.answered
+            time.sleep(1.0)  # ten looks of the watcher
+            assert (group.restarts, server.answered) == (0, looks)
+        with servers.turn("own"):
+            if when == "awake":
+                os.kill(own, signal.SIGKILL)
+            until(lambda: group.restarts == 1 and server.served)
+            assert answers(server.url)
+        (tmp_path / "told").write_text("")
+        with servers.turn("own"):  # it was put to sleep as it is, and not as it was
+            assert told(tmp_path) == [[str(server.port), "resume_memory_occupation"]]
+            assert answers(server.url)
+    finally:
+        servers.close()
+
+
+def test_a_server_that_cannot_sleep_is_ended_and_started_again_in_its_turn(tmp_path, monkeypatch):
+    monkeypatch.setattr(started_server, "_IDLE", -1.0)  # it is not idle at once
+    servers = Servers({"own": little(tmp_path)}, begins(tmp_path / "logs"), turns=["own"])
+    try:
+        servers.at({"teacher": (SGLangTeacherConfig(servers="own", path="x"), Path("model"))})
+        [group] = servers._started.values()
+        assert group.servers[0].status() is not None
+        with servers.turn("own"):
+            until(lambda: group.servers[0].served)
+    finally:
+        servers.close()
+
+
 def test_a_server_is_told_its_devices_and_not_which_rank_has_started_it(monkeypatch):
     group = ServerGroupConfig(count=2, tensor_parallel=2, devices=[3, 1, 0, 2], environment={"OWN": "x"})
     for name in ("RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT", "TORCHELASTIC_RUN_ID"):
         monkeypatch.setenv(name, "1")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    found = module._environment(group, 1)
+    found = started_server._environment(group, 1)
     assert (found["CUDA_VISIBLE_DEVICES"], found["OWN"]) == ("0,2", "x")
     assert not {"RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT", "TORCHELASTIC_RUN_ID"} & found.keys()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a,GPU-b,GPU-c,GPU-d")
-    assert module._environment(group, 0)["CUDA_VISIBLE_DEVICES"] == "GPU-d,GPU-b"
+    assert started_server._environment(group, 0)["CUDA_VISIBLE_DEVICES"] == "GPU-d,GPU-b"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
     with pytest.raises(ConfigError, match="device 3, but CUDA_VISIBLE_DEVICES shows 2"):
-        module._environment(group, 0)
+        started_server._environment(group, 0)
 
 
 def test_where_servers_run_may_change_between_attempts_and_what_they_compute_not():
@@ -357,8 +434,9 @@ def test_what_a_dying_server_has_started_is_ended_though_it_looks_dead_already()
     """Its first thread has ended, others have not: a server under load ends like that."""
     read, write = os.pipe()
     gone = os.dup(read)
+    command = [sys.executable, "-c", ENDS_SLOWLY]
     guard = subprocess.Popen(
-        [sys.executable, "-I", module.GUARD, str(read), str(gone), "0.5", sys.executable, "-c", ENDS_SLOWLY],
+        [sys.executable, "-I", started_server.GUARD, str(read), str(gone), "0.5", *command],
         stdout=subprocess.PIPE,
         pass_fds=[read, gone],
     )
@@ -412,6 +490,28 @@ SERVED = {"type": "sglang", "servers": "group"}
             "the cluster hands them out; leave it out, and set launch.server.gpus",
         ),
         (
+            {"runtime": {"offload": {"teachers": True}}},
+            "whose servers the run starts, and there are none",
+        ),
+        (
+            {
+                "servers": {"group": {}},
+                "teachers": {"sort": SERVED},
+                "launch": "ray",
+                "runtime": {"offload": {"teachers": True}},
+            },
+            "with launch ray each has GPUs of its own",
+        ),
+        (
+            {
+                "servers": {"group": {}},
+                "teachers": {"sort": SERVED},
+                "storage": {"trajectories": "disk"},
+                "runtime": {"offload": {"teachers": True}},
+            },
+            "for every micro-batch of samples on disk",
+        ),
+        (
             {"servers": {"group": {"count": 2, "devices": [0]}}, "teachers": {"sort": SERVED}},
             "names 1 devices, but 2 servers of 1 each need 2",
         ),
@@ -458,14 +558,27 @@ def test_what_cannot_be_is_said_of_the_recipe(changes, sentence):
 
 
 def test_groups_share_a_device_if_they_leave_each_other_room():
-    def recipe(share):
+    def recipe(share, **settings):
         group = {"devices": [0], "arguments": {"mem-fraction-static": share}}
         teachers = {"sort": SERVED, "add3": {**SERVED, "servers": "other"}}
-        return tiny_recipe(servers={"group": group, "other": group}, teachers=teachers)
+        return tiny_recipe(servers={"group": group, "other": group}, teachers=teachers, **settings)
 
     assert len(recipe(0.5).servers) == 2
     with pytest.raises(ValueError, match="share device 0"):
         recipe(0.6)
+    in_turn = {"runtime": {"offload": {"teachers": True}}}
+    assert recipe(0.9, **in_turn).servers_in_turn == ["group", "other"]
+    student = {"servers": {"student": {"devices": [0], "arguments": {"mem-fraction-static": 0.4}}}}
+    writes = {"rollout": {"engine": {"type": "sglang", "servers": "student"}}}
+
+    def beside(share):
+        group = {"devices": [0], "arguments": {"mem-fraction-static": share}}
+        servers = {**student["servers"], "group": group}
+        return tiny_recipe(servers=servers, teachers={"sort": SERVED}, **writes, **in_turn)
+
+    assert beside(0.6).servers_in_turn == ["group"]
+    with pytest.raises(ValueError, match="share device 0"):
+        beside(0.7)
 
 
 def test_a_server_in_this_environment_and_one_beside_it_find_one_plug_in():
@@ -475,7 +588,7 @@ def test_a_server_in_this_environment_and_one_beside_it_find_one_plug_in():
     [(name, where)] = tomllib.loads((root / "pyproject.toml").read_text())["project"]["entry-points"][
         group
     ].items()
-    [beside] = Distribution.at(next(module.PLUGIN.glob("*.dist-info"))).entry_points
+    [beside] = Distribution.at(next(started_server.PLUGIN.glob("*.dist-info"))).entry_points
     assert (beside.group, beside.name) == (group, name)
     found = EntryPoint(name, where, group).load()
     assert (found.__module__, found.__name__) == ("opd.served.plugin.opd_hidden_states", "register")

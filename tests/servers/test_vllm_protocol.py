@@ -18,7 +18,7 @@ from opd.errors import ConfigError, PreemptedError, TeacherError
 from opd.pipelines.commands.publish import publish_checkpoint
 from opd.pipelines.doctor.checks import check_kinds
 from opd.pipelines.doctor.servers import check_servers
-from opd.pipelines.launch.servers import command_of
+from opd.pipelines.launch.started_server import command_of
 from opd.rollout.preemption import Preemption
 from opd.served.http_pool import UnavailableError
 from opd.served.sglang_answers import Question

@@ -20,7 +20,7 @@ from sglang_server import SGLangServer
 
 from opd.config.servers import ServerGroupConfig
 from opd.kernels.ops import linear_logprobs, linear_topk
-from opd.pipelines.launch.servers import StartedServer
+from opd.pipelines.launch.started_server import StartedServer
 from opd.teachers.local_teacher import LocalTeacher
 from opd.types import Sample, TeacherTargets, TokenLogprobs, TopKLogprobs
 

@@ -26,15 +26,8 @@ from opd.errors import LaunchError
 from opd.output import Logged, as_words
 from opd.pipelines.launch.ray.actors import PING_SECONDS, ActorLostError, ActorSpec, Remote
 from opd.pipelines.launch.ray.cluster import import_ray, one_line, server_names
-from opd.pipelines.launch.servers import (
-    ENDING,
-    GRACE,
-    Place,
-    Servers,
-    StartedGroup,
-    same_model,
-    until_free,
-)
+from opd.pipelines.launch.servers import Place, Servers, StartedGroup, same_model, until_free
+from opd.pipelines.launch.started_server import ending
 from opd.pipelines.records.run_folder import RunFolder
 from opd.progress import doing
 from opd.ranks import Ranks
@@ -87,7 +80,7 @@ class ServerActor:
             self.end()
             place = Place(wanted.number, import_ray().util.get_node_ip_address(), wanted.port)
             if wanted.port:  # an actor that was killed leaves its server to the guard, which takes a while
-                until_free(place.host, wanted.port, GRACE + ENDING)
+                until_free(place.host, wanted.port, ending())
             group = StartedGroup.begin(wanted.group, wanted.config, model, self._logs, place)
             self._group = group  # `end` may be asked for meanwhile
             group.wait()
@@ -239,4 +232,4 @@ def end_servers(remotes: Sequence[Remote]) -> None:
     ray = import_ray()
     with suppress(ray.exceptions.RayError, ValueError):
         asked = [remote.send("end", control=True) for remote in remotes]
-        ray.wait(asked, num_returns=len(asked), timeout=GRACE + ENDING)
+        ray.wait(asked, num_returns=len(asked), timeout=ending())

@@ -36,7 +36,7 @@ from opd.pipelines.launch.ray.cluster import (
     role_of,
 )
 from opd.pipelines.launch.ray.server import end_servers, servers_of
-from opd.pipelines.launch.servers import free_port
+from opd.pipelines.launch.started_server import free_port
 from opd.pipelines.launch.supervisor import Cause, MemberFailedError, Message, Supervisor, last_words
 from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.stages.order import Stage, summary

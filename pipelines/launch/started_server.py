@@ -1,0 +1,345 @@
+"""One inference server that a run has started.
+
+It is behind a guard (`server_guard.py`), so that it does not outlive the run, however that ends. Servers of
+SGLang can give their device's memory to others and take it back; told to keep their weights in the host's
+memory meanwhile, they have them again, and whoever asks them has that proved. One ends if it is told to
+release while it computes, or to take what it has, so what it was told is remembered here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import logging
+import os
+import re
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from opd.config.servers import ServerGroupConfig
+from opd.errors import ConfigError, reason_of
+from opd.foreign import printable
+from opd.served.plugin import opd_hidden_states
+from opd.served.plugin.opd_hidden_states import SHARED, VARIABLE
+
+_log = logging.getLogger(__name__)
+
+HOST = "127.0.0.1"
+"""Where servers listen that are asked from their own machine alone."""
+PLUGIN = Path(opd_hidden_states.__file__).parent
+GUARD = Path(__file__).with_name("server_guard.py")
+_OF_RANKS = re.compile(r"(LOCAL_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|TORCHELASTIC_.*")
+_FLAGS = {"sglang": ("--model-path", "--tp-size"), "vllm": ("--model", "--tensor-parallel-size")}
+"""What a kind of server calls its model, and its GPUs."""
+_LAST_BYTES = 20_000
+_RAISED = re.compile(r"[\w.]+(Error|Exception): ")
+LOOK = 0.5
+"""Seconds between two looks at a server; each asks it whether it is there."""
+ANSWER = 5.0
+"""Seconds it has to answer a look: one that is at work may be slow to."""
+ASKED = 10
+"""How often in `silence_seconds` what computes in a server is asked for a word."""
+_NO_SUCH = 127
+GRACE = 10.0
+"""Seconds a server has to end once it is asked to."""
+ENDING = 15.0
+"""Seconds beyond these until its guard is ended by force."""
+PARTS = ("weights", "kv_cache", "cuda_graph")
+"""What SGLang releases by name."""
+SLEEPS = {"enable-memory-saver": True, "enable-weights-cpu-backup": True}
+"""What a server that is to sleep has to be told when it starts."""
+_MOVED = 300.0
+"""Seconds until a verb is done: gigabytes move between a device and its host."""
+_IDLE = 30.0
+"""Seconds that requests which were given up have to leave."""
+
+
+def ending() -> float:
+    """Seconds until a server that was asked to end is gone, by force in the end."""
+    return GRACE + ENDING
+
+
+def command_of(group: ServerGroupConfig, model: Path, port: int, host: str = HOST) -> list[str]:
+    """The command line of one server of `group`."""
+    path, ranks = _FLAGS[group.type]
+    own = [*(group.command or [sys.executable, "-m", group.module])]
+    own += [path, str(model), "--host", host, "--port", str(port)]
+    if group.tensor_parallel > 1:
+        own += [ranks, str(group.tensor_parallel)]
+    return own + group.words
+
+
+def _environment(group: ServerGroupConfig, number: int) -> dict[str, str]:
+    # What says which rank this process is says nothing of a server, which may have ranks of its own.
+    ours = {name: value for name, value in os.environ.items() if not _OF_RANKS.fullmatch(name)}
+    # A health check that generates a token answers with an error while the engine is paused.
+    own = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0", "VLLM_NO_USAGE_STATS": "1"}
+    if group.devices is not None:
+        first = number * group.tensor_parallel
+        shown = group.devices[first : first + group.tensor_parallel]
+        own["CUDA_VISIBLE_DEVICES"] = ",".join(_seen(device) for device in shown)
+    own[VARIABLE] = f"{SHARED}/opd-hidden-{uuid.uuid4().hex}"
+    found = {**ours, **own, **group.environment}
+    if group.arguments.get("enable-return-hidden-states"):
+        # SGLang looks there for plug-ins by itself, whichever command starts it.
+        found["PYTHONPATH"] = os.pathsep.join(filter(None, [str(PLUGIN), found.get("PYTHONPATH")]))
+    return found
+
+
+def _seen(device: int) -> str:
+    """What CUDA calls the `device` of that number among those this process sees."""
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if seen is None:
+        return str(device)
+    names = [name.strip() for name in seen.split(",") if name.strip()]
+    if device >= len(names):
+        raise ConfigError(
+            f"a group under `servers` names device {device}, but CUDA_VISIBLE_DEVICES shows {len(names)};"
+            " number them from 0, as this process sees them."
+        )
+    return names[device]
+
+
+def free_port(host: str) -> int:
+    """One that is free there now."""
+    with socket.create_server((host, 0)) as taken:
+        return taken.getsockname()[1]
+
+
+@dataclass
+class StartedServer:
+    """One server of a group, and the process that guards it."""
+
+    name: str
+    group: ServerGroupConfig
+    number: int
+    model: Path
+    log: Path
+    host: str = HOST
+    port: int = 0
+    answered: float = 0.0
+    """When it last answered anything, or was started."""
+    served: bool = False
+    """Whether it was ready since it was started last."""
+    asleep: bool = False
+    """Whether it has given its memory back."""
+    worked: float = 0.0
+    """When what computes in it answered last, or it became ready."""
+    _question: http.client.HTTPConnection | None = None
+    """On which that is asked: one at a time, however long it takes, since it may be at work."""
+    _guard: subprocess.Popen[bytes] | None = None
+    _pipe: int | None = None
+    _gone: int | None = None
+    """What can be read of it once the server is gone, and all it had."""
+    _hidden: str = ""
+    """Where it leaves hidden states."""
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.host}:{self.port}"
+
+    def start(self) -> None:
+        """Start it, at the port that it has if it was started before. Raises `OSError` if that cannot be."""
+        self.port = self.port or free_port(self.host)
+        self.served, self.asleep, self.answered = False, False, time.monotonic()
+        self._close()
+        self._forget_the_end()
+        environment = _environment(self.group, self.number)
+        self._hidden = environment[VARIABLE]
+        read, self._pipe = os.pipe()
+        self._gone, gone = os.pipe()
+        command = command_of(self.group, self.model, self.port, self.host)
+        try:
+            with self.log.open("ab") as log:
+                self._guard = subprocess.Popen(
+                    [sys.executable, "-I", str(GUARD), str(read), str(gone), str(GRACE), *command],
+                    env=environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    pass_fds=[read, gone],
+                    start_new_session=True,
+                )
+        except BaseException:
+            self._close()
+            self._forget_the_end()
+            raise
+        finally:
+            os.close(read)
+            os.close(gone)
+
+    def status(self) -> int | None:
+        """Its exit status; `None` while it runs. One that could not even be started has a shell's."""
+        return _NO_SUCH if self._guard is None else self._guard.poll()
+
+    def look(self) -> bool:
+        """Ask whether it is ready, which it says within `ANSWER` seconds, or not at all."""
+        with contextlib.suppress(OSError, http.client.HTTPException):
+            connection = http.client.HTTPConnection(self.host, self.port, timeout=ANSWER)
+            with contextlib.closing(connection):
+                connection.request("GET", "/health")
+                status = connection.getresponse().status
+                self.answered = time.monotonic()
+                if status == http.HTTPStatus.OK and not self.served:
+                    self.served, self.worked = True, self.answered
+        return self.served
+
+    def silent(self) -> float:
+        """For how many seconds it has answered nothing, or what computes in it has not, which is not the
+        process that answers whether it is ready. Asks that now and then; whatever it answers will do.
+        """
+        now, question = time.monotonic(), self._question
+        with contextlib.suppress(OSError, http.client.HTTPException):
+            if question is None and now - self.worked >= self.group.silence_seconds / ASKED:
+                question = http.client.HTTPConnection(self.host, self.port, timeout=ANSWER)
+                self._question = question
+                question.request("GET", "/server_info")
+            elif question is not None and _readable(question):
+                self._question = None
+                with contextlib.closing(question):
+                    question.getresponse().read(1)
+                    self.worked = now
+        return now - min(self.answered, self.worked)
+
+    def sleep(self) -> None:
+        """Give its memory back; one that cannot, or is not ready, ends, and is started again in its turn."""
+        if self.asleep:
+            return
+        with self._or_end("give its memory back"):
+            if not self.served:
+                raise OSError("it is just being started")
+            _release(self.host, self.port)
+            self.asleep = True
+
+    def wake(self) -> None:
+        """Take its memory again; one that cannot ends, and is started again."""
+        if self.asleep:
+            with self._or_end("take its memory again"):
+                _resume(self.host, self.port)
+            self.asleep = False
+        self._forget_question()
+        self.answered = self.worked = time.monotonic()
+
+    @contextlib.contextmanager
+    def _or_end(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, http.client.HTTPException) as error:
+            if self.status() is None:
+                _log.warning("server %s could not %s (%s) and is ended", self.name, what, reason_of(error))
+            self.ask_to_end()
+            self.wait_until_ended()
+
+    def wait_until_ended(self) -> None:
+        """After `ask_to_end`, for its own status."""
+        if self._guard is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._guard.wait(ending())
+
+    def ask_to_end(self) -> None:
+        """Its guard ends it, and all it has started."""
+        if self._guard is not None and self._guard.poll() is None:
+            self._guard.send_signal(signal.SIGTERM)
+        self._close()
+
+    def wait(self, seconds: float) -> None:
+        """Until it is gone; by force after `seconds`."""
+        if self._guard is None:
+            return
+        until = time.monotonic() + seconds
+        try:
+            self._guard.wait(seconds)
+        except subprocess.TimeoutExpired:
+            self._guard.kill()
+            self._guard.wait()
+        self._guard = None
+        if self._gone is not None:  # a guard that was killed itself has left the rest to another process
+            _speaks(self._gone, max(0.0, until - time.monotonic()))
+        self._forget_the_end()
+        if Path(self._hidden).name.startswith("opd-hidden-"):
+            shutil.rmtree(self._hidden, ignore_errors=True)  # its guard has, unless it was killed itself
+
+    def lost_its_port(self) -> bool:
+        """Whether another process was faster to take the port that was free when it was started."""
+        with contextlib.suppress(OSError), socket.create_connection((self.host, self.port), timeout=LOOK):
+            self.port = 0
+        return not self.port
+
+    def last_words(self) -> str:
+        """The last exception in its log, or else the last line, for an error."""
+        with contextlib.suppress(OSError):
+            with self.log.open("rb") as file:
+                file.seek(max(0, file.seek(0, os.SEEK_END) - _LAST_BYTES))  # the rest may be gigabytes
+                lines = file.read(_LAST_BYTES).decode("utf-8", "replace").split("\n")
+            said = [line for line in lines if line.strip()]
+            raised = [line for line in said if _RAISED.match(line)]
+            return printable((raised or said or ["nothing"])[-1])[:300]
+        return "nothing"
+
+    def _forget_the_end(self) -> None:
+        gone, self._gone = self._gone, None
+        if gone is not None:
+            os.close(gone)
+
+    def _forget_question(self) -> None:
+        question, self._question = self._question, None
+        if question is not None:
+            question.close()
+
+    def _close(self) -> None:
+        self._forget_question()
+        pipe, self._pipe = self._pipe, None
+        if pipe is not None:
+            os.close(pipe)
+
+
+def _readable(connection: http.client.HTTPConnection) -> bool:
+    """Whether an answer has come, or the connection has ended."""
+    return connection.sock is None or _speaks(connection.sock.fileno(), 0.0)
+
+
+def _speaks(descriptor: int, seconds: float) -> bool:
+    """Whether something can be read of it, or it ends, within `seconds`."""
+    poll = select.poll()  # `select.select` refuses descriptors from 1024 on
+    poll.register(descriptor, select.POLLIN)
+    return bool(poll.poll(1000 * seconds))
+
+
+def _release(host: str, port: int) -> None:
+    """Have an idle server give back all it can; requests that nobody waits for any more are aborted. Raises
+    `OSError` or `HTTPException` if it does not.
+    """
+    _post(host, port, "/abort_request", {"rid": "", "abort_all": True})
+    until = time.monotonic() + _IDLE
+    while _post(host, port, "/flush_cache", {}) != http.client.OK:  # it refuses while it computes
+        if time.monotonic() > until:
+            raise http.client.HTTPException(f"it was not idle {_IDLE:g} s after all was given up")
+        time.sleep(0.1)
+    _done(_post(host, port, "/release_memory_occupation", {"tags": PARTS}))
+
+
+def _resume(host: str, port: int) -> None:
+    """Have a server that has released its memory take it again. Raises as `_release` does."""
+    _done(_post(host, port, "/resume_memory_occupation", {"tags": PARTS}))
+
+
+def _done(status: int) -> None:
+    if status != http.client.OK:
+        raise http.client.HTTPException(f"it answered {status}")
+
+
+def _post(host: str, port: int, path: str, body: dict[str, Any]) -> int:
+    with contextlib.closing(http.client.HTTPConnection(host, port, timeout=_MOVED)) as connection:
+        connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
+        return connection.getresponse().status
