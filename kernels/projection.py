@@ -379,6 +379,9 @@ class Gradients:
             self.bias[:vocabulary] += grad_logits.sum(dim=0)
         if self.narrow and grad_logits.dtype != torch.bfloat16:
             grad_logits = _rounded(grad_logits, spare)
+        if grad_logits.dtype == torch.bfloat16 and not grad_logits.is_cuda:
+            # With AMX a product of bfloat16 rows reads what lies between them (PyTorch 2.13): NaN, say.
+            grad_logits = grad_logits.contiguous()
         tokens = rows.stop - rows.start if isinstance(rows, slice) else len(rows)
         if self.hidden is not None:
             self.hidden[rows] = self._hidden_part(grad_logits)[:tokens]

@@ -415,6 +415,8 @@ def _hosts(args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
 
 def _compute(func: Any, name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
     """`func` on the CPU; products that only CUDA has, of 16-bit factors into float32, are put together."""
+    if name == "mm":
+        args = tuple(_without_gaps(x) if isinstance(x, Tensor) else x for x in args)
     if name not in ("mm", "bmm", "addmm", "baddbmm") or func._overloadname not in ("dtype", "dtype_out"):
         return func(*args, **kwargs)
     bound = dict(zip((x.name for x in func._schema.arguments), args, strict=False)) | kwargs
@@ -432,6 +434,14 @@ def _compute(func: Any, name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
     assert out.shape == found.shape
     assert out.dtype == wide
     return out.copy_(found)
+
+
+def _without_gaps(factor: Tensor) -> Tensor:
+    """On CPUs with AMX a product of bfloat16 reads what lies between its rows, which no GPU does."""
+    rows = factor if factor.stride(1) == 1 else factor.t()
+    if factor.dtype != torch.bfloat16 or rows.stride(1) != 1 or rows.stride(0) == rows.shape[1]:
+        return factor
+    return rows.contiguous() if rows is factor else rows.contiguous().t()
 
 
 def _back(out: Any, mine: list[OnDevice], where: torch.device) -> Any:
