@@ -229,11 +229,8 @@ class Overlapping(Protocol):
 class TakesTurns(Protocol):
     """What a teacher offers beyond `Teacher` whose device others need while it does not score."""
 
-    takes_turns: bool
-    """Whether it scores only in a `turn`; otherwise at any time."""
-
-    def turn(self) -> AbstractContextManager[None]:
-        """It can score in the block. All ranks enter and leave it together."""
+    def turn(self) -> AbstractContextManager[None] | None:
+        """It can score in the block alone, which all ranks enter and leave together; `None`: at any time."""
         ...
 
 
@@ -290,9 +287,8 @@ class TeacherSchedule:
 
     def begin(self, samples: Sequence[Sample]) -> None:
         """Begin to score those of `samples` whose teachers compute elsewhere; `score` waits for them."""
-        elsewhere = {
-            n: t for n, t in self._teachers.items() if isinstance(t, Overlapping) and not _in_turn(t)
-        }
+        named = self._teachers.items()
+        elsewhere = {n: t for n, t in named if isinstance(t, Overlapping) and _turn_of(t) is None}
         if elsewhere:
             self.assign(samples)
         for name, teacher in elsewhere.items():
@@ -311,7 +307,7 @@ class TeacherSchedule:
         for place, name in enumerate(order, start=1):
             # The next teacher's layers queue up behind this one's.
             self._prefetch(order[place] if place < len(order) else None)
-            with self._turn(name):
+            with _turn_of(self._teachers[name]) or nullcontext():
                 self._score(name, waiting[name])
         self._plan = self.routes([*samples])
         if self._plan:
@@ -437,7 +433,7 @@ class TeacherSchedule:
                 f"teacher {read[0]} is read by several ranks together, so its schedule needs their group;"
                 " pass TeacherSchedule(group=...)."
             )
-        shared = [*read, *(name for name, teacher in self._teachers.items() if _in_turn(teacher))]
+        shared = read + [name for name, teacher in self._teachers.items() if _turn_of(teacher) is not None]
         if shared and self._group is not None:
             on_device = "cuda" if dist.get_backend(self._group) == "nccl" else "cpu"
             flags = torch.tensor([used[name] for name in shared], dtype=torch.int32, device=on_device)
@@ -445,10 +441,6 @@ class TeacherSchedule:
                 dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._group)
             used |= {name: bool(flag) for name, flag in zip(shared, flags.tolist(), strict=True)}
         return [name for name, needed in used.items() if needed]
-
-    def _turn(self, name: str) -> AbstractContextManager[None]:
-        teacher = self._teachers[name]
-        return teacher.turn() if isinstance(teacher, TakesTurns) and teacher.takes_turns else nullcontext()
 
     def _prefetch(self, name: str | None) -> None:
         teacher = self._teachers[name] if name is not None else None
@@ -488,8 +480,8 @@ class TeacherSchedule:
         self._rows |= {(name, sample.uid): own for sample, own in zip(mine, rows, strict=True)}
 
 
-def _in_turn(teacher: Teacher) -> bool:
-    return isinstance(teacher, TakesTurns) and teacher.takes_turns
+def _turn_of(teacher: Teacher) -> AbstractContextManager[None] | None:
+    return teacher.turn() if isinstance(teacher, TakesTurns) else None
 
 
 def _collective(teacher: Teacher) -> bool:

@@ -180,16 +180,15 @@ class ServedTeacher(ABC):
         """Bytes of heads that came from the node's copies."""
         return self.published.cached_bytes
 
-    @property
-    def takes_turns(self) -> bool:
-        """Whether it scores only in a `turn`, which all ranks take together."""
-        return self.own_turn is not None
+    def turn(self) -> AbstractContextManager[None] | None:
+        """Its servers are awake in the block, each of which proves its weights before it is used; all ranks
+        enter and leave it together. `None` if they never sleep.
+        """
+        return None if self.own_turn is None else self._awake(self.own_turn)
 
     @contextmanager
-    def turn(self) -> Iterator[None]:
-        """Its servers are awake in the block, each of which proves its weights before it is used."""
-        assert self.own_turn is not None
-        with self.own_turn():
+    def _awake(self, turn: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+        with turn():
             self._loop.run(self.pool.forget())
             yield
 
