@@ -307,8 +307,9 @@ class TeacherSchedule:
         for place, name in enumerate(order, start=1):
             # The next teacher's layers queue up behind this one's.
             self._prefetch(order[place] if place < len(order) else None)
+            begin = time.perf_counter()
             with _turn_of(self._teachers[name]) or nullcontext():
-                self._score(name, waiting[name])
+                self._score(name, waiting[name], begin)
         self._plan = self.routes([*samples])
         if self._plan:
             self._heads.read_ahead(self._routes[self._plan[0]].teachers)
@@ -447,9 +448,8 @@ class TeacherSchedule:
         if isinstance(teacher, Prefetching):
             teacher.prefetch()
 
-    def _score(self, name: str, mine: Sequence[Sample]) -> None:
+    def _score(self, name: str, mine: Sequence[Sample], begin: float) -> None:
         teacher = self._teachers[name]
-        begin = time.perf_counter()
         cache = self._cache_of(name)
         if cache is not None and isinstance(teacher, Piecewise) and cuts(teacher, mine):
             kept = cache.store_pieces(teacher, teacher.score_pieces(mine))

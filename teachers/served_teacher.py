@@ -6,12 +6,12 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -44,6 +44,7 @@ from opd.types import HiddenStates, Sample, TeacherTargets, TokenLogprobs, TopKL
 if TYPE_CHECKING:
     from opd.storage.shard_cache import ShardCache
 
+T = TypeVar("T")
 _LOOK = 0.5
 """Seconds between two looks at what the run was asked, while servers are waited for."""
 
@@ -243,6 +244,16 @@ class ServedTeacher(ABC):
             if left:
                 self.check()
 
+    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        """What it gives; `check` is asked meanwhile."""
+        future = self._loop.start(work)
+        try:
+            self._wait([future])
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
     def _waiting(self) -> str:
         trouble = self.pool.trouble
         return f"waiting for teacher {self.name}{f' ({trouble})' if trouble else ''}"
@@ -325,7 +336,8 @@ def opener(
         with ExitStack() as stack:
             for name, settings in teachers.items():
                 check_signal(name, settings, recipe)
-                check_distinct({f"teachers.{name}.urls": pool_options(settings)}, TeacherError)
+                if settings.started is None:  # those of a group are, and may be asleep
+                    check_distinct({f"teachers.{name}.urls": pool_options(settings)}, TeacherError)
                 url = opening.sources[name]
                 found[name] = teacher = make(
                     name, url, settings, asked=asked, placement=opening.placement, cache=opening.cache
@@ -335,6 +347,9 @@ def opener(
                 teacher.pool.options = replace(teacher.pool.options, given_up=given_up)
                 teacher.check = opening.check
                 teacher.own_turn = opening.turns.get(settings.started or "")
+                if (turn := teacher.turn()) is not None:  # who they are is asked later, when they may sleep
+                    with turn:
+                        teacher.connect()
             yield found
 
     return opened

@@ -56,7 +56,7 @@ class SGLangTeacher(ServedTeacher):
     def connect(self) -> None:
         """Check one server now. Raises `TeacherError` if none answers or the wrong model does."""
         if self._expected.logprobs is None:
-            self._loop.run(self._ask_limits())
+            self._run(self._ask_limits())
 
     async def _admit(self, server: Server) -> None:
         await admit(self.pool, server, self._expected)

@@ -109,12 +109,12 @@ def shared_devices(
     """Two groups and a device of both, which have not said that they leave each other room there; of those
     that are awake `in_turn`, one at a time, only the largest needs any.
     """
-    for name, group in groups.items():
+    for group in groups.values():
         for device in group.devices or ():
             there = {n: other for n, other in groups.items() if device in (other.devices or ())}
             shares = {n: float(g.arguments.get(_SHARE[g.type], 1.0)) for n, g in there.items()}
             largest = max((share for n, share in shares.items() if n in in_turn), default=0.0)
             others = [n for n in there if n not in in_turn]
             if sum(shares[n] for n in others) + largest > 1.0 and len(there) > 1:
-                return name, next(n for n in there if n != name), device
+                return others[0], next(n for n in there if n != others[0]), device
     return None

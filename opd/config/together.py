@@ -236,8 +236,8 @@ def _groups_of_servers_leave_each_other_room(recipe: Recipe) -> None:
         raise ValueError(
             f"servers.{both[0]} and servers.{both[1]} share device {both[2]}, which both would fill: they"
             " stay until the run ends; give them other devices, or each an argument mem-fraction-static"
-            " (vLLM: gpu-memory-utilization), together at most 1, or let teachers take turns"
-            " (runtime.offload.teachers)"
+            " (vLLM: gpu-memory-utilization), together at most 1 (of teachers that take turns,"
+            " runtime.offload.teachers, the largest counts)"
         )
 
 

@@ -291,7 +291,7 @@ class OffloadConfig(Config):
 
     def check(self, schedule: str, train: TrainConfig, *, ends: bool) -> None:
         """`ValueError` where there is nobody to hand the device over; `ends`: engines end with the run."""
-        for name in ("engine", "trainer"):
+        for name in ("engine", "trainer", "teachers"):
             if getattr(self, name) and schedule != "in_turn":
                 raise ValueError(
                     f"runtime.offload.{name} needs rollout.schedule in_turn: with {schedule} the student"

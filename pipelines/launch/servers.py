@@ -34,6 +34,9 @@ AGAIN = Retry(pause=1.0, longest=30.0)
 Served = TypeVar("Served", bound=ServerConfig)
 
 
+def _nothing() -> None: ...
+
+
 def same_model(held: Path, model: Path, any_weights: bool) -> bool:
     """Whether a server of the folder `held` serves `model`, or with `any_weights` one of its form."""
     return held == model or (any_weights and _described(held) == _described(model))
@@ -83,6 +86,10 @@ class StartedGroup:
     _asleep: bool = False
     _turn: threading.Lock = field(default_factory=threading.Lock)
     """Held while servers are looked at, and while they are told to sleep or to wake."""
+    _failures: dict[str, int] = field(default_factory=dict)
+    """How often each has failed, by name."""
+    _due: dict[str, float] = field(default_factory=dict)
+    """When those are started again that have ended."""
 
     @classmethod
     def begin(
@@ -119,19 +126,39 @@ class StartedGroup:
             self._watcher = threading.Thread(target=self._watch, name=f"servers-{self.name}", daemon=True)
             self._watcher.start()
 
-    def sleep(self) -> None:
-        """Let the servers give their memory back. One that ends is not started again until they wake."""
-        with self._turn:
-            if not self._asleep:
-                self._asleep = True
-                _on_each(self.servers, StartedServer.sleep)
-
-    def wake(self) -> None:
-        """Let them take it again."""
+    def sleep(self, check: Callable[[], None] = _nothing) -> None:
+        """Let the servers give their memory back; one that is being started does once it is ready. One that
+        ends is not started again until they wake. `check` is asked meanwhile, and may raise.
+        """
         with self._turn:
             if self._asleep:
-                _on_each(self.servers, StartedServer.wake)
-                self._asleep = False
+                return
+            self._asleep = True
+            with doing(self._starting):
+                until = time.monotonic() + self.config.start_seconds
+                while time.monotonic() < until and any(_begins(server) for server in self.servers):
+                    check()
+                    self._over.wait(0.1)
+            _on_each(self.servers, StartedServer.sleep, check)
+
+    def wake(self, check: Callable[[], None] = _nothing) -> None:
+        """Let them take it again, and start again those that have ended. Returns once all are ready.
+
+        Raises `LaunchError` if one cannot be started, and what `check` raises, which is asked meanwhile.
+        """
+        with self._turn:
+            if not self._asleep:
+                return
+            _on_each(self.servers, StartedServer.wake, check)
+            self._due.clear()
+            for server in self.servers:
+                if server.status() is not None:
+                    self._count(server, "ended before its turn")
+                    if self.trouble is not None:
+                        raise self.trouble
+                    self._start_again(server)
+            self._wait_until_ready(self.config.start_seconds, check)
+            self._asleep = False
 
     @property
     def urls(self) -> list[str]:
@@ -141,13 +168,18 @@ class StartedGroup:
         """Whether it need not be started anew for `model`; see `Servers.at`."""
         return self.trouble is None and same_model(self.model, model, any_weights)
 
-    def close(self) -> None:
-        """End all servers. Returns once they are gone."""
+    def ask_to_end(self) -> None:
+        """Begin to end all servers, of which none is started again."""
         self._over.set()
-        if self._watcher is not None:
-            self._watcher.join()
         for server in self.servers:
             server.ask_to_end()
+
+    def close(self) -> None:
+        """End all servers. Returns once they are gone."""
+        self.ask_to_end()
+        if self._watcher is not None:
+            self._watcher.join()
+        self.ask_to_end()  # one that was just being started again, too
         until = time.monotonic() + started_server.ending()
         with doing(f"ending the servers {self.name}"):
             for server in self.servers:
@@ -157,7 +189,7 @@ class StartedGroup:
         ready = sum(server.served for server in self.servers)
         return f"starting servers {self.name}: {ready} of {len(self.servers)} are ready"
 
-    def _wait_until_ready(self, seconds: float) -> None:
+    def _wait_until_ready(self, seconds: float, check: Callable[[], None] = _nothing) -> None:
         until = time.monotonic() + seconds
         waiting = list(self.servers)
         while waiting:
@@ -176,19 +208,18 @@ class StartedGroup:
                     f"server {waiting[0].name} was not ready after {seconds:g} s; see {waiting[0].log}, or"
                     f" raise servers.{self.name}.start_seconds, then continue with --resume."
                 )
+            check()
             waiting = [server for server in waiting if not server.look()]
             self._over.wait(0.1 if waiting else 0)
 
     def _watch(self) -> None:
-        failures = dict.fromkeys((server.name for server in self.servers), 0)
-        due: dict[str, float] = {}
         while not self._over.wait(LOOK) and self.trouble is None:
             with self._turn:
-                if not self._asleep:
-                    self._look(failures, due)
+                if not self._asleep and not self._over.is_set():
+                    self._look()
 
-    def _look(self, failures: dict[str, int], due: dict[str, float]) -> None:
-        """By name: how often each has failed, and when those are started again that have ended."""
+    def _look(self) -> None:
+        due, failures = self._due, self._failures
         for server in self.servers:
             if server.name in due:
                 if time.monotonic() >= due[server.name]:
@@ -198,7 +229,7 @@ class StartedGroup:
             reason = self._fault_of(server)
             if reason is None:
                 continue
-            failures[server.name] += 1
+            failures[server.name] = failures.get(server.name, 0) + 1
             pause = AGAIN.seconds(failures[server.name])
             due[server.name] = time.monotonic() + pause
             self._left(server, reason, pause)
@@ -218,6 +249,12 @@ class StartedGroup:
     def _left(self, server: StartedServer, reason: str, pause: float) -> None:
         server.ask_to_end()
         server.wait(started_server.ending())
+        self._count(server, reason)
+        if self.trouble is None:
+            _log.warning("server %s %s; it is started again in %.0f s", server.name, reason, pause)
+
+    def _count(self, server: StartedServer, reason: str) -> None:
+        """Note an end; the group is given up if it was one too many."""
         server.served = False
         self.restarts += 1
         most = server.group.restarts
@@ -227,8 +264,6 @@ class StartedGroup:
                 f" {server.log}, then continue with --resume."
             )
             _log.error("%s", self.trouble)
-        else:
-            _log.warning("server %s %s; it is started again in %.0f s", server.name, reason, pause)
 
     def _start_again(self, server: StartedServer) -> None:
         try:
@@ -237,13 +272,22 @@ class StartedGroup:
             _log.warning("server %s cannot be started again (%s)", server.name, reason_of(error))
 
 
-def _on_each(servers: Sequence[StartedServer], verb: Callable[[StartedServer], None]) -> None:
-    """At once: each may move gigabytes."""
-    threads = [threading.Thread(target=verb, args=(server,)) for server in servers]
+def _begins(server: StartedServer) -> bool:
+    """Whether it is being started."""
+    return not server.served and server.status() is None and not server.look()
+
+
+def _on_each(
+    servers: Sequence[StartedServer], verb: Callable[[StartedServer], None], check: Callable[[], None]
+) -> None:
+    """At once: each may move gigabytes. What `check` raises is raised, and the rest goes on alone."""
+    threads = [threading.Thread(target=verb, args=(server,), daemon=True) for server in servers]
     for thread in threads:
         thread.start()
-    for thread in threads:
-        thread.join()
+    while any(thread.is_alive() for thread in threads):
+        check()
+        for thread in threads:
+            thread.join(0.1)
 
 
 class Group(Protocol):
@@ -320,22 +364,25 @@ class Servers:
         return {name: config.at(urls[name]) for name, (config, _) in wanted.items()}
 
     @contextlib.contextmanager
-    def turn(self, group: str) -> Iterator[None]:
+    def turn(self, group: str, check: Callable[[], None] = _nothing) -> Iterator[None]:
         """The servers of `group`, which takes turns, are awake in the block. All ranks enter and leave it
-        together.
+        together. Raises what `check` raises, which is asked while servers are waited for.
         """
-        if self._ranks.main:
-            self._one_that_sleeps(group).wake()
-        self._ranks.barrier(f"servers {group} to wake")
+
+        def wake() -> None:
+            if self._ranks.main:
+                self._one_that_sleeps(group).wake(check)
+
+        self._ranks.main_first(wake)
         yield
         self._ranks.barrier(f"the last answer of servers {group}")
-        self._rest(group)
+        self._rest(group, check)
 
-    def _rest(self, group: str) -> None:
+    def _rest(self, group: str, check: Callable[[], None] = _nothing) -> None:
         """Put the group to sleep, once it is ready, if it takes turns."""
         if self._ranks.main and group in self._turns:
             self._started[group].wait()
-            self._one_that_sleeps(group).sleep()
+            self._one_that_sleeps(group).sleep(check)
 
     def _one_that_sleeps(self, name: str) -> StartedGroup:
         group = self._started[name]
@@ -363,7 +410,10 @@ class Servers:
         self._started[name] = self._start(name, asked, model, any_weights)
 
     def close(self) -> None:
-        """End them all."""
+        """End them all; those on this machine at once."""
+        for group in self._started.values():
+            if isinstance(group, StartedGroup):
+                group.ask_to_end()
         while self._started:
             self._started.popitem()[1].close()
 

@@ -59,8 +59,6 @@ PARTS = ("weights", "kv_cache", "cuda_graph")
 """What SGLang releases by name."""
 SLEEPS = {"enable-memory-saver": True, "enable-weights-cpu-backup": True}
 """What a server that is to sleep has to be told when it starts."""
-_MOVED = 300.0
-"""Seconds until a verb is done: gigabytes move between a device and its host."""
 _IDLE = 30.0
 """Seconds that requests which were given up have to leave."""
 
@@ -213,20 +211,20 @@ class StartedServer:
         return now - min(self.answered, self.worked)
 
     def sleep(self) -> None:
-        """Give its memory back; one that cannot, or is not ready, ends, and is started again in its turn."""
-        if self.asleep:
+        """Give its memory back. One that cannot, or is not ready, ends; one that has ended has none."""
+        if self.asleep or self.status() is not None:
             return
         with self._or_end("give its memory back"):
             if not self.served:
-                raise OSError("it is just being started")
-            _release(self.host, self.port)
+                raise OSError("it is not ready yet")
+            _release(self.host, self.port, self.group.silence_seconds)
             self.asleep = True
 
     def wake(self) -> None:
-        """Take its memory again; one that cannot ends, and is started again."""
+        """Take its memory again. One that cannot ends."""
         if self.asleep:
             with self._or_end("take its memory again"):
-                _resume(self.host, self.port)
+                _resume(self.host, self.port, self.group.silence_seconds)
             self.asleep = False
         self._forget_question()
         self.answered = self.worked = time.monotonic()
@@ -236,16 +234,9 @@ class StartedServer:
         try:
             yield
         except (OSError, http.client.HTTPException) as error:
-            if self.status() is None:
-                _log.warning("server %s could not %s (%s) and is ended", self.name, what, reason_of(error))
+            _log.warning("server %s could not %s (%s) and is ended", self.name, what, reason_of(error))
             self.ask_to_end()
-            self.wait_until_ended()
-
-    def wait_until_ended(self) -> None:
-        """After `ask_to_end`, for its own status."""
-        if self._guard is not None:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._guard.wait(ending())
+            self.wait(ending())
 
     def ask_to_end(self) -> None:
         """Its guard ends it, and all it has started."""
@@ -316,22 +307,22 @@ def _speaks(descriptor: int, seconds: float) -> bool:
     return bool(poll.poll(1000 * seconds))
 
 
-def _release(host: str, port: int) -> None:
-    """Have an idle server give back all it can; requests that nobody waits for any more are aborted. Raises
-    `OSError` or `HTTPException` if it does not.
+def _release(host: str, port: int, seconds: float) -> None:
+    """Have an idle server give back all it can; requests that nobody waits for any more are aborted.
+    `seconds`: until an answer. Raises `OSError` or `HTTPException` if it does not.
     """
-    _post(host, port, "/abort_request", {"rid": "", "abort_all": True})
+    _post(host, port, seconds, "/abort_request", {"rid": "", "abort_all": True})
     until = time.monotonic() + _IDLE
-    while _post(host, port, "/flush_cache", {}) != http.client.OK:  # it refuses while it computes
+    while _post(host, port, seconds, "/flush_cache", {}) != http.client.OK:  # it refuses while it computes
         if time.monotonic() > until:
             raise http.client.HTTPException(f"it was not idle {_IDLE:g} s after all was given up")
         time.sleep(0.1)
-    _done(_post(host, port, "/release_memory_occupation", {"tags": PARTS}))
+    _done(_post(host, port, seconds, "/release_memory_occupation", {"tags": PARTS}))
 
 
-def _resume(host: str, port: int) -> None:
-    """Have a server that has released its memory take it again. Raises as `_release` does."""
-    _done(_post(host, port, "/resume_memory_occupation", {"tags": PARTS}))
+def _resume(host: str, port: int, seconds: float) -> None:
+    """Have a server that has released its memory take it again. As `_release`."""
+    _done(_post(host, port, seconds, "/resume_memory_occupation", {"tags": PARTS}))
 
 
 def _done(status: int) -> None:
@@ -339,7 +330,7 @@ def _done(status: int) -> None:
         raise http.client.HTTPException(f"it answered {status}")
 
 
-def _post(host: str, port: int, path: str, body: dict[str, Any]) -> int:
-    with contextlib.closing(http.client.HTTPConnection(host, port, timeout=_MOVED)) as connection:
+def _post(host: str, port: int, seconds: float, path: str, body: dict[str, Any]) -> int:
+    with contextlib.closing(http.client.HTTPConnection(host, port, timeout=seconds)) as connection:
         connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
         return connection.getresponse().status

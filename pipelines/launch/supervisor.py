@@ -170,7 +170,9 @@ class Supervisor:
             self._asked.check()
         self._listen()
         if self.ending:
-            patience = self._patience if self._failures else self._asked.grace
+            # Of those that leave because they were asked to, the others need not hear last words.
+            left = self._asked.stopping and all(f.message.cause >= Cause.LOST for f in self._failures)
+            patience = self._asked.grace if left else self._patience
             self._until = min(self._until, time.monotonic() + patience)
             if time.monotonic() >= self._until if self.running else self._failures:
                 self._fail()

@@ -256,7 +256,7 @@ def open_teachers(
     check = context.preemption.check_waiting
     opening = Opening(_served(context, names), placement, sources, group, cache, check=check)
     if servers is not None:
-        turns = {group: partial(servers.turn, group) for group in recipe.servers_in_turn}
+        turns = {group: partial(servers.turn, group, check) for group in recipe.servers_in_turn}
         opening = replace(opening, given_up=servers.given_up, turns=turns)
     return stack.enter_context(open_kinds(names, opening))
 

@@ -37,19 +37,19 @@ SECONDS = 700
 EVALUATE = 88 * MIB
 """What a rank may take to be asked: its quarter of 130 MiB, a layer that is gathered, what libraries need."""
 LIVES = {
-    "fsdp": {"life": 292 * MIB, "writes": True},
+    "fsdp": {"life": 320 * MIB, "writes": True},
     "adapters": {"life": 126 * MIB, "lora": True, "writes": True},
     "pairs": {"life": 440 * MIB} | PAIRS,
-    "pairs, adapters": {"life": 160 * MIB, "lora": True} | PAIRS,
+    "pairs, adapters": {"life": 180 * MIB, "lora": True} | PAIRS,
     "zero-3": {"life": 400 * MIB} | ZERO,
     "zero-3, adapters": {"life": 250 * MIB, "lora": True} | ZERO,
 }
 """What a rank of four may take, beside what libraries took before, for all of its life."""
 WITHIN = {
-    "fsdp": {2: 360 * MIB, 3: 300 * MIB},
+    "fsdp": {2: 400 * MIB, 3: 340 * MIB},
     "adapters": {2: 160 * MIB, 3: 140 * MIB},
     "pairs": {2: 400 * MIB, 3: 320 * MIB},
-    "pairs, adapters": {2: 140 * MIB, 3: 140 * MIB},
+    "pairs, adapters": {2: 180 * MIB, 3: 170 * MIB},
     "zero-3": {2: None, 3: 440 * MIB},
     "zero-3, adapters": {2: 320 * MIB, 3: 270 * MIB},
 }
