@@ -18,13 +18,14 @@ from recipes import tiny_recipe
 
 from opd.config.servers import ServerGroupConfig
 from opd.config.teachers import SGLangTeacherConfig
-from opd.errors import ConfigError, LaunchError, TeacherError
+from opd.errors import ConfigError, LaunchError, PreemptedError, TeacherError
 from opd.pipelines.doctor.servers import check_servers
 from opd.pipelines.launch import servers as module
 from opd.pipelines.launch import started_server
 from opd.pipelines.launch.local import check_ranks, is_rank
 from opd.pipelines.launch.servers import Servers, StartedGroup
 from opd.pipelines.records.settings import Change
+from opd.rollout.preemption import Preemption
 from opd.served.http_pool import HTTPPool, LoopThread, RefusedError
 from opd.teachers.served_teacher import pool_options
 
@@ -320,6 +321,41 @@ def test_a_server_that_is_killed_is_started_again_in_its_turn_alone(tmp_path, wh
         servers.close()
 
 
+def test_a_server_that_is_being_started_when_its_turn_ends_is_waited_for(tmp_path):
+    """Turns are shorter than starts: none is ended for that, and its restarts are not used up."""
+    slow = little(tmp_path, count=2, restarts=1, arguments={"slow": 1.0})
+    servers = Servers({"own": slow}, begins(tmp_path / "logs"), turns=["own"])
+    try:
+        servers.at({"teacher": (SGLangTeacherConfig(servers="own", path="x"), Path("model"))})
+        [group] = servers._started.values()
+        with servers.turn("own"):
+            os.kill(parts(tmp_path, group.servers[0])[0], signal.SIGKILL)
+            until(lambda: group.restarts == 1 and group.servers[0].status() is None)
+        for _ in range(2):
+            assert all(server.asleep for server in group.servers)
+            with servers.turn("own"):
+                assert all(answers(url) for url in group.urls)
+        assert (group.restarts, group.trouble) == (1, None)
+    finally:
+        servers.close()
+
+
+def test_a_run_that_is_to_stop_does_not_wait_for_a_server_that_does_not_wake(tmp_path):
+    servers = Servers({"own": little(tmp_path)}, begins(tmp_path / "logs"), turns=["own"])
+    asked = Preemption(grace=0.5)
+    try:
+        servers.at({"teacher": (SGLangTeacherConfig(servers="own", path="x"), Path("model"))})
+        [group] = servers._started.values()
+        own = parts(tmp_path, group.servers[0])[0]
+        os.kill(own, signal.SIGSTOP)
+        asked.stop()
+        with pytest.raises(PreemptedError), servers.turn("own", asked.check_waiting):
+            pass
+    finally:
+        servers.close()
+    assert not alive(own)
+
+
 def test_a_server_that_cannot_sleep_is_ended_and_started_again_in_its_turn(tmp_path, monkeypatch):
     monkeypatch.setattr(started_server, "_IDLE", -1.0)  # it is not idle at once
     servers = Servers({"own": little(tmp_path)}, begins(tmp_path / "logs"), turns=["own"])
@@ -501,6 +537,15 @@ SERVED = {"type": "sglang", "servers": "group"}
                 "runtime": {"offload": {"teachers": True}},
             },
             "with launch ray each has GPUs of its own",
+        ),
+        (
+            {
+                "servers": {"group": {}},
+                "teachers": {"sort": SERVED},
+                "rollout": {"schedule": "ahead"},
+                "runtime": {"offload": {"teachers": True}},
+            },
+            "runtime.offload.teachers needs rollout.schedule in_turn",
         ),
         (
             {

@@ -52,11 +52,12 @@ def place(tmp_path_factory) -> Path:
 
 
 def assert_alike(found: list[dict], expected: list[dict]) -> None:
-    """Metrics agree within 1e-5."""
+    """Metrics agree within 1e-5; the gradient's norm, in which steps before add up, within 5e-5."""
     for mine, theirs in zip(found, expected, strict=True):
         assert mine.keys() == theirs.keys()
         for key, value in mine.items():
-            assert math.isclose(value, theirs[key], rel_tol=1e-5, abs_tol=1e-5), key
+            near = 5e-5 if key == "grad_norm" else 1e-5
+            assert math.isclose(value, theirs[key], rel_tol=near, abs_tol=1e-5), key
 
 
 @pytest.mark.parametrize("world", [2, 3])
