@@ -157,6 +157,17 @@ def test_a_stop_is_passed_on_and_told(codes, grace, sentence):
         watch(*codes, asked=Preemption(grace))
 
 
+def test_who_was_asked_to_stop_has_its_grace_though_others_have_left():
+    """It may have servers to end: those who left have no last words that would end it sooner."""
+    slowly = "def later(*_):\n    time.sleep(2)\n    open('ended', 'w').close()\n    os._exit(143)\n"
+    slowly += "signal.signal(signal.SIGTERM, later)\n"
+    with pytest.raises(PreemptedError, match="the run was asked to stop and did"):
+        watch(
+            "until('there'); " + ASKS + HANGS, slowly + "open('there', 'w').close(); " + HANGS, last_words=0.2
+        )
+    assert Path("ended").exists()
+
+
 def test_a_fault_is_told_though_the_run_was_to_stop():
     with pytest.raises(MemberFailedError, match="no such key"):
         watch(IGNORES + ASKS + LATER + FAULT, HANGS, asked=Preemption(120.0))
