@@ -38,7 +38,7 @@ from opd.config import Recipe
 from opd.metrics import read_metrics
 from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.run import run_stage
-from opd.pipelines.stages import distill
+from opd.pipelines.stages import samples as samples_module
 
 SCHEDULES: dict[str, dict[str, Any]] = {
     "in turn": {"rollout": {"schedule": "in_turn"}, "threads": 1},
@@ -105,20 +105,20 @@ def merge_apart(own: Recipe, out: Path) -> dict[str, Any]:
 def merge(own: Recipe, out: Path) -> dict[str, Any]:
     """One whole merge: seconds of its steps, who was at work, ages of tokens, lengths of responses."""
     recorder, ages, lengths = Recorder(), Counter[int](), []
-    measured = distill.staleness_metrics
+    measured = samples_module.staleness
 
-    def note(samples: Any, version: int, limit: int | None) -> dict[str, float]:
+    def note(samples: Any, version: int) -> dict[str, float]:
         for sample in samples:
             lengths.append(len(sample.response_ids))
             ages.update((version - sample.policy_versions).tolist())
-        return measured(samples, version, limit)
+        return measured(samples, version)
 
-    distill.staleness_metrics = note
+    samples_module.staleness = note
     try:
         with RunFolder.create(out, own) as folder, recorder.record():
             run_stage(own, folder, "merge")
     finally:
-        distill.staleness_metrics = measured
+        samples_module.staleness = measured
     rows = read_metrics(out / "stages" / "merge" / "metrics.jsonl")
     bounds = recorder.step_bounds()
     begin, end = bounds[SKIP], bounds[-1]

@@ -29,6 +29,8 @@ FORM = {
     "num_key_value_heads": 6,
 }
 CASES = {"as it is": {}, "handed over": {"engine": True, "trainer": True}}
+OPTIONS = argparse.Namespace(ranks=1, new=48)
+"""As those of `teachers_memory`."""
 STEPS = (1, 4)
 """Of the short and the long run."""
 PHASES = ("rollout", "score", "train", "sync")
@@ -47,7 +49,7 @@ MIB = 1 << 20
 
 def write_inputs(folder: Path) -> None:
     """A student, and two models of its form to follow, with prompts."""
-    case = against_trl.Case("distill", FORM, 12, 1, teachers_memory.PROMPT, teachers_memory.NEW, (1, 2))
+    case = against_trl.Case("distill", FORM, 12, 1, teachers_memory.PROMPT, OPTIONS.new, (1, 2))
     for number in range(2):
         against_trl.write_inputs(case, folder / f"t{number}", (0, number + 1), 100)
 
@@ -58,7 +60,7 @@ def measured(folder: Path, case: str) -> dict[str, Any]:
     env["PYTHONPATH"] = f"{against_trl.ROOT}{os.pathsep}{folder / 't0'}"
     took, peak, rows = [], 0.0, []
     for steps in STEPS:
-        recipe = teachers_memory.recipe_of(folder, 2, steps, "streamed")
+        recipe = teachers_memory.recipe_of(folder, OPTIONS, 2, steps, "streamed")
         recipe["distill"]["prompts_per_domain"] = 6
         recipe["runtime"]["offload"] = CASES[case]
         out = folder / f"{case.replace(' ', '-')}-{steps}"
