@@ -256,7 +256,8 @@ class Rounds:
 
     def _kill_server(self, server: int, _: threading.Event) -> Callable[[], object]:
         back = self._waiting(server)
-        _signal(sorted(_processes(self.target.servers[server]))[:1], signal.SIGKILL)
+        found = _processes(self.target.servers[server])  # in no order: process ids begin anew
+        _signal([pid for pid, command in found.items() if "launch_server" in command], signal.SIGKILL)
         return back
 
     def _kill_scheduler(self, server: int, _: threading.Event) -> Callable[[], object]:
