@@ -137,6 +137,8 @@ class StartedServer:
     _question: http.client.HTTPConnection | None = None
     """On which that is asked: one at a time, however long it takes, since it may be at work."""
     _guard: subprocess.Popen[bytes] | None = None
+    _ending: bool = False
+    """Whether that was asked to end."""
     _pipe: int | None = None
     _gone: int | None = None
     """What can be read of it once the server is gone, and all it had."""
@@ -150,7 +152,8 @@ class StartedServer:
     def start(self) -> None:
         """Start it, at the port that it has if it was started before. Raises `OSError` if that cannot be."""
         self.port = self.port or free_port(self.host)
-        self.served, self.asleep, self.answered = False, False, time.monotonic()
+        self.served = self.asleep = self._ending = False
+        self.answered = time.monotonic()
         self._close()
         self._forget_the_end()
         environment = _environment(self.group, self.number)
@@ -240,8 +243,9 @@ class StartedServer:
 
     def ask_to_end(self) -> None:
         """Its guard ends it, and all it has started."""
-        if self._guard is not None and self._guard.poll() is None:
+        if self._guard is not None and self._guard.poll() is None and not self._ending:
             self._guard.send_signal(signal.SIGTERM)
+            self._ending = True
         self._close()
 
     def wait(self, seconds: float) -> None:
