@@ -166,7 +166,7 @@ class VLLMTeacher(ServedTeacher):
     def connect(self) -> None:
         """Check one server now. Raises `TeacherError` if none answers or the wrong model does."""
         if self._expected.logprobs is None:
-            self._loop.run(self._ask(Question("limits", np.array([1, 2], dtype=np.int32), 0)))
+            self._run(self._ask(Question("limits", np.array([1, 2], dtype=np.int32), 0)))
 
     async def _admit(self, server: Server) -> None:
         await admit(self.pool, server, self._expected)
