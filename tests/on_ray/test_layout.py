@@ -1,9 +1,11 @@
 """Bundles by layout, and tensors through the object store; no cluster is needed."""
 
 import os
+import signal
 import subprocess
 import sys
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -28,6 +30,7 @@ from opd.pipelines.launch.ray.cluster import (
     role_of,
     server_names,
 )
+from opd.pipelines.launch.started_server import GUARD
 from opd.rollout.weight_sync import buckets
 
 RESOURCES = {
@@ -152,3 +155,31 @@ def test_processes_left_over_are_ended_and_no_other():
     finally:
         process.kill()
         process.communicate()
+
+
+HOLDS_ON = """
+import signal, subprocess, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print(subprocess.Popen(["sleep", "1000"], start_new_session=True).pid, flush=True)
+time.sleep(1000)
+"""
+
+
+def test_a_guard_among_them_ends_its_server_first_and_what_that_has_started():
+    pipe, run = os.pipe()
+    gone = os.dup(pipe)
+    command = [sys.executable, "-I", GUARD, str(pipe), str(gone), "1.0", sys.executable, "-c", HOLDS_ON]
+    guard = subprocess.Popen(command, stdout=subprocess.PIPE, pass_fds=[pipe, gone])
+    os.close(pipe)
+    os.close(gone)
+    assert guard.stdout is not None
+    with guard.stdout:
+        child = int(guard.stdout.readline())
+        family = {pid: start for pid, start in descendants(guard.pid).items() if pid != child}
+        os.close(run)
+        end_left_over(family, patience=0.0)
+        left = Path(f"/proc/{child}").exists()
+        if left:
+            os.kill(child, signal.SIGKILL)
+        assert guard.wait(60) == 0
+        assert not left

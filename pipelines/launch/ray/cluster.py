@@ -24,6 +24,7 @@ from typing import Any
 from opd.config import ActorResources, RayLaunch, Recipe
 from opd.config.servers import ServerGroupConfig
 from opd.errors import LaunchError, MissingExtraError, PreemptedError, RunFolderError, reason_of
+from opd.pipelines.launch.started_server import GUARD, ending
 from opd.redact import redact
 from opd.rollout.preemption import Preemption
 from opd.storage.files import FileLock
@@ -57,9 +58,16 @@ def descendants(root: int) -> Processes:
 
 
 def end_left_over(processes: Mapping[int, int], patience: float) -> None:
-    """Give `processes` `patience` seconds to leave, then SIGKILL those that stay."""
-    until = time.monotonic() + patience
-    while (left := _alive(processes)) and time.monotonic() < until:
+    """Give `processes` `patience` seconds to leave, then SIGKILL those that stay.
+
+    As long as guards of servers are among them they have the time of a guard: one that is killed leaves what
+    its server has started.
+    """
+    asked = time.monotonic()
+    while left := _alive(processes):
+        over = time.monotonic() - asked - patience
+        if over >= ending() or (over >= 0 and not any(map(_is_guard, left))):
+            break
         time.sleep(0.1)
     for pid in left:
         with suppress(ProcessLookupError, PermissionError):
@@ -102,6 +110,13 @@ def _remove(folder: Path, patience: float = 2.0) -> None:
 
 def _alive(processes: Mapping[int, int]) -> list[int]:
     return [pid for pid, start in processes.items() if (stat := _stat(pid)) is not None and stat[1] == start]
+
+
+def _is_guard(pid: int) -> bool:
+    try:
+        return str(GUARD).encode() in (PROC / str(pid) / "cmdline").read_bytes()
+    except OSError:
+        return False
 
 
 def _stat(pid: int) -> tuple[int, int] | None:
