@@ -138,7 +138,8 @@ class StartedGroup:
                 until = time.monotonic() + self.config.start_seconds
                 while time.monotonic() < until and any(_begins(server) for server in self.servers):
                     check()
-                    self._over.wait(0.1)
+                    if self._over.wait(0.1):
+                        return
             _on_each(self.servers, StartedServer.sleep, check)
 
     def wake(self, check: Callable[[], None] = _nothing) -> None:
