@@ -77,7 +77,7 @@ def assert_all_end(family: dict[int, int]) -> None:
 
 
 HANDED_OVER = ["--runtime.offload.engine", "true", "--runtime.offload.trainer", "true"]
-SOME = [MEASURING, "specialist-sort", "merge", "baseline-mixed_grpo"]
+SOME = ["specialist-sort", "merge"]
 """The stages that train with most at once; each kill costs a start."""
 
 

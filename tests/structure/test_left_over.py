@@ -16,6 +16,7 @@ RUN = """
 import os, signal, subprocess, sys, time
 import left_over
 left_over.end_with_this_process()
+signal.signal(signal.SIGINT, signal.default_int_handler)  # what is started in the background ignores it
 start = "import subprocess; print(subprocess.Popen(['sleep', '600'], start_new_session=True).pid, flush=True)"
 subprocess.run([sys.executable, "-c", start], check=True)
 end = sys.argv[1]

@@ -35,8 +35,8 @@ def launch(root: Path, world: int, tasks: list[dict], seconds: float = 500) -> N
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory) -> Path:
-    """A model, the checkpoints of four ranks and of one, and what two and three have made of them."""
+def place(tmp_path_factory, request) -> Path:
+    """A model, the checkpoints of four ranks and of one, and what three (and two) have made of them."""
     root = tmp_path_factory.mktemp("sharded")
     save_checkpoint(tiny.model(), tiny.tokenizer(), root / "tied", {})
     alone = TorchBackend(CausalLM.from_pretrained(root / "tied"), sharded_ranks.plain_training())
@@ -46,7 +46,7 @@ def place(tmp_path_factory) -> Path:
     reading = [{"does": "resumes", "from": f"of {name}"} | task for name, task in KINDS.items()]
     reading += [{"does": "resumes", "from": "of one"} | SMALL]
     launch(root, 4, saving)
-    for world in (2, 3):
+    for world in (2, 3) if request.config.getoption("--long") else (3,):
         launch(root, world, [{"name": f"{task['from']} on {world}"} | task for task in reading])
     return root
 
@@ -60,7 +60,7 @@ def assert_alike(found: list[dict], expected: list[dict]) -> None:
             assert math.isclose(value, theirs[key], rel_tol=near, abs_tol=1e-5), key
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.long), 3])
 @pytest.mark.parametrize("name", ["small", "masters", "one"])
 def test_any_number_of_ranks_goes_on(place, name, world):
     [expected, *_] = said(place, "small" if name == "one" else name)
