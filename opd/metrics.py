@@ -64,6 +64,10 @@ class MemoryMeter:
         most, self._most = self._most, {}
         return most
 
+    def forget(self) -> None:
+        """Begin anew, without a sample."""
+        self._most = {}
+
 
 class PhaseTimer:
     """Attributes a step's wall time to its phases, and the most memory that each of them held."""
@@ -75,7 +79,7 @@ class PhaseTimer:
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
-        self._memory.take()  # what came before is not this phase's
+        self._memory.forget()  # what came before is not this phase's
         start = time.perf_counter()
         try:
             yield
