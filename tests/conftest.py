@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -53,6 +54,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(pytest.mark.skip(reason="takes minutes; add --long"))
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def reports(request: pytest.FixtureRequest) -> Iterator[None]:
+    """At its end every stage draws the report, a third of the time of the smallest ones: only where tests of
+    the file look at it (`pytestmark = pytest.mark.reports`).
+    """
+    run = sys.modules.get("opd.pipelines.run")
+    with pytest.MonkeyPatch.context() as patch:
+        if run is not None and request.node.get_closest_marker("reports") is None:
+            patch.setattr(run, "write_report", lambda folder: folder / "report.html")
+        yield
 
 
 @pytest.fixture

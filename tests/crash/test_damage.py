@@ -27,6 +27,7 @@ from damaged_runs import MEASURED, finish, make_recipe, stop_in_merge, stop_whil
 
 from opd.pipelines.cli import main
 
+pytestmark = pytest.mark.reports
 README = Path(__file__).parents[1] / "README.md"
 LETTERS = {"found": "F", "mended": "M", "harmless": "H"}
 DECODE_STEPS = 28

@@ -18,6 +18,7 @@ from opd.metrics import read_metrics
 from opd.models.causal_lm import CausalLM
 from opd.pipelines.doctor.examine import examine
 from opd.pipelines.records.run_folder import RunFolder
+from opd.pipelines.report import write_report
 from opd.pipelines.run import run_pipeline, run_stage
 
 ENVIRONMENT = {"type": "worlds:Sum", "params": {"turns": 2}, "turn_tokens": 3}
@@ -87,7 +88,7 @@ def test_agents_and_single_answers_are_trained_merged_and_measured(finished):
     rows = read_metrics(out / "stages" / "specialist-sort" / "metrics.jsonl")
     assert all(row["reward/mean"] > 0 for row in rows)
     assert all(0 < row["episode/turns"] <= 2 and 0 <= row["episode/done"] <= 1 for row in rows)
-    answers = (out / "report.html").read_text()
+    answers = write_report(out).read_text()
     assert "environment" in answers
     assert "<h2>Episodes</h2>" in answers
     assert "Turns of an episode" in answers

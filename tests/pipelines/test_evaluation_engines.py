@@ -10,6 +10,7 @@ from recipes import tiny_recipe
 
 from opd.pipelines.evaluation.evaluate import evaluate
 from opd.pipelines.records.run_folder import RunFolder
+from opd.pipelines.report import write_report
 from opd.pipelines.run import record, run_stage
 from opd.pipelines.stages.context import StageContext
 from opd.pipelines.stages.student import embedded
@@ -85,6 +86,6 @@ def test_the_recipes_engine_measures_what_fits_there_and_says_what_does_not(mode
         assert found["domains"] == there[name]["domains"]
         assert found["sets"] == there[name]["sets"]
     assert here["base"]["domains"] != here["teacher:sort"]["domains"]
-    page = (tmp_path / "there/report.html").read_text()
+    page = write_report(tmp_path / "there").read_text()
     assert "Teacher, add3: its rope_" in page
     assert "so ray cannot hold it" in page

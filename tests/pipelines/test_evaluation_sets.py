@@ -16,6 +16,7 @@ from opd.pipelines.evaluation import evaluate
 from opd.pipelines.evaluation.contamination import contamination
 from opd.pipelines.evaluation.sets import load_sets
 from opd.pipelines.records.run_folder import RunFolder
+from opd.pipelines.report import write_report
 from opd.pipelines.run import run_stage
 from opd.rollout.prompts import content_key, fraction
 from opd.types import SampleGroup
@@ -108,7 +109,7 @@ def test_a_set_is_answered_by_its_own_agent_at_its_own_temperature(measured):
 
 
 def test_sets_and_their_answers_are_in_the_report(measured):
-    page = (measured / "run/report.html").read_text()
+    page = write_report(measured / "run").read_text()
     assert "<h3>Evaluation sets</h3>" in page
     assert "pass@4" in page
     assert "maj@3" in page
@@ -126,7 +127,7 @@ def test_prompts_in_training_are_counted_in_results_and_report_and_warned_of(mea
     trained = load_domain("sort", tiny_recipe().domains["sort"], seed=0, held_out_prompts=1).train
     assert repeated == sum(prompt.text in {f"<sort>{i:03d}=" for i in range(12)} for prompt in trained) > 0
     assert all(row["contaminated"] == 0 for row in found["found"].values())
-    page = (measured / "run/report.html").read_text()
+    page = write_report(measured / "run").read_text()
     assert "Evaluation prompts in training" in page
     warned = check_contamination(recipe_of(tmp_path), load_sets(recipe_of(tmp_path)))
     (warning,) = warned

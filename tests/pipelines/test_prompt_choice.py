@@ -22,6 +22,7 @@ from opd.config.specialist import CurriculumConfig, DifficultyConfig, ReplayConf
 from opd.errors import CheckpointError, DataError, PreemptedError, RunFolderError, TrainingError
 from opd.metrics import read_metrics
 from opd.pipelines.records.run_folder import RunFolder
+from opd.pipelines.report import write_report
 from opd.pipelines.run import execute, run_stage
 from opd.pipelines.stages.context import StageContext
 from opd.pipelines.stages.difficulty import Asked, Rates, measured
@@ -394,7 +395,7 @@ def test_prompts_that_are_too_easy_or_too_hard_are_not_asked(base, tmp_path, cap
     assert {digit for digit in learned if digit < 3 or digit > 6} == set()
     assert all(0.05 <= row["difficulty/rate"] <= 0.9 for row in rows)
     assert rows[0]["curriculum/share"] == 0.25
-    assert "Prompts by difficulty" in (tmp_path / "run" / "report.html").read_text()
+    assert "Prompts by difficulty" in write_report(tmp_path / "run").read_text()
     assert any("of 4 answers each so many were right: " in line for line in caplog.messages)
 
 

@@ -10,6 +10,7 @@ from recipes import tiny_recipe
 from opd.config import RolloutConfig
 from opd.metrics import read_metrics
 from opd.pipelines.records.run_folder import RunFolder
+from opd.pipelines.report import write_report
 from opd.pipelines.run import run_pipeline
 
 FEW = {"steps": 4, "prompts_per_domain": 4, "checkpoint_every": 3}
@@ -45,7 +46,7 @@ def test_the_cost_of_the_log_is_in_metrics_results_and_report(logged):
     assert sum(row["rollout/log_seconds"] for row in rows) == pytest.approx(seconds)
     assert 0 < seconds < done["phases"]["rollout"]
     assert json.loads((path / "results.json").read_text())["counters"]["rollout/log_seconds"] == seconds
-    page = (path / "report.html").read_text()
+    page = write_report(path).read_text()
     assert re.search(r"Waited for the log.{0,80}[0-9.]+\s*%\s*of rollout", page, re.DOTALL), (
         "not in the report"
     )

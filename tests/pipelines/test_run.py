@@ -19,6 +19,7 @@ from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.run import run_pipeline, run_stage
 from opd.pipelines.stages.order import plan, with_needs
 
+pytestmark = pytest.mark.reports
 MODELS = ["base", "specialists/sort", "specialists/add3", "merged"] + [
     f"baselines/{name}" for name in ("average", "task_arithmetic", "ties", "dare", "mixed_grpo", "off_policy")
 ]

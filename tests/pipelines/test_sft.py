@@ -19,6 +19,7 @@ from opd.errors import DataError
 from opd.pipelines.doctor.demonstrations import check_demonstrations
 from opd.pipelines.doctor.models import Models
 from opd.pipelines.records.run_folder import RunFolder
+from opd.pipelines.report import write_report
 from opd.pipelines.run import run_pipeline, run_stage
 from opd.pipelines.stages import sft
 from opd.pipelines.stages.loop import PhaseTimer, Step
@@ -152,7 +153,7 @@ def test_specialists_of_demonstrations_alone_and_before_grpo(tmp_path):
     assert "with GRPO" not in cards["specialists/sort"]
     assert "begins as" in cards["sft/add3"]
     assert "rows.jsonl, then trained with GRPO" in cards["specialists/add3"]
-    assert "Demonstrations: loss" in (tmp_path / "run" / "report.html").read_text()
+    assert "Demonstrations: loss" in write_report(tmp_path / "run").read_text()
 
 
 def test_what_is_asked_in_the_evaluation_is_never_learnt(tmp_path):
