@@ -26,6 +26,9 @@ FLAT = [256, 256]
 SHORT = [1] * 60 + [3, 0, 90]
 
 
+LONG = pytest.mark.long
+
+
 @pytest.fixture
 def differentiable(monkeypatch):
     """Flex attention without a compiler, with gradients."""
@@ -40,7 +43,7 @@ def flash_here():
 
 
 @pytest.mark.parametrize("softcap", [None, 1.5])
-@pytest.mark.parametrize("window", [None, 2, 70, 4000])
+@pytest.mark.parametrize("window", [None, pytest.param(2, marks=LONG), 70, pytest.param(4000, marks=LONG)])
 @pytest.mark.parametrize(
     ("lengths", "kv_heads"),
     [(RAGGED, 2), (FLAT, 4), (SHORT, 1), ([129], 2)],

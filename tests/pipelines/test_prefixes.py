@@ -101,7 +101,12 @@ class Dying:
 
 
 @pytest.mark.parametrize(
-    ("stage", "lora"), [("merge", None), ("merge", {"rank": 2}), ("baseline-off_policy", None)]
+    ("stage", "lora"),
+    [
+        pytest.param("merge", None, marks=pytest.mark.long),
+        ("merge", {"rank": 2}),
+        ("baseline-off_policy", None),
+    ],
 )
 def test_killed_while_teachers_write_or_while_it_learns_it_ends_alike(
     models, tmp_path, monkeypatch, stage, lora

@@ -86,7 +86,7 @@ def alone(trained, tmp_path_factory):
     [
         pytest.param("fsdp", "kl", {}, marks=more),  # test_stages_on_ranks merges so, too
         ("context", "kl", {}),
-        ("megatron", "kl", {}),
+        pytest.param("megatron", "kl", {}, marks=more),  # there with adapters
         pytest.param("megatron context", "kl", {}, marks=more),
         pytest.param("megatron stages", "kl", {}, marks=more),
         pytest.param("megatron stages", "reward", DISK, marks=more),

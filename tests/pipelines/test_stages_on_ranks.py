@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 import stage_ranks
 import torch
+from _pytest.mark.structures import ParameterSet
 from rank_processes import run_ranks
 from recipes import tiny_recipe
 from safetensors.torch import load_file
@@ -100,6 +102,15 @@ STEPS = {
     "adapters, megatron, cut engine": 3,
     "mixed": 2,
 }
+LONG = {"critic", "taught", "ahead", "adapters, megatron"}
+"""With `--long` alone: `kit`, `async` and the adapters of a cut engine go the same ways."""
+
+
+def cases(names: Iterable[str]) -> list[ParameterSet]:
+    """These tasks as parameters."""
+    return [pytest.param(name, marks=[pytest.mark.long] * (name in LONG)) for name in names]
+
+
 ON_ADAPTERS = [name for name in STEPS if name.startswith("adapters")]
 RESUMED = {"goes_on": "stopped"}
 """Tasks that go on with the run of another."""
@@ -143,11 +154,13 @@ def base(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def ranks(base, tmp_path_factory):
+def ranks(base, tmp_path_factory, request):
     """The folder in which two ranks have left their runs."""
     folder = tmp_path_factory.mktemp("ranks")
     tasks = []
     for name, (stage, changes) in TASKS.items():
+        if name in LONG and not request.config.getoption("--long"):
+            continue
         recipe = settings(base, changes)
         run = folder / RESUMED.get(name, name)
         if name in RESUMED:
@@ -181,7 +194,9 @@ def weights(run: Path, name: str) -> dict[str, torch.Tensor]:
     return load_file(run / MODELS[TASKS[name][0]] / "model.safetensors")
 
 
-@pytest.mark.parametrize("name", ["specialist", "kit", "critic", "taught", "ahead", *ON_ADAPTERS, "goes_on"])
+@pytest.mark.parametrize(
+    "name", cases(["specialist", "kit", "critic", "taught", "ahead", *ON_ADAPTERS, "goes_on"])
+)
 def test_a_stage_of_two_ranks_ends_with_the_weights_of_one(base, ranks, alone, name):
     ours, expected = weights(ranks / name, name), weights(alone(name), name)
     start = load_file(base / "model.safetensors")
@@ -192,7 +207,7 @@ def test_a_stage_of_two_ranks_ends_with_the_weights_of_one(base, ranks, alone, n
     assert apart <= 1e-2 * moved  # a few steps of AdamW: what rounding can become
 
 
-@pytest.mark.parametrize("name", [name for name in STEPS if name != "kit"])  # whose tokens are on disk
+@pytest.mark.parametrize("name", cases(name for name in STEPS if name != "kit"))  # whose tokens are on disk
 def test_ranks_learn_from_the_same_responses(ranks, name):
     first, second = (json.loads((ranks / f"{name}-{rank}.json").read_text()) for rank in (0, 1))
     steps = STEPS[name]
@@ -260,7 +275,7 @@ def test_ranks_that_share_a_model_measure_what_one_does(ranks, alone):
         assert mine == pytest.approx(theirs, rel=1e-3, abs=1e-4)
 
 
-@pytest.mark.parametrize("name", BOUND)
+@pytest.mark.parametrize("name", cases(BOUND))
 def test_no_token_is_older_than_the_schedule_allows(ranks, name):
     rows = read_metrics(ranks / name / "stages" / TASKS[name][0] / "metrics.jsonl")
     ages = [row.get("staleness/max", 0.0) for row in rows]
@@ -269,7 +284,7 @@ def test_no_token_is_older_than_the_schedule_allows(ranks, name):
         assert ages == [0.0, 1.0, 1.0]
 
 
-@pytest.mark.parametrize("name", ON_ADAPTERS)
+@pytest.mark.parametrize("name", cases(ON_ADAPTERS))
 def test_adapters_are_kept_beside_the_merged_model(base, ranks, name):
     merged = weights(ranks / name, name)
     start, adapter = load_file(base / "model.safetensors"), read_adapter(ranks / name / "merged")

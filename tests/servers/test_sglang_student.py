@@ -54,7 +54,7 @@ def served(sglang, sync="disk"):
     return {"type": "sglang", "urls": [sglang.url], "patience": 60.0, "sync": sync}
 
 
-@pytest.mark.parametrize("sync", ["disk", "tensors"])
+@pytest.mark.parametrize("sync", [pytest.param("disk", marks=pytest.mark.long), "tensors"])
 def test_models_are_measured_on_the_server_that_the_recipe_names(sglang, served_models, tmp_path, sync):
     """Each with its own weights: at next to no temperature it answers as the engine of the process."""
     settings = {
@@ -84,7 +84,7 @@ def test_models_are_measured_on_the_server_that_the_recipe_names(sglang, served_
     assert base != teacher
 
 
-@pytest.mark.parametrize("sync", ["disk", "tensors"])
+@pytest.mark.parametrize("sync", [pytest.param("disk", marks=pytest.mark.long), "tensors"])
 def test_grpo_on_a_server_samples_with_what_the_trainer_holds(sglang, served_models, tmp_path, sync):
     """Every optimiser step's weights are sampled with: at every step the log-probabilities of engine and
     trainer agree, which those of the step before do not.
@@ -123,7 +123,12 @@ def trained(tmp_path, served_models):
 
 
 @pytest.mark.parametrize(
-    ("sync", "lora"), [("disk", None), ("tensors", None), ("tensors", {"rank": 4, "alpha": 8})]
+    ("sync", "lora"),
+    [
+        ("disk", None),
+        pytest.param("tensors", None, marks=pytest.mark.long),
+        ("tensors", {"rank": 4, "alpha": 8}),
+    ],
 )
 def test_a_merge_on_a_server_ends_in_the_same_student(sglang, served_models, tmp_path, sync, lora):
     """With the most likely token always, both engines write the same: so both learn the same. Adapters come
