@@ -478,10 +478,30 @@ def check_resources(recipe: Recipe, models: Models, run_dir: Path) -> list[Findi
 
 def _check_host(recipe: Recipe, models: Models) -> list[Finding]:
     """Whether the host has room for what leaves GPUs."""
-    if models.student is None or not (recipe.runtime.offload.trainer and on_cuda(recipe.model.device)):
+    if models.student is None:
         return []
-    size = _put_away(recipe, models.student, models.teachers) * (recipe.train.ranks or 1)
-    return [_compare("memory of the host", {"what the trainer puts away": size}, available_memory("cpu"))]
+    parts: Parts = {}
+    if recipe.runtime.offload.trainer and on_cuda(recipe.model.device):
+        away = _put_away(recipe, models.student, models.teachers)
+        parts["what the trainer puts away"] = away * (recipe.train.ranks or 1)
+    if sleeping := _sleeping(recipe, models.student, models.teachers):
+        parts["weights of servers that sleep"] = sleeping
+    return [_compare("memory of the host", parts, available_memory("cpu"))] if parts else []
+
+
+def _sleeping(recipe: Recipe, student: Shape, teachers: Mapping[str, Shape]) -> int:
+    """What teachers' servers leave in the host's memory while all of them sleep, as they do while the student
+    learns: each server the whole of its model.
+    """
+    total = 0
+    for name, entry in recipe.teachers.items():
+        group = recipe.servers.get(getattr(entry, "servers", None) or "")
+        in_turn = getattr(entry, "servers", None) in recipe.servers_in_turn
+        if group is None or not in_turn or group.arguments.get("enable-memory-saver") is False:
+            continue  # one without the saver keeps what it has where it was
+        shape = teachers.get(name, student)
+        total += group.count * (shape.stored or shape.parameters * WIDTH[model_dtype(recipe)])
+    return total
 
 
 def _check_cache(recipe: Recipe, student: Shape) -> list[Finding]:

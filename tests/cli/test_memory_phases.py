@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -146,3 +147,26 @@ def test_what_leaves_a_gpu_is_compared_with_the_hosts_memory(monkeypatch):
     sizes["cpu"] = 2 * put_away
     assert host().level == "ok"
     assert host().numbers["needed"] == put_away
+
+
+@pytest.mark.parametrize(
+    ("arguments", "room", "level"),
+    [({}, 0, "warning"), ({}, -1, "error"), ({"enable-memory-saver": False}, -1, None)],
+    ids=["just fits", "does not fit", "without the saver"],
+)
+def test_the_host_needs_room_for_servers_that_sleep(monkeypatch, arguments, room, level):
+    """Each of two servers of a teacher leaves its whole model there."""
+    group = {"count": 2, "arguments": arguments}
+    recipe = recipe_of(
+        {"teachers": True},
+        servers={"own": group},
+        teachers={"sort": {"type": "sglang", "path": "sort", "servers": "own"}},
+    )
+    teacher = replace(shape(), stored=10**15)
+    monkeypatch.setattr(estimate, "available_memory", lambda device: 2 * 10**15 + room)
+    models = Models(student=shape(), teachers={"sort": teacher})
+    found = {finding.title: finding for finding in check_resources(recipe, models, Path())}
+    told = found.get("memory of the host")
+    assert (told and told.level) == level
+    if told:
+        assert "weights of servers that sleep" in told.detail
