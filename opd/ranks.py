@@ -400,7 +400,7 @@ def joined(device: str, timeout_seconds: float) -> Iterator[Ranks]:
         finally:
             # After an error the others may be gone or waiting; leaving tells them.
             with contextlib.suppress(RuntimeError):
-                dist.destroy_process_group()
+                _leave_group()
 
 
 def _own_number(device: str) -> int:
@@ -439,7 +439,22 @@ def process_group() -> Iterator[None]:
     try:
         yield
     finally:
-        dist.destroy_process_group()
+        _leave_group()
+
+
+def _leave_group() -> None:
+    """End the process group, and what DTensor has learnt of its meshes in this thread.
+
+    That may be the last to hold the group, and it is the thread's own: a process that another thread forks,
+    as a reward function does that uses multiprocessing, drops it as it begins, and dies of gloo's threads,
+    for which the group's destructor waits and which only this process has.
+    """
+    dist.destroy_process_group()
+    if "torch.distributed.tensor" in sys.modules:
+        with contextlib.suppress(ImportError, AttributeError):  # a name without promise
+            from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+            _clear_sharding_prop_cache()
 
 
 def _no_rendezvous(environment: Mapping[str, str], error: Exception) -> str:

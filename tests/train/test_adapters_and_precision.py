@@ -4,6 +4,8 @@ import contextlib
 import copy
 import functools
 import json
+import subprocess
+import sys
 from importlib.util import find_spec
 
 import backend_ranks
@@ -243,6 +245,46 @@ def test_a_checkpoint_of_bfloat16_training_goes_on_bit_for_bit(name, tmp_path):
         steps(backend, 2, 4, 1e-5)
         assert torch.equal(learnt(backend), expected)
     assert not torch.equal(expected, expected.bfloat16().float())
+
+
+FORKS = """
+import gc, os, sys, threading
+import backend_ranks
+from opd.config import TrainConfig
+from opd.ranks import Ranks
+from opd.train.backends import open_backend
+
+over, forked = threading.Event(), []
+
+def fork():
+    child = os.fork()
+    if child == 0:
+        os._exit(0)
+    forked.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+
+def once(width):
+    load = lambda *_, **__: backend_ranks.student(intermediate_size=width)
+    with open_backend(load, TrainConfig(), backend_ranks.training(), Ranks(), dtype="bfloat16") as backend:
+        backend_ranks.train(backend, 0, 1)
+
+for width in (48, 80):  # another form of model each time: of a known one the first group is what was learnt
+    once(width)
+    gc.collect()
+    for _ in range(30):  # the stacks of a few dead threads would be kept
+        threading.Thread(target=over.wait, daemon=True).start()
+thread = threading.Thread(target=fork)
+thread.start()
+thread.join()
+print(*forked)
+"""
+
+
+def test_a_process_that_another_thread_forks_later_ends_well():
+    """As a reward's does that uses multiprocessing: it drops what this one has learnt of a process group that
+    is gone, and has none of gloo's threads.
+    """
+    said = subprocess.run([sys.executable, "-c", FORKS], capture_output=True, text=True, timeout=300)
+    assert said.stdout.split() == ["0"], said.stderr
 
 
 def test_weights_without_masters_are_asked_for_by_name():
