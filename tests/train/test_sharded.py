@@ -31,10 +31,10 @@ BFLOAT16 = {"dtype": "bfloat16"}
 ALIKE = {
     "several files": {"model": "files"},
     "adapters": {"model": "tied", "lora": True},
-    "sequences": {"model": "tied", "train": {"context_parallel": 4}},
     "experts": {"model": "experts", "converted": True},
 }
 MORE = {
+    "sequences": {"model": "tied", "train": {"context_parallel": 4}},
     "masters": {"model": "files"} | BFLOAT16,
     "values on a head of its own": {"model": "untied", "values": True},
     "an adapter's folder": {"model": "adapter"},

@@ -41,6 +41,8 @@ MODELS = {
     "adapters": {"model": "tied", "lora": True},
     "adapters on bfloat16": {"model": "files", "lora": True, "dtype": "bfloat16"},
 }
+LONG = {"masters", "adapters"}
+"""With `--long` alone."""
 STAGES = {
     "adapters on stages": {
         "model": "tied",
@@ -49,7 +51,9 @@ STAGES = {
     }
 }
 READ = [
-    pytest.param(kind, model, marks=[NO_DEEPSPEED] if kind == "zero-3" else [])
+    pytest.param(
+        kind, model, marks=[NO_DEEPSPEED] * (kind == "zero-3") + [pytest.mark.long] * (model in LONG)
+    )
     for kind in KINDS
     for model in MODELS
     if kind != "fsdp"
@@ -67,7 +71,7 @@ SMALL = 8 * MIB
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory) -> Path:
+def place(tmp_path_factory, request) -> Path:
     """Models, what two ranks have made of them on each back end, and how three have gone on from those."""
     root = tmp_path_factory.mktemp("sharded")
     save_checkpoint(tiny.model(), tiny.tokenizer(), root / "tied", {})
@@ -79,6 +83,7 @@ def place(tmp_path_factory) -> Path:
             tasks += [
                 {"name": f"alike {kind} {model}", "does": "alike"} | settings | asked
                 for model, asked in (MODELS | (STAGES if kind == "megatron" else {})).items()
+                if model not in LONG or request.config.getoption("--long")
             ]
         saving = {"name": f"of {kind}", "does": "saves", "into": f"of {kind}"}
         tasks += [saving | settings | MODELS["tied"]]
