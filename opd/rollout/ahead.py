@@ -35,11 +35,13 @@ class RolloutAhead:
         max_ahead: int = 1,
         *,
         joined: bool = False,
+        agree: Callable[[int], int] = lambda begun: begun,
     ) -> None:
         """Starts at once with batch `first`, which is also the learner's version. `write` samples everything
         through the `generate` it is given. `joined`: a batch is begun as soon as its age allows, while
-        earlier ones are being written, each in a thread of its own; else one batch at a time. Raises
-        `RolloutError` if `max_ahead` is below 1.
+        earlier ones are being written, each in a thread of its own; else one batch at a time. `agree`: the
+        largest of what all ranks say, where they write a batch together. Raises `RolloutError` if `max_ahead`
+        is below 1.
         """
         if max_ahead < 1:
             raise RolloutError(f"max_ahead must be at least 1, not {max_ahead}; for 0 write in turn.")
@@ -50,8 +52,11 @@ class RolloutAhead:
         self._changed = threading.Condition()
         self._version = self._next = first
         self._writing: dict[int, threading.Thread] = {}
+        self._agree = agree
         self._held = 0
         """Learners that want no batch begun."""
+        self._owed = 0
+        """Batches below this one are begun all the same."""
         self._stopped = False
         self._ready: dict[int, list[SampleGroup]] = {}
         self._errors: dict[int, BaseException] = {}
@@ -93,11 +98,19 @@ class RolloutAhead:
 
     @contextmanager
     def idle(self) -> Iterator[None]:
-        """Wait until no batch is being written, and let none be begun while the block runs."""
+        """Wait until no batch is being written, and let none be begun while the block runs.
+
+        A batch that another rank has begun is written first: it would wait there for this rank's share.
+        """
         with self._changed:
             self._held += 1
-            self._changed.wait_for(lambda: not self._writing)
+            begun = self._next
         try:
+            owed = self._agree(begun)
+            with self._changed:
+                self._owed = max(self._owed, owed)
+                self._begin()
+                self._changed.wait_for(lambda: not self._writing and (self._next >= owed or self._is_over))
             yield
         finally:
             with self._changed:
@@ -114,12 +127,16 @@ class RolloutAhead:
             thread.join()
         self._streams.close()
 
+    @property
+    def _is_over(self) -> bool:
+        """Whether nothing will be begun any more."""
+        return self._stopped or bool(self._errors)
+
     def _begin(self) -> None:
         """Begin the batches that are due, with the lock held."""
         while (
-            not self._stopped
-            and not self._held
-            and not self._errors
+            not self._is_over
+            and (not self._held or self._next < self._owed)
             and len(self._writing) < self._together
             and self._next - self._version <= self._max_ahead
         ):

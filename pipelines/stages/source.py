@@ -189,8 +189,15 @@ class InParallel(Rollouts):
     def start(self, step: int) -> None:
         super().start(step)
         self._student.start(step)
-        engine = self._rollouts.engine
-        self._opened = RolloutAhead(engine, self.write, step, self.max_ahead, joined=self.joined)
+        engine, ranks = self._rollouts.engine, self._student.ranks
+        self._opened = RolloutAhead(
+            engine,
+            self.write,
+            step,
+            self.max_ahead,
+            joined=self.joined,
+            agree=lambda begun: ranks.max(begun, "the batches that were begun"),
+        )
 
     def _take(self, index: int) -> list[SampleGroup]:
         return self.ahead.take(index)

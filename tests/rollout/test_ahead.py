@@ -291,3 +291,56 @@ def test_what_was_taken_may_be_forgotten(build):
 def test_zero_batches_ahead_is_refused(build):
     with pytest.raises(RolloutError, match="at least 1"):
         RolloutAhead(TorchEngine(build()[0]), writer(), 0, 0)
+
+
+def until_begun(ahead: RolloutAhead, batches: int) -> None:
+    over = time.monotonic() + 60
+    while ahead._next < batches:
+        assert time.monotonic() < over
+        time.sleep(0.001)
+
+
+def test_ranks_that_rest_first_write_what_one_of_them_has_begun(build):
+    """One is held before it begins the batch at which the other already waits for its share."""
+    meet = [threading.Barrier(2, timeout=60) for _ in range(3)]
+    held, both, said = threading.Event(), threading.Barrier(2, timeout=60), []
+
+    def agree(begun: int) -> int:
+        said.append(begun)
+        held.set()
+        both.wait()
+        return max(said)
+
+    def writes(rank: int):
+        def write(gate, index: int) -> list:
+            meet[index].wait()
+            if rank == 0 and index == 1:
+                assert held.wait(60)
+            return []
+
+        return write
+
+    engine = TorchEngine(build()[0])
+    aheads = [RolloutAhead(engine, writes(rank), 0, max_ahead=2, agree=agree) for rank in (0, 1)]
+    written: list[set[int]] = [set(), set()]
+
+    def rest(rank: int) -> None:
+        with aheads[rank].idle():
+            written[rank] = set(aheads[rank]._ready)
+
+    threads = [threading.Thread(target=rest, args=(rank,)) for rank in (0, 1)]
+
+    try:
+        until_begun(aheads[0], 2)
+        threads[0].start()
+        until_begun(aheads[1], 3)
+        threads[1].start()
+        for thread in threads:
+            thread.join(60)
+        assert sorted(said) == [2, 3]
+        assert written == [{0, 1, 2}] * 2
+    finally:
+        for barrier in (*meet, both):
+            barrier.abort()
+        for ahead in aheads:
+            ahead.close()
