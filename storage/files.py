@@ -135,6 +135,10 @@ def read_plain(path: str | os.PathLike[str], *, follow: bool = False) -> bytes:
         return file.read()
 
 
+LINGERS = 5.0
+"""Seconds that what a killed process has left may hold its lock."""
+
+
 class FileLock:
     """An exclusive lock between processes, released by the system when its holder dies (`flock`).
 
@@ -146,13 +150,13 @@ class FileLock:
         self._descriptor: int | None = None
 
     def acquire(self) -> None:
-        """Take the lock or raise `RunFolderError` at once, naming the process that holds it."""
+        """Take the lock or raise `RunFolderError` naming the process that holds it: at once, if it lives."""
         if self._descriptor is not None:
             raise RunFolderError(f"{self.path} is locked by this process already; release it first")
         self.path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = open_plain(self.path, os.O_RDWR | os.O_CREAT)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._take(descriptor, fcntl.LOCK_EX)
         except BlockingIOError:
             error = self._held(descriptor)
             os.close(descriptor)
@@ -167,14 +171,43 @@ class FileLock:
             return
         descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            self._take(descriptor, fcntl.LOCK_SH)
         except BlockingIOError:
             raise self._held(descriptor) from None
         finally:
             os.close(descriptor)
 
+    def _take(self, descriptor: int, how: int) -> None:
+        """A process that its holder had just forked when it was killed has the lock until it begins its own
+        program: it is waited for.
+        """
+        until = time.monotonic() + LINGERS
+        while True:
+            try:
+                fcntl.flock(descriptor, how | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() > until or not self._is_left(descriptor):
+                    raise
+                time.sleep(0.01)
+            else:
+                return
+
+    def _is_left(self, descriptor: int) -> bool:
+        """Whether the process that took the lock is gone from this machine."""
+        try:
+            os.kill(int(self._holder(descriptor)), 0)
+        except ProcessLookupError:
+            return True
+        except (ValueError, OSError, OverflowError):
+            return False
+        return False
+
+    @staticmethod
+    def _holder(descriptor: int) -> str:
+        return os.pread(descriptor, 32, 0).decode("ascii", "replace").strip()
+
     def _held(self, descriptor: int) -> RunFolderError:
-        holder = os.pread(descriptor, 32, 0).decode("ascii", "replace").strip()
+        holder = self._holder(descriptor)
         who = f"process {holder}" if holder else "another process"
         return RunFolderError(
             f"{self.path.parent} is in use by {who}, which holds {self.path.name}; wait for it or stop it"

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from opd.errors import RunFolderError, from_system
+from opd.storage import files
 from opd.storage.files import FileLock, atomic_folder, open_plain, write_atomic
 
 
@@ -158,6 +159,28 @@ def test_lock_of_a_killed_process_is_free(tmp_path: Path) -> None:
     assert _run(code, tmp_path / "lock").returncode == -9
     with FileLock(tmp_path / "lock"):
         pass
+
+
+@pytest.mark.parametrize("waited", [60.0, 0.2])
+def test_what_a_killed_holder_has_forked_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, waited: float
+) -> None:
+    """It has the lock too, until it begins a program of its own or ends; one that stays is refused."""
+    monkeypatch.setattr(files, "LINGERS", waited)
+    code = (
+        "import os, sys, time; from opd.storage.files import FileLock; FileLock(sys.argv[1]).acquire()\n"
+        "if os.fork(): os.kill(os.getpid(), 9)\n"
+        "time.sleep(3)"
+    )
+    killed = subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "lock")])
+    assert killed.wait(60) == -9
+    if waited < 3:
+        with pytest.raises(RunFolderError, match=f"in use by process {killed.pid}"):
+            FileLock(tmp_path / "lock").acquire()
+    else:
+        FileLock(tmp_path / "lock").refuse_held()
+        with FileLock(tmp_path / "lock"):
+            pass
 
 
 def _listen(path: Path) -> None:
