@@ -198,8 +198,8 @@ class FileLock:
             os.kill(int(self._holder(descriptor)), 0)
         except ProcessLookupError:
             return True
-        except (ValueError, OSError, OverflowError):
-            return False
+        except (ValueError, OSError, OverflowError):  # nobody is named, or it is another user's
+            pass
         return False
 
     @staticmethod

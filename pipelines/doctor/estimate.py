@@ -493,14 +493,13 @@ def _sleeping(recipe: Recipe, student: Shape, teachers: Mapping[str, Shape]) -> 
     """What teachers' servers leave in the host's memory while all of them sleep, as they do while the student
     learns: each server the whole of its model.
     """
-    total = 0
+    total, in_turn = 0, recipe.servers_in_turn
     for name, entry in recipe.teachers.items():
-        group = recipe.servers.get(getattr(entry, "servers", None) or "")
-        in_turn = getattr(entry, "servers", None) in recipe.servers_in_turn
-        if group is None or not in_turn or group.arguments.get("enable-memory-saver") is False:
-            continue  # one without the saver keeps what it has where it was
-        shape = teachers.get(name, student)
-        total += group.count * (shape.stored or shape.parameters * WIDTH[model_dtype(recipe)])
+        if (own := getattr(entry, "servers", None)) not in in_turn:
+            continue
+        group, shape = recipe.servers[own], teachers.get(name, student)
+        if group.arguments.get("enable-memory-saver") is not False:  # without it weights stay where they are
+            total += group.count * (shape.stored or shape.parameters * WIDTH[model_dtype(recipe)])
     return total
 
 
