@@ -24,8 +24,6 @@ from opd.models.fused_attention import BLOCK, Form, fault, flash, flex, kernel_f
 RAGGED = [1, 2000, 0, 130, 1, 5, 128]
 FLAT = [256, 256]
 SHORT = [1] * 60 + [3, 0, 90]
-
-
 LONG = pytest.mark.long
 
 

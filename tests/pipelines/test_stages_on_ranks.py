@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import stage_ranks
 import torch
-from _pytest.mark.structures import ParameterSet
 from rank_processes import run_ranks
 from recipes import tiny_recipe
 from safetensors.torch import load_file
@@ -106,7 +105,7 @@ LONG = {"critic", "taught", "ahead", "adapters, megatron"}
 """With `--long` alone: `kit`, `async` and the adapters of a cut engine go the same ways."""
 
 
-def cases(names: Iterable[str]) -> list[ParameterSet]:
+def cases(names: Iterable[str]) -> list:
     """These tasks as parameters."""
     return [pytest.param(name, marks=[pytest.mark.long] * (name in LONG)) for name in names]
 

@@ -329,7 +329,6 @@ def test_ranks_that_rest_first_write_what_one_of_them_has_begun(build):
             written[rank] = set(aheads[rank]._ready)
 
     threads = [threading.Thread(target=rest, args=(rank,)) for rank in (0, 1)]
-
     try:
         until_begun(aheads[0], 2)
         threads[0].start()
