@@ -219,22 +219,22 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, call: AttentionC
         return torch.stack([block_attention(*triple, scores) for triple in triples])
     if groups > 1:
         key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
-    return masked_attention(query, key, value, call, window_mask(length, window, query.device))
+    return masked_attention(query, key, value, call.scores, window_mask(length, window, query.device))
 
 
 def masked_attention(
-    query: Tensor, key: Tensor, value: Tensor, call: AttentionCall, visible: Tensor, shared: bool = False
+    query: Tensor, key: Tensor, value: Tensor, form: Scores, visible: Tensor, shared: bool = False
 ) -> Tensor:
     """`query` [B, H, Q, d] to `key` and `value` [B, H, L, d] where they are `visible` (bool, broadcast to
-    [B, H, Q, L]) -> [B, H, Q, d], with the scaling and softcap of `call`. `shared`: keys have fewer heads,
+    [B, H, Q, L]) -> [B, H, Q, d], with the scaling and softcap of `form`. `shared`: keys have fewer heads,
     which the kernel takes for several queries'; not with a softcap.
     """
-    if call.softcap is None:
+    if form.softcap is None:
         return scaled_dot_product_attention(
-            query, key, value, attn_mask=visible, scale=call.scaling, enable_gqa=shared
+            query, key, value, attn_mask=visible, scale=form.scaling, enable_gqa=shared
         )
-    scores = (query @ key.transpose(-1, -2)) * call.scaling
-    scores = torch.tanh(scores / call.softcap) * call.softcap
+    scores = (query @ key.transpose(-1, -2)) * form.scaling
+    scores = torch.tanh(scores / form.softcap) * form.softcap
     scores = scores.masked_fill(~visible, float("-inf"))
     statistics = torch.promote_types(scores.dtype, torch.float32)
     return torch.softmax(scores, dim=-1, dtype=statistics).to(value.dtype) @ value

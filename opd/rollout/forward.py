@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -23,20 +23,11 @@ from torch.nn import functional
 from opd.errors import ModelError
 from opd.kernels.head import Head
 from opd.kernels.projection import DecodeWeight, wide_product
-from opd.models.attention import AttentionCall, PackedAttention
+from opd.models.attention import AttentionCall, PackedAttention, Scores
 from opd.models.causal_lm import CausalLM, WeightsDigest, held_bytes
 from opd.rollout.batch import RunningBatch
 from opd.rollout.kv_cache import KVCache, LayerCache, PromptKV, Window
 from opd.rollout.sampling import sample
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionForm:
-    """What differs between the attention layers of a model."""
-
-    scaling: float
-    softcap: float | None = None
-    sliding_window: int | None = None
 
 
 class PrefillAttention:
@@ -98,6 +89,21 @@ class Span:
         return cls(len(positions), cache.window(longest), longest, int(positions.min()) + 1 == longest)
 
 
+class CachedAttention(Protocol):
+    """Of `T` new tokens to those that the cache holds, and to each other."""
+
+    positions: Tensor
+    """[T] int64, on the device: where the new tokens go in their slots."""
+
+    def __call__(self, call: AttentionCall) -> Tensor:
+        """[1, T, H, d]: the hook of `opd.models.attention`."""
+        ...
+
+    def attend(self, cache: LayerCache, query: Tensor, key: Tensor, value: Tensor, form: Scores) -> Tensor:
+        """`query` [T, H, d], `key` and `value` [T, Hkv, d] -> [T, H, dv]."""
+        ...
+
+
 class DecodeAttention:
     """One new token for each of the first `B` slots: append its key and value, attend to the cache."""
 
@@ -114,18 +120,10 @@ class DecodeAttention:
     def __call__(self, call: AttentionCall) -> Tensor:
         """[1, B, H, d]: the hook of `opd.models.attention`."""
         cache = self._cache.layer(call.layer_index, call.key, call.value)
-        attended = self.attend(
-            cache,
-            call.query[0].transpose(0, 1),
-            call.key[0].transpose(0, 1),
-            call.value[0].transpose(0, 1),
-            AttentionForm(call.scaling, call.softcap, call.sliding_window),
-        )
-        return attended[None]
+        query, key, value = (x.transpose(0, 1) for x in call.packed)
+        return self.attend(cache, query, key, value, call.scores)[None]
 
-    def attend(
-        self, cache: LayerCache, query: Tensor, key: Tensor, value: Tensor, form: AttentionForm
-    ) -> Tensor:
+    def attend(self, cache: LayerCache, query: Tensor, key: Tensor, value: Tensor, form: Scores) -> Tensor:
         """`query` [B, H, d], `key` and `value` [B, Hkv, d] of the new tokens -> [B, H, dv]."""
         window = cache.window(self._span.rows, self._span.window)
         if self._slots is None:
@@ -134,7 +132,7 @@ class DecodeAttention:
         else:
             window.keys[self._slots, :, self.positions] = key
             window.values[self._slots, :, self.positions] = value
-        return attend_cached(query, window, self._bias(form.sliding_window, window.keys), form)
+        return attend_cached(query, window, self._bias(form.window, window.keys), form)
 
     def _bias(self, sliding_window: int | None, keys: Tensor) -> Tensor | None:
         """[B * Hkv or 1, 1, L]: 0 where a slot sees a position, else -inf; `None` if all see everything."""
@@ -159,7 +157,7 @@ class DecodeAttention:
         return (bias if span.equal else bias.repeat_interleave(keys.shape[1], 0))[:, None]
 
 
-def attend_cached(query: Tensor, window: Window, bias: Tensor | None, form: AttentionForm) -> Tensor:
+def attend_cached(query: Tensor, window: Window, bias: Tensor | None, form: Scores) -> Tensor:
     """Attention of one query per slot: `query` [B, H, d] to the cached [B, Hkv, L, d] -> [B, H, dv].
 
     Batched matrix products over `B * Hkv`: for one query on CPU 3 to 4 times faster than
@@ -207,7 +205,7 @@ class LeanLayer:
     """[2 F, D]."""
     down: DecodeWeight
     """[D, F]."""
-    form: AttentionForm
+    form: Scores
 
     @classmethod
     def read(cls, layer: Any, config: Any, order: Tensor) -> LeanLayer:
@@ -238,9 +236,7 @@ class LeanLayer:
             mlp_norm=layer.post_attention_layernorm.weight.detach(),
             gate_up=DecodeWeight(torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]).detach()),
             down=DecodeWeight(mlp.down_proj.weight.detach()),
-            form=AttentionForm(
-                float(attention.scaling), sliding_window=getattr(attention, "sliding_window", window)
-            ),
+            form=Scores(float(attention.scaling), window=getattr(attention, "sliding_window", window)),
         )
 
     def move_to(self, old: LeanLayer) -> None:
@@ -319,8 +315,8 @@ class LeanDecoder:
         own = [self._embedding, self._final_norm, self._rotary]
         return own + [x for layer in self._layers for x in layer.tensors()]
 
-    def step(self, ids: Tensor, cache: KVCache, attention: DecodeAttention) -> Tensor:
-        """[B, D] last hidden states (after the final norm) of one new token per request, `ids` [B] int64."""
+    def step(self, ids: Tensor, cache: KVCache, attention: CachedAttention) -> Tensor:
+        """[T, D] last hidden states (after the final norm) of new tokens, `ids` [T] int64."""
         rotary = self._rotary.index_select(0, attention.positions)[:, None]
         hidden = self._embedding.index_select(0, ids)
         if self._embedding_scale != 1.0:
@@ -526,10 +522,13 @@ class Runner:
         """[B, D] of one new token for each of the first slots: `ids` and `positions` [B] int64 on the device.
         What a captured step runs: the host decides nothing in it that `span` does not say.
         """
-        attention = DecodeAttention(self.cache, positions, span)
+        return self.behind(ids, DecodeAttention(self.cache, positions, span))
+
+    def behind(self, ids: Tensor, attention: CachedAttention, rows: Tensor | slice = slice(None)) -> Tensor:
+        """[R, D] of the `rows` of new tokens, `ids` [T] int64, that go behind what the cache holds."""
         if self.lean is not None:
-            return self.lean.step(ids, self.cache, attention)
-        return self.passed(lambda: self.model.run(ids, positions, attention))
+            return self.lean.step(ids, self.cache, attention)[rows]
+        return self.passed(lambda: self.model.run(ids, attention.positions, attention)[rows])
 
     def prefill(self, batch: RunningBatch, start: int, stop: int, upcoming: bytes | None) -> Tensor:
         """[R, D]: compute all known tokens of the slots `start ... stop - 1`; one row per slot.

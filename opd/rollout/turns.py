@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from opd.models.attention import AttentionCall, kernels_share_heads, masked_attention
+from opd.models.attention import AttentionCall, Scores, kernels_share_heads, masked_attention
 from opd.rollout.batch import Limits, RequestQueue, RunningBatch
 from opd.rollout.forward import PREFILL_TOKENS, Runner
-from opd.rollout.kv_cache import KVCache, PromptKV
+from opd.rollout.kv_cache import LayerCache, PromptKV
 from opd.types import RolloutRequest
 
 FEW = 256
@@ -132,13 +132,9 @@ class AddedAttention:
     `R` slots, `T` added tokens packed end to end, `Q` of the slot that has most, `L` tokens of the fullest.
     """
 
-    def __init__(
-        self, cache: KVCache, first: int, held: np.ndarray, length: np.ndarray, key_order: Tensor | None
-    ) -> None:
-        """`held` and `length` [R]: tokens that the slots from `first` on hold, and with the added ones.
-        `key_order` as of `PrefillAttention`.
-        """
-        self._cache, self._key_order = cache, key_order
+    def __init__(self, runner: Runner, first: int, held: np.ndarray, length: np.ndarray) -> None:
+        """`held` and `length` [R]: tokens that the slots from `first` on hold, and with the added ones."""
+        self._cache = runner.cache
         added = length - held
         bounds = np.concatenate([[0], np.cumsum(added)])
         # [R, Q]: padding repeats a slot's last added token.
@@ -148,35 +144,37 @@ class AddedAttention:
         self._slots = slice(first, first + len(added))
         self._window = int(length.max())
         self._shape = real.shape
-        self._index = [
-            torch.from_numpy(np.ascontiguousarray(x))
-            for x in (row[real], (held[:, None] + column)[real], (bounds[:-1, None] + column).ravel())
-        ]
-        self._real = torch.from_numpy(np.flatnonzero(real))
-        self._last = torch.from_numpy(held[:, None] + column)
+        self._row, self.positions, self._place, self._real, self._last = (
+            runner.tensor(x)
+            for x in (
+                row[real],
+                (held[:, None] + column)[real],
+                (bounds[:-1, None] + column).ravel(),
+                np.flatnonzero(real),
+                held[:, None] + column,
+            )
+        )
         self._visible: dict[int | None, Tensor] = {}
 
     def __call__(self, call: AttentionCall) -> Tensor:
         """[1, T, H, d]: the hook of `opd.models.attention`."""
-        device = call.query.device
         cache = self._cache.layer(call.layer_index, call.key, call.value)
-        self._index = [x.to(device, non_blocking=True) for x in self._index]
-        slot, position, place = self._index
-        query, key = call.query, call.key
-        if self._key_order is not None:  # scores do not change when queries and keys are rearranged alike
-            query, key = (x.index_select(-1, self._key_order) for x in (query, key))
-        cache.keys[slot, :, position] = key[0].transpose(0, 1)
-        cache.values[slot, :, position] = call.value[0].transpose(0, 1)
+        query, key, value = (x.transpose(0, 1) for x in call.packed)
+        return self.attend(cache, query, key, value, call.scores)[None]
+
+    def attend(self, cache: LayerCache, query: Tensor, key: Tensor, value: Tensor, form: Scores) -> Tensor:
+        """`query` [T, H, d], `key` and `value` [T, Hkv, d] -> [T, H, dv]."""
+        cache.keys[self._row, :, self.positions] = key
+        cache.values[self._row, :, self.positions] = value
         keys, values = (x[self._slots, :, : self._window] for x in (cache.keys, cache.values))
-        padded = query[0].index_select(1, place).unflatten(1, self._shape).transpose(0, 1)
-        attended = _attend(padded, keys, values, call, self._seen(call.sliding_window, device))
-        self._real = self._real.to(device, non_blocking=True)
-        return attended.transpose(1, 2).flatten(0, 1).index_select(0, self._real)[None]
+        padded = query.index_select(0, self._place).unflatten(0, self._shape).transpose(1, 2)
+        attended = _attend(padded, keys, values, form, self._seen(form.window, query.device))
+        return attended.transpose(1, 2).flatten(0, 1).index_select(0, self._real)
 
     def _seen(self, window: int | None, device: torch.device) -> Tensor:
         """[R, 1, Q, L] bool: the positions that each added token sees."""
         if window not in self._visible:
-            last = self._last.to(device)[..., None]
+            last = self._last[..., None]
             column = torch.arange(self._window, device=device)
             seen = column <= last
             if window is not None:
@@ -185,17 +183,17 @@ class AddedAttention:
         return self._visible[window]
 
 
-def _attend(query: Tensor, keys: Tensor, values: Tensor, call: AttentionCall, seen: Tensor) -> Tensor:
+def _attend(query: Tensor, keys: Tensor, values: Tensor, form: Scores, seen: Tensor) -> Tensor:
     """`query` [R, H, Q, d] to `keys` [R, Hkv, L, d], where it has `seen` [R, 1, Q, L] -> [R, H, Q, dv], with
     about `SCORES` scores at a time.
     """
     groups = query.shape[1] // keys.shape[1]
-    shared = groups > 1 and call.softcap is None and kernels_share_heads(query.device, query.dtype)
+    shared = groups > 1 and form.softcap is None and kernels_share_heads(query.device, query.dtype)
     if groups > 1 and not shared:
         keys, values = (x.repeat_interleave(groups, dim=1) for x in (keys, values))
     columns = max(1, SCORES // (query.shape[0] * query.shape[1] * keys.shape[2]))
     blocks = zip(query.split(columns, 2), seen.split(columns, 2), strict=True)
-    parts = [masked_attention(some, keys, values, call, visible, shared) for some, visible in blocks]
+    parts = [masked_attention(some, keys, values, form, visible, shared) for some, visible in blocks]
     return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
 
 
@@ -218,11 +216,10 @@ def extend(runner: Runner, batch: RunningBatch, start: int, turns: list[Turn]) -
 
 
 def _pass(runner: Runner, batch: RunningBatch, first: int, held: np.ndarray, length: np.ndarray) -> Tensor:
-    order = None if runner.lean is None else runner.lean.key_order
-    attention = AddedAttention(runner.cache, first, held, length, order)
+    attention = AddedAttention(runner, first, held, length)
     spans = [np.arange(h, n) for h, n in zip(held, length, strict=True)]
-    known = [batch.tokens[slot, span] for slot, span in enumerate(spans, first)]
-    ids, positions = runner.tensor(np.concatenate(known)), runner.tensor(np.concatenate(spans))
-    last = runner.tensor(np.cumsum(length - held) - 1)
+    ids = np.concatenate([batch.tokens[slot, span] for slot, span in enumerate(spans, first)])
     runner.prefilled_tokens += len(ids)
-    return runner.passed(lambda: runner.model.run(ids, positions, attention)[last])
+    if runner.lean is not None:
+        runner.lean.reach(int(length.max()))
+    return runner.behind(runner.tensor(ids), attention, runner.tensor(np.cumsum(length - held) - 1))

@@ -215,7 +215,7 @@ def test_however_they_come_those_that_go_on_are_one_pass_and_those_that_begin_an
     build: Fixture, collect: Fixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, _ = build("llama")
-    engine = TorchEngine(model)
+    engine = TorchEngine(model, lean=False)
     first, begin = first_turns(4), first_turns(8)[4:]
     told = collect(engine.generate(first))
     going_on = [next_turn(request, told[request.uid].token_ids) for request in first]
@@ -233,5 +233,6 @@ def test_however_they_come_those_that_go_on_are_one_pass_and_those_that_begin_an
         len(new.prompt_ids) - len(old.prompt_ids) - len(told[old.uid].token_ids) + 1
         for old, new in zip(first, going_on, strict=True)
     ]
-    assert passes == [sum(len(one.prompt_ids) for one in begin), sum(added)]
+    assert passes[:2] == [sum(len(one.prompt_ids) for one in begin), sum(added)]
+    assert max(passes[2:]) <= len(mixed), "the others are decode steps"
     same(found, collect(TorchEngine(model).generate([replace(one, session="") for one in mixed])))
