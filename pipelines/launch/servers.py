@@ -214,10 +214,17 @@ class StartedGroup:
             self._over.wait(0.1 if waiting else 0)
 
     def _watch(self) -> None:
-        while not self._over.wait(LOOK) and self.trouble is None:
-            with self._turn:
-                if not self._asleep and not self._over.is_set():
-                    self._look()
+        try:
+            while not self._over.wait(LOOK) and self.trouble is None:
+                with self._turn:
+                    if not self._asleep and not self._over.is_set():
+                        self._look()
+        except Exception as error:  # whatever it is: a run must not wait for servers that nobody watches
+            self.trouble = LaunchError(
+                f"servers {self.name} cannot be watched any more ({reason_of(error)}); continue with"
+                " --resume."
+            )
+            _log.exception("%s", self.trouble)
 
     def _look(self) -> None:
         due, failures = self._due, self._failures

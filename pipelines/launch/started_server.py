@@ -203,15 +203,22 @@ class StartedServer:
         now, question = time.monotonic(), self._question
         with contextlib.suppress(OSError, http.client.HTTPException):
             if question is None and now - self.worked >= self.group.silence_seconds / ASKED:
-                question = http.client.HTTPConnection(self.host, self.port, timeout=ANSWER)
-                self._question = question
-                question.request("GET", "/server_info")
+                self._ask()
             elif question is not None and _readable(question):
                 self._question = None
                 with contextlib.closing(question):
                     question.getresponse().read(1)
                     self.worked = now
         return now - min(self.answered, self.worked)
+
+    def _ask(self) -> None:
+        question = http.client.HTTPConnection(self.host, self.port, timeout=ANSWER)
+        try:
+            question.request("GET", "/server_info")
+        except BaseException:
+            question.close()
+            raise
+        self._question = question  # nothing waits for an answer to what could not be asked
 
     def sleep(self) -> None:
         """Give its memory back. One that cannot, or is not ready, ends; one that has ended has none."""
@@ -301,7 +308,7 @@ class StartedServer:
 
 def _readable(connection: http.client.HTTPConnection) -> bool:
     """Whether an answer has come, or the connection has ended."""
-    return connection.sock is None or _speaks(connection.sock.fileno(), 0.0)
+    return _speaks(connection.sock.fileno(), 0.0)
 
 
 def _speaks(descriptor: int, seconds: float) -> bool:

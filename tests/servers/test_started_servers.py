@@ -657,3 +657,37 @@ def test_every_rank_has_a_server_of_its_own_to_write_with():
     check_ranks(recipe, 2)
     with pytest.raises(ConfigError, match="2 workers for 3 ranks"):
         check_ranks(recipe, 3)
+
+
+def test_a_question_that_cannot_be_asked_is_forgotten(tmp_path, monkeypatch):
+    monkeypatch.setattr(started_server, "ASKED", 1 << 30)
+    group = start(tmp_path)
+    try:
+        group._over.set()
+        group._watcher.join()
+        [server] = group.servers
+        own, *_ = parts(tmp_path, server)
+        os.kill(own, signal.SIGKILL)
+        while server.status() is None:
+            time.sleep(0.01)
+        server._forget_question()
+        first = server.silent()  # nobody listens
+        time.sleep(0.01)
+        assert server._question is None
+        assert server.silent() > first
+    finally:
+        group.close()
+
+
+def test_servers_that_nobody_watches_any_more_end_the_run(tmp_path, monkeypatch):
+    def broken(self):
+        raise AttributeError("no such thing")
+
+    monkeypatch.setattr(started_server.StartedServer, "silent", broken)
+    group = start(tmp_path)
+    try:
+        group._watcher.join(10)
+        assert isinstance(group.trouble, LaunchError)
+        assert "servers own cannot be watched any more (no such thing)" in str(group.trouble)
+    finally:
+        group.close()
