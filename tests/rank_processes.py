@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
+import runpy
+import signal
 import subprocess
 import sys
 import time
@@ -17,33 +20,75 @@ import torch.distributed as dist
 
 from opd.errors import OpdError
 
+_DIE_WITH_PARENT = 1
+"""PR_SET_PDEATHSIG."""
+
 
 def run_ranks(script: str, world: int, folder: Path, seconds: float = 400) -> None:
-    """Run `script RANK WORLD FOLDER` for every rank until all have ended well.
+    """Run `script RANK WORLD FOLDER` for every rank until all have ended well. What it imports is imported
+    once: the ranks are forks of a process that has done nothing else.
 
     As soon as one fails, or time is up, the others are killed and what the ranks said is raised.
     """
     environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    logs = [folder / f"rank-{rank}.log" for rank in range(world)]
-    processes: list[subprocess.Popen[bytes]] = []
-    try:
-        for rank, log in enumerate(logs):
-            command = [sys.executable, script, str(rank), str(world), str(folder)]
-            with log.open("wb") as file:
-                processes.append(subprocess.Popen(command, env=environment, stdout=file, stderr=file))
-        deadline = time.monotonic() + seconds
-        while any(process.poll() is None for process in processes):
-            if any(process.poll() for process in processes) or time.monotonic() > deadline:
-                break
+    said, results = folder / "ranks.log", folder / "ranks.json"
+    results.unlink(missing_ok=True)
+    command = [sys.executable, __file__, script, str(world), str(folder), str(seconds)]
+    with said.open("wb") as file:
+        leader = subprocess.Popen(command, env=environment, stdout=file, stderr=file)
+        try:
+            leader.wait(seconds + 120)
+        finally:
+            leader.kill()  # and with it its forks
+            leader.wait()
+    assert results.exists(), said.read_text()[-2000:]
+    codes = json.loads(results.read_text())
+    logs = [_log(folder, rank) for rank in range(world)]
+    lines = [f"{log.name} ({code}): {log.read_text()[-2000:]}" for log, code in zip(logs, codes, strict=True)]
+    assert codes == [0] * world, "\n".join(lines)
+
+
+def _log(folder: Path, rank: int) -> Path:
+    return folder / f"rank-{rank}.log"
+
+
+def _lead(script: str, world: int, folder: Path, seconds: float) -> int | None:
+    """Fork the ranks, and write their exit codes, `None` for one that was killed because another failed.
+    Returns in a rank, too: its number.
+    """
+    sys.path.insert(0, str(Path(script).parent))
+    runpy.run_path(script, run_name="imported")
+    assert len(os.listdir("/proc/self/task")) == 1, f"importing {script} starts threads, which no fork has"
+    ranks: dict[int, int] = {}
+    for rank in range(world):
+        pid = os.fork()
+        if pid == 0:
+            _be_rank(rank, folder)
+            sys.argv = [script, str(rank), str(world), str(folder)]
+            return rank
+        ranks[pid] = rank
+    codes: list[int | None] = [None] * world
+    deadline = time.monotonic() + seconds
+    while ranks and time.monotonic() < deadline and not any(codes):
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid in ranks:
+            codes[ranks.pop(pid)] = os.waitstatus_to_exitcode(status)
+        elif pid == 0:
             time.sleep(0.02)
-    finally:
-        codes = [process.poll() for process in processes]
-        for process in processes:
-            if process.poll() is None:
-                process.kill()
-                process.wait()
-    said = [f"{log.name} ({code}): {log.read_text()[-2000:]}" for log, code in zip(logs, codes, strict=True)]
-    assert codes == [0] * world, "\n".join(said)
+    for pid in ranks:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    (folder / "ranks.json").write_text(json.dumps(codes))
+    return None
+
+
+def _be_rank(rank: int, folder: Path) -> None:
+    """Say everything to a log of its own, and die with the leader."""
+    assert ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL) == 0
+    log = os.open(_log(folder, rank), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    for stream in (1, 2):
+        os.dup2(log, stream)
+    os.close(log)
 
 
 @contextmanager
@@ -74,3 +119,13 @@ def do_tasks(one_task: Callable[[int, dict, Path], dict], seconds: float) -> Non
             except OpdError as error:
                 result = {"error": type(error).__name__, "message": str(error)}
             (folder / f"{task['name']}-{rank}.json").write_text(json.dumps(result))
+
+
+def main() -> None:
+    script, world, folder, seconds = sys.argv[1:]
+    if _lead(script, int(world), Path(folder), float(seconds)) is not None:
+        runpy.run_path(script, run_name="__main__")  # ends as any program does
+
+
+if __name__ == "__main__":
+    main()
