@@ -20,6 +20,7 @@ import errno
 import fcntl
 import os
 import re
+import resource
 import shutil
 import struct
 import threading
@@ -50,6 +51,8 @@ _SPARE = 256 * 1024
 """Of the index, taken when it is made: an eviction is written where the disk is full."""
 _SCANS = 16
 """Looks at the cache before a blob gets no room; others may use blobs between a look and the eviction."""
+_LITTLE = 256 * 1024
+"""What is free on a disk that is as good as full."""
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _ODD = (errno.EISDIR, errno.ENXIO)
 """In a segment's place is a link, a pipe or a folder."""
@@ -180,7 +183,7 @@ class SegmentIndex:
                 (folder / "lock.mdb").unlink(missing_ok=True)
         for name in ("data.mdb", "lock.mdb"):
             _refuse_odd(folder / name)
-        with _as_os_errors():
+        with self.errors():
             _reserve(folder / "lock.mdb", _LOCK_BYTES)
             self.env = lmdb.open(
                 str(folder),
@@ -228,9 +231,22 @@ class SegmentIndex:
             txn.put(_NEXT, _RANGE.pack(newest + 1, 0))
 
     @contextlib.contextmanager
+    def errors(self) -> Iterator[None]:
+        """What LMDB raises as `OSError`s, as files do."""
+        try:
+            yield
+        except lmdb.Error as error:
+            texts = [os.strerror(code) for code in _FULL]
+            # Of pages of which the first still fit, LMDB says that they could not be written.
+            if _room_behind(self._root / "index" / "data.mdb") < _LITTLE:
+                texts.append(os.strerror(errno.EIO))
+            full = isinstance(error, lmdb.MapFullError) or any(text in str(error) for text in texts)
+            raise OSError(errno.ENOSPC if full else errno.EIO, f"the cache's index: {error}") from error
+
+    @contextlib.contextmanager
     def change(self) -> Iterator[lmdb.Transaction]:
         """A change of the index, made whole at the end of the block; one at a time over all processes."""
-        with _as_os_errors(), self.env.begin(write=True) as txn:
+        with self.errors(), self.env.begin(write=True) as txn:
             yield txn
 
     def changes(self) -> int:
@@ -247,7 +263,7 @@ class SegmentIndex:
 
     def entries(self) -> list[tuple[bytes, Place]]:
         """Every key and its place."""
-        with _as_os_errors(), self.env.begin() as txn:
+        with self.errors(), self.env.begin() as txn:
             cursor = txn.cursor()
             cursor.set_range(b"k")
             return [(key[1:], Place._make(_PLACE.unpack(value))) for key, value in cursor if key[:1] == b"k"]
@@ -406,14 +422,14 @@ def _found(descriptor: int, segment: int) -> Iterator[tuple[bytes, Place]]:
             at += place.footprint
 
 
-@contextlib.contextmanager
-def _as_os_errors() -> Iterator[None]:
-    """What LMDB raises as `OSError`s, as files do."""
-    try:
-        yield
-    except lmdb.Error as error:
-        full = isinstance(error, lmdb.MapFullError) or any(os.strerror(code) in str(error) for code in _FULL)
-        raise OSError(errno.ENOSPC if full else errno.EIO, f"the cache's index: {error}") from error
+def _room_behind(file: Path) -> int:
+    """Bytes by which `file` may grow, on its disk and within the process's limit."""
+    limit, room = resource.getrlimit(resource.RLIMIT_FSIZE)[0], shutil.disk_usage(file.parent).free
+    return room if limit == resource.RLIM_INFINITY else min(room, limit - _size(file))
+
+
+def _size(file: Path) -> int:
+    return file.stat().st_size if file.exists() else 0
 
 
 class CacheFolder:
@@ -482,7 +498,7 @@ class CacheFolder:
 
     def used_bytes(self) -> int:
         """Bytes of disk that blobs take, and those being written."""
-        with _as_os_errors(), self.index.env.begin() as txn:
+        with self.index.errors(), self.index.env.begin() as txn:
             return self._index.used(txn)
 
     def begin(self, size: int) -> Place | None:

@@ -174,21 +174,26 @@ print("ok")
 """
 
 _NO_ROOM = """
-import os, sys
+import os, shutil, sys
 from pathlib import Path
 from hidden_rows import *
 from opd.errors import StorageError
 folder, opened = Path(sys.argv[1]), []
-for left in (0, 4, 16, 60, 68, 72, 76, 84, 92, 400):  # KiB
+for left in (0, 4, 16, 60, *range(68, 128, 4), 400):  # KiB
     with (folder / "fill").open("wb") as fill:
         stat = os.statvfs(folder)
         fill.write(bytes(stat.f_bavail * stat.f_frsize - left * 1024))
     try:
-        HiddenStateCache(folder / f"cache-{left}", quota_bytes=1 << 22, durable=False).close()
+        cache = HiddenStateCache(folder / f"cache-{left}", quota_bytes=1 << 22, durable=False)
         opened.append(left)
     except StorageError as error:
         assert "No space left on device" in str(error), error
+    else:
+        kept = [put(cache, n, rows=1) for n in range(60)]
+        assert [holds(cache, n, rows=1) for n in range(60)] == kept, left
+        cache.close()
     os.unlink(folder / "fill")
+    shutil.rmtree(folder / f"cache-{left}")
 assert opened[-1:] == [400] and 0 not in opened, opened
 print("ok")
 """
