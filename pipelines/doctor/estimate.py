@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import resource
 import shutil
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -27,6 +29,8 @@ from opd.storage.object_store import folder_of
 _ACTIVATIONS = 17
 """Values a decoder layer keeps per token and hidden unit for its backward pass, with fused attention
 (Korthikanti et al. 2022, "Reducing Activation Recomputation", section 4: 34 bytes in half precision)."""
+_LIBRARIES = 290 << 20
+"""Bytes that a process has for itself once it has loaded PyTorch and transformers, as measured on Linux."""
 _TIGHT = 0.8
 _MIB = 1 << 20
 _WEIGHTS = "copies of teachers in object stores"
@@ -68,8 +72,8 @@ def told_by_phase(recipe: Recipe, student: Shape, teachers: Mapping[str, Shape])
     sizes = {phase: _total(held) for phase, held in memory_by_phase(recipe, student, teachers).items()}
     told = ", ".join(f"{phase} {readable(size)}" for phase, size in sizes.items())
     other = handed_over(recipe)
-    if other is not None:
-        most = max(map(_total, memory_by_phase(other, student, teachers).values()))
+    most = max(map(_total, memory_by_phase(other, student, teachers).values())) if other is not None else 0
+    if other is not None and most < max(sizes.values()):
         told += f"; at most {readable(most)} with runtime.offload {_asked(other)}"
         sizes["with offload"] = most
     return told, sizes
@@ -462,9 +466,12 @@ def check_resources(recipe: Recipe, models: Models, run_dir: Path) -> list[Findi
     apart = [] if recipe.runtime.weights_cache is None else [_check_copies(recipe, disk.pop(_WEIGHTS, 0))]
     free, ranks = available_memory(recipe.model.device), recipe.train.ranks or 1
     shared = not on_cuda(recipe.model.device)  # each rank has a GPU of its own
-    free = free // ranks if shared else free
+    if shared:
+        free = min(free // ranks, _own_limit())
+    libraries = _LIBRARIES if shared and ranks > 1 else 0  # of one process they are there already
+    memory["libraries"] = libraries
     told, sizes = told_by_phase(recipe, models.student, models.teachers)
-    fits = sizes.get("with offload", free + 1) <= free
+    fits = sizes.get("with offload", free + 1) <= free - libraries
     room = told.rpartition("; ")[2] if fits else None
     return [
         *_check_cache(recipe, models.student),
@@ -542,6 +549,12 @@ def available_memory(device: str) -> int:
         return min(free, max(0, limit - int((group / "memory.current").read_text())))
     except (OSError, ValueError):  # no such group, or "max": no limit
         return free
+
+
+def _own_limit() -> int:
+    """Bytes that a process may have."""
+    limits = [resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_DATA, resource.RLIMIT_AS)]
+    return min((limit for limit in limits if limit != resource.RLIM_INFINITY), default=sys.maxsize)
 
 
 def _meminfo() -> int:

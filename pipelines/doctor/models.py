@@ -44,6 +44,8 @@ class Shape:
     """Parameters of the adapters that `model.lora` puts on it."""
     adapted: int = 0
     """Parameters of the layers they belong to."""
+    narrowest: int = 0
+    """The smallest width of one of these."""
     fused: int = 0
     """Parameters of the layers that decode multiplies together with others, from a copy: queries, keys and
     values; gate and up. None of a model whose own code decodes."""
@@ -207,7 +209,18 @@ def _check_student(recipe: Recipe, domains: Mapping[str, Domain], models: Models
         ),
         *_check_bos("student", config, models.tokenizer),
         *_check_temperature("student", model.path, recipe.rollout.temperature),
+        *_check_adapters(model.lora, models.student),
     ]
+
+
+def _check_adapters(lora: LoRAConfig | None, student: Shape) -> list[Finding]:
+    if lora is None or lora.rank < student.narrowest:
+        return []
+    detail = (
+        f"{lora.rank} is at least the smallest width of a layer with adapters ({student.narrowest}), where an"
+        " adapter is larger than the weight that it changes; lower it"
+    )
+    return [Finding("warning", "model.lora.rank", detail)]
 
 
 def _check_teacher(recipe: Recipe, name: str, source: str, models: Models) -> list[Finding]:
@@ -485,6 +498,7 @@ def _shape(config: Any, source: str, lora: LoRAConfig | None = None) -> Shape:
         linear=sum(size for name, size in decoded if name not in _FUSED),
         adapters=sum(rank * (layer.in_features + layer.out_features) for layer in linear),
         adapted=sum(layer.weight.numel() for layer in linear),
+        narrowest=min((min(layer.weight.shape) for layer in linear), default=0),
         parameters=sum(parameter.numel() for parameter in module.parameters()),
         hidden_size=text.hidden_size,
         windows=layer_windows(config),

@@ -18,7 +18,7 @@ from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.report.verdict import closing
 from opd.pipelines.run import execute, record
 from opd.pipelines.stages.order import Stage, plan, summary, with_needs
-from opd.progress import Progress
+from opd.progress import Progress, doing
 from opd.ranks import Ranks, joined
 from opd.rollout.preemption import Preemption
 
@@ -35,12 +35,15 @@ def run_rank(
     """
     # Libraries call what newer versions of torch have renamed.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
-    with joined(recipe.model.device, recipe.train.timeout_seconds) as ranks, ExitStack() as stack:
+    with ExitStack() as stack:
+        with doing("waiting for the other ranks"):
+            ranks = stack.enter_context(joined(recipe.model.device, recipe.train.timeout_seconds))
         has_joined()
         _require_one_commit(recipe, ranks)
         folder = RunFolder.attach(path)
         if ranks.main:
-            opened = opening()
+            with doing("opening the run folder"):
+                opened = opening()
             if opened is None:
                 return _ERROR
             folder = stack.enter_context(opened)

@@ -2,6 +2,7 @@ import io
 import json
 import os
 import re
+import resource
 import shutil
 import threading
 from dataclasses import replace
@@ -22,6 +23,7 @@ from opd.models.checkpoint import save_checkpoint
 from opd.models.tokenizers import character_tokenizer
 from opd.pipelines.cli import main
 from opd.pipelines.commands.publish import publish_checkpoint
+from opd.pipelines.doctor import estimate
 from opd.pipelines.doctor.checks import check_domains, check_ranks, check_sizes
 from opd.pipelines.doctor.estimate import (
     answers_asked,
@@ -30,8 +32,10 @@ from opd.pipelines.doctor.estimate import (
     check_resources,
     disk_left,
     disk_parts,
+    memory_by_phase,
     memory_parts,
     readable,
+    told_by_phase,
 )
 from opd.pipelines.doctor.examine import Finding, diagnose, examine
 from opd.pipelines.doctor.kl import mean_kl
@@ -948,3 +952,42 @@ def test_a_cache_that_does_not_fit_is_to_be_made_smaller(tmp_path, monkeypatch):
         monkeypatch.setattr(shutil, "disk_usage", lambda path, free=free: SimpleNamespace(total=1, free=free))
         found = find(check_resources(recipe, Models(student=SHAPE), tmp_path), "error")
         assert mend in found["disk"]
+
+
+def test_a_rank_has_libraries_and_no_more_than_its_process_may(tmp_path, monkeypatch):
+    def found(**train):
+        recipe = make_recipe(tmp_path, model={"config": LLAMA}, train=train)
+        models = Models(student=SHAPE)
+        return {f.title: f for f in check_resources(recipe, models, tmp_path)}
+
+    monkeypatch.setattr(estimate, "available_memory", lambda device: 8 << 30)
+    alone, ranks = found()["memory"], found(ranks=2)["memory of a rank"]
+    assert (alone.numbers["libraries"], ranks.numbers["libraries"]) == (0, estimate._LIBRARIES)
+    assert (alone.numbers["free"], ranks.numbers["free"]) == (8 << 30, 4 << 30)
+    limits = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (3 << 30, limits[1]))
+    try:
+        assert found(ranks=2)["memory of a rank"].numbers["free"] == 3 << 30
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, limits)
+    few = found(ranks=64)["memory of a rank"]  # 128 MiB each
+    assert few.level == "error"
+    assert "libraries 290.0 MiB" in few.detail
+
+
+def test_an_offload_that_would_change_nothing_is_not_told(tmp_path):
+    for offload in ({}, {"engine": True, "trainer": True}):
+        recipe = make_recipe(tmp_path, model={"config": LLAMA}, runtime={"offload": offload})
+        told, sizes = told_by_phase(recipe, SHAPE, {})
+        assert ("with runtime.offload" in told) == ("with offload" in sizes) == (not offload)
+    recipe = make_recipe(tmp_path, model={"config": LLAMA}, runtime={"offload": {"trainer": True}})
+    largest = max(sum(parts.values()) for parts in memory_by_phase(recipe, SHAPE, {}).values())
+    told, sizes = told_by_phase(recipe, SHAPE, {})
+    assert sizes.get("with offload", largest - 1) < largest
+
+
+@pytest.mark.parametrize(("rank", "warned"), [(15, False), (16, True)])
+def test_adapters_that_are_larger_than_what_they_change_are_a_warning(tmp_path, rank, warned):
+    recipe = make_recipe(tmp_path, model={"config": LLAMA, "lora": {"rank": rank}})
+    found = find(examine(recipe, thorough=False), "warning")
+    assert ("model.lora.rank" in found) == warned
