@@ -14,6 +14,7 @@ import argparse
 import json
 import statistics
 import tempfile
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -27,7 +28,6 @@ from opd.pipelines.commands.publish import publish_checkpoint
 from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.run import run_stage
 
-LENGTHS = (512, 4096)
 STEPS = 5
 PROMPTS = 4
 MODEL = {
@@ -58,12 +58,12 @@ def merge(out: Path, student: Path, published: Path, url: str, length: int) -> d
             "max_new_tokens": length - 8,
             "max_sequence": length + 8,
             "model_stop_ids": False,
-            "stop_ids": [MODEL["vocab_size"] - 1],  # no token of the tokenizer
+            "stop": ["=1029384756==01928="],  # which nobody writes
         },
         distill={"steps": STEPS, "prompts_per_domain": PROMPTS, "checkpoint_every": STEPS},
         baselines={"methods": []},
         evaluation={"prompts_per_domain": 4, "every": 0},
-        runtime={"threads": 2},
+        runtime={"threads": 1},
     )
     with RunFolder.create(out, recipe) as folder:
         run_stage(recipe, folder, "merge")
@@ -77,7 +77,7 @@ def merge(out: Path, student: Path, published: Path, url: str, length: int) -> d
     }
 
 
-def measured(folder: Path) -> dict[int, dict[str, dict[str, float]]]:
+def measured(folder: Path, lengths: Sequence[int]) -> dict[int, dict[str, dict[str, float]]]:
     """By length and way."""
     student, teacher, published = (folder / name for name in ("student", "teacher", "published"))
     write_model(student, seed=0, **MODEL)
@@ -94,7 +94,7 @@ def measured(folder: Path) -> dict[int, dict[str, dict[str, float]]]:
             stack.callback(server.end)
             server.launch()
             server.wait()
-        for length in LENGTHS:
+        for length in lengths:
             found[length] = {}
             for way, server in servers.items():
                 out = folder / f"{length}-{way}"
@@ -107,9 +107,10 @@ def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--lengths", type=int, nargs="+", default=[512, 2048], help="tokens of a sample")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="opd-wait-bench-") as folder:
-        found = measured(Path(folder))
+        found = measured(Path(folder), options.lengths)
     if options.json:
         options.json.write_text(json.dumps(found, indent=1) + "\n")
     print("| tokens | hidden states as | seconds a step | share of it that waits |\n|---|---|---|---|")
