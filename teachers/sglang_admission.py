@@ -31,16 +31,11 @@ from opd.served.sglang_answers import (
     says_nothing,
     versions_of,
 )
+from opd.served.vllm_server import EXACT, HALF, PROBE
 from opd.storage.published import PublishedModel
 from opd.teachers.skeleton import read_head
 
 _log = logging.getLogger(__name__)
-
-EXACT, HALF = 1e-3, 0.25
-"""Nats by which log-probabilities of the same model may differ: served in float32, and in anything less."""
-PROBE = np.array([3, 1, 4, 1, 5, 2, 6, 5, 3, 5, 0, 7, 2, 3], dtype=np.int32)
-"""Ids below 8: every vocabulary has them, also a wrong one."""
-
 
 Rebuild = Callable[[np.ndarray, np.ndarray], np.ndarray]
 

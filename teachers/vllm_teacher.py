@@ -22,23 +22,20 @@ import torch
 from opd.config import Recipe, TopKKL
 from opd.config.teachers import VLLMTeacherConfig
 from opd.errors import OpdError, TeacherError
-from opd.foreign import decoding
 from opd.kernels.ops import linear_logprobs
-from opd.served.http_pool import HTTPPool, RefusedError, Server, UnavailableError
+from opd.served.http_pool import HTTPPool, RefusedError, Server
 from opd.served.sglang_answers import Question
 from opd.served.vllm_answers import SCORE, model_of, most_bytes, scores_of, scoring_body
+from opd.served.vllm_server import OF_NOTHING, PROBE, checksums, model_settings, probe, tolerance
 from opd.storage.published import PublishedModel
 from opd.teachers.kinds import Placement, TeacherKind
 from opd.teachers.layer_stream import LayerStream
 from opd.teachers.served_teacher import ServedTeacher, Visit, opener, visits
-from opd.teachers.sglang_admission import EXACT, HALF, PROBE
 from opd.teachers.skeleton import is_published
 from opd.teachers.streamed_teacher import StreamedTeacher
 from opd.types import Sample
 
 _log = logging.getLogger(__name__)
-
-_OF_NOTHING = hashlib.sha256(b"").hexdigest()
 
 
 @dataclass(slots=True)
@@ -90,30 +87,21 @@ async def checksum(pool: HTTPPool, server: Server) -> str | None:
     """The server's checksum over all weights on all of its ranks; `None` if it tells none: it does in the
     developers' mode alone, and not of weights that it has packed, as it does on a CPU.
     """
-    try:
-        answer = await pool.ask(server, "POST", "/weight_checker", {"action": "checksum"})
-    except RefusedError:
+    found = await checksums(pool, server)
+    if not found or OF_NOTHING in found.values():
         return None
-    with decoding(lambda cause: UnavailableError(f"{server.url}/weight_checker: {cause}", answered=True)):
-        found = dict(answer["checksums"])
-        told = json.dumps(sorted(found.items()))
-    if not found or _OF_NOTHING in found.values():
-        return None
-    return hashlib.sha256(told.encode()).hexdigest()
+    return hashlib.sha256(json.dumps(sorted(found.items())).encode()).hexdigest()
 
 
 async def _probe(pool: HTTPPool, server: Server, expected: Expected) -> np.ndarray:
-    question, top_k = Question("probe", PROBE, 0), expected.top_k
+    top_k = expected.top_k
     try:
-        answer = await pool.ask(
-            server, "POST", SCORE, scoring_body(question, top_k), most_bytes(question, top_k)
-        )
+        return await probe(pool, server, top_k, expected.vocabulary)
     except RefusedError as refusal:
         raise TeacherError(
             f"{pool.owner}: {server.url} does not score a prompt with its {top_k} most likely tokens"
             f" ({refusal}); start it with --max-logprobs {max(top_k, 1)} or more, and check its URL and key."
         ) from None
-    return scores_of(answer, question, top_k, expected.vocabulary)[2]
 
 
 async def _read_published(pool: HTTPPool, expected: Expected) -> None:
@@ -129,23 +117,12 @@ async def _read_published(pool: HTTPPool, expected: Expected) -> None:
 async def _compare(pool: HTTPPool, server: Server, served: np.ndarray, expected: Expected) -> float:
     assert expected.logprobs is not None
     apart = float(np.abs(served - expected.logprobs).max())
-    exact = await _is_float32(pool, server)
-    if not apart <= (EXACT if exact else HALF):
+    if not apart <= tolerance(await model_settings(pool, server)):
         raise TeacherError(
             f"{pool.owner}: {server.url} serves another model, vocabulary or other weights than the recipe's:"
             f" its log-probabilities differ by up to {apart:.3g} nats from what {expected.source}."
         )
     return apart
-
-
-async def _is_float32(pool: HTTPPool, server: Server) -> bool:
-    """Whether it is known to compute in float32: it tells in the developers' mode."""
-    try:
-        told = await pool.ask(server, "GET", "/server_info?config_format=json")
-    except RefusedError:
-        return False
-    with decoding(lambda cause: UnavailableError(f"{server.url}/server_info: {cause}", answered=True)):
-        return "float32" in str(told["vllm_config"]["model_config"]["dtype"])
 
 
 class VLLMTeacher(ServedTeacher):

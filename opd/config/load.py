@@ -19,6 +19,7 @@ from opd.config.other_names import former
 from opd.config.recipe import DomainConfig, Recipe, inherited
 from opd.config.rewards import ServedReward
 from opd.config.schema import arms, below, dotted, explain, follow, key_paths, models, nearest, tag
+from opd.config.teachers import ServedEngineConfig
 from opd.config.yaml_reader import MAX_DEPTH, KeyPath, complaint, parse_value, read_yaml, write_yaml
 from opd.errors import ConfigError
 from opd.redact import learn
@@ -205,7 +206,7 @@ def path_keys(recipe: Recipe) -> list[KeyPath]:
         *(("domains", name, "sft", "source") for name, domain in recipe.domains.items() if domain.sft),
         *(("domains", name, "reward", "cache") for name in _served(recipe.domains)),
         *(("evaluation", "sets", name, "reward", "cache") for name in _served(recipe.of_sets().domains)),
-        *([("rollout", "engine", "folder")] if recipe.rollout.engine.type == "sglang" else []),
+        *([("rollout", "engine", "folder")] if isinstance(recipe.rollout.engine, ServedEngineConfig) else []),
     ]
 
 

@@ -339,7 +339,7 @@ ROWS = (
     ),
     Row(
         ("rollout.engine", "launch.engines"),
-        "SGLang workers by URL, or engines on Ray",
+        "SGLang or vLLM workers by URL, or engines on Ray",
         ("rollout-num-gpus", "rollout-num-gpus-per-engine"),
         ("use_vllm",),
         (f"{_ROLLOUT}.name",),

@@ -363,6 +363,20 @@ class Recipe(Config):
             own["distill"] = self.distill.model_copy(update=said)
         return self.model_copy(update=own) if own else self
 
+    def rollouts(self) -> dict[str, RolloutConfig]:
+        """How each domain and evaluation set is written, by the key that says it; the run's own first."""
+        found = {"rollout": self.rollout}
+        for where, recipe in (("domains", self), ("evaluation.sets", self.of_sets())):
+            for name, config in recipe.domains.items():
+                if config.rollout is not None:
+                    found[f"{where}.{name}.rollout"] = recipe.for_domain(name).rollout
+        return found
+
+    @property
+    def cuts_tokens(self) -> bool:
+        """Whether any response is drawn with a `top_p` or `top_k`."""
+        return any(rollout.top_p < 1 or rollout.top_k > 0 for rollout in self.rollouts().values())
+
     def drawn_alike(self) -> Recipe:
         """The recipe with one temperature, `top_p` and `top_k` in all domains, for a policy that learns from
         all of them at one temperature."""

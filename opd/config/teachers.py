@@ -56,6 +56,11 @@ class ServerConfig(Config):
         """What servers that the run starts need to be told, unless their group says otherwise."""
         return {}
 
+    @property
+    def server_environment(self) -> dict[str, str]:
+        """Variables that they need, unless their group says otherwise."""
+        return {}
+
     def at(self, urls: list[str]) -> Self:
         """The same, once its servers have these URLs."""
         found = self.model_copy(update={"urls": urls, "servers": None})
@@ -80,7 +85,21 @@ class TorchEngineConfig(Config):
     in_turn`, and without CUDA graphs. One rank has all of it anyway."""
 
 
-class SGLangEngineConfig(ServerConfig):
+class ServedEngineConfig(ServerConfig):
+    """The student writes on workers, which serve a model of its architecture."""
+
+    type: str
+    folder: str | None = None
+    """Where new weights are written for workers that read them: on a file system that this process and every
+    worker see under the same path; `null` is the stage's own folder."""
+
+    def urls_of(self, rank: int, ranks: int) -> list[str]:
+        """Its own workers for each rank that writes. Raises `ConfigError` if there are fewer than ranks."""
+        check_worker_count(len(self.urls), ranks)
+        return self.urls[rank::ranks]
+
+
+class SGLangEngineConfig(ServedEngineConfig):
     """The student writes on SGLang workers, which serve a model of its architecture and are given its weights
     at the beginning of a stage and after every optimiser step. One stage at a time can use them."""
 
@@ -88,17 +107,42 @@ class SGLangEngineConfig(ServerConfig):
     sync: Literal["disk", "tensors"] = "disk"
     """How new weights get there. `disk`: through a folder that the workers read; `tensors`: broadcast in a
     process group with each worker, by gloo, or by NCCL where both sides have CUDA."""
-    folder: str | None = None
-    """Where `disk` writes them: on a file system that this process and every worker see under the same path;
-    `null` is the stage's own folder."""
     host: str | None = None
     """Address of this machine, as the workers reach it, for `tensors`; `null` is the one by which it reaches
     them."""
 
-    def urls_of(self, rank: int, ranks: int) -> list[str]:
-        """Its own workers for each rank that writes. Raises `ConfigError` if there are fewer than ranks."""
-        check_worker_count(len(self.urls), ranks)
-        return self.urls[rank::ranks]
+
+class VLLMEngineConfig(ServedEngineConfig):
+    """The student writes on vLLM workers, as on those of SGLang. They are started with VLLM_SERVER_DEV_MODE=1
+    (on an address that only this run's machines reach), `--enable-scale-out` and `--logprobs-mode
+    processed_logprobs`, or `raw_logprobs` where the recipe has a `top_p` or `top_k`; groups of `servers` are.
+    Temperatures below 0.01, and others than 1 in a recipe with a `top_p` or `top_k`, are refused."""
+
+    type: Literal["vllm"]
+    sync: Literal["folder"] = "folder"
+    """How new weights get there: through a folder that the workers read."""
+
+    program: ClassVar[str] = "vllm"
+
+    @field_validator("sync", mode="before")
+    @classmethod
+    def _by_folder(cls, sync: Any) -> Any:
+        if sync in ("tensors", "disk"):
+            raise ValueError(
+                f"vLLM workers read new weights from a folder, so sync cannot be {sync}; leave it out, or"
+                " take type sglang"
+            )
+        return sync
+
+    @property
+    def server_arguments(self) -> dict[str, bool | int | float | str]:
+        """Token ids in and out, and nothing of how the model's folder says that it is sampled."""
+        return {"enable-scale-out": True, "generation-config": "vllm"}
+
+    @property
+    def server_environment(self) -> dict[str, str]:
+        """Without it a server takes no weights."""
+        return {"VLLM_SERVER_DEV_MODE": "1"}
 
 
 def check_worker_count(workers: int, ranks: int) -> None:
@@ -110,18 +154,8 @@ def check_worker_count(workers: int, ranks: int) -> None:
         )
 
 
-def _writes(value: Any) -> Any:
-    """vLLM packs weights away on a CPU, and tells checksums of nothing then."""
-    if isinstance(value, dict) and value.get("type") == "vllm":
-        raise ValueError(
-            "the student cannot write on vLLM, whose servers do not prove which weights they hold; set type"
-            " to torch or sglang (teachers may be of type vllm)"
-        )
-    return value
-
-
 EngineConfig = Annotated[
-    TorchEngineConfig | SGLangEngineConfig, Field(discriminator="type"), BeforeValidator(_writes)
+    TorchEngineConfig | SGLangEngineConfig | VLLMEngineConfig, Field(discriminator="type")
 ]
 
 

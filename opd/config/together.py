@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from opd.config.servers import shared_devices
 from opd.config.specialist import SpecialistConfig
-from opd.config.teachers import ServerConfig, TorchEngineConfig
+from opd.config.teachers import ServedEngineConfig, ServerConfig, TorchEngineConfig
 from opd.config.watch import check_metrics
 
 if TYPE_CHECKING:
@@ -148,11 +148,31 @@ def _episodes_have_one_writer(recipe: Recipe) -> None:
 
 
 def _one_stage_for_the_workers(recipe: Recipe) -> None:
-    if recipe.rollout.engine.type == "sglang" and recipe.runtime.workers > 1:
+    engine = recipe.rollout.engine
+    if isinstance(engine, ServedEngineConfig) and recipe.runtime.workers > 1:
         raise ValueError(
-            "rollout.engine sglang gives its workers one student's weights, so stages cannot run side by"
-            " side; set runtime.workers to 1"
+            f"rollout.engine {engine.type} gives its workers one student's weights, so stages cannot run side"
+            " by side; set runtime.workers to 1"
         )
+
+
+def _vllm_tells_what_it_draws(recipe: Recipe) -> None:
+    """Its log-probabilities are at the temperature and after cuts, or at 1 and before them."""
+    if recipe.rollout.engine.type != "vllm":
+        return
+    for where, rollout in recipe.rollouts().items():
+        heat = rollout.temperature
+        if heat < 0.01:
+            raise ValueError(
+                f"{where}.temperature is {heat:g}, in place of which vLLM takes 0.01; raise it, or take"
+                " rollout.engine sglang or torch"
+            )
+        if recipe.cuts_tokens and heat != 1:
+            raise ValueError(
+                f"{where}.temperature is {heat:g} in a recipe with a top_p or top_k, and vLLM tells"
+                " log-probabilities at a temperature or before these cut, not both; set every temperature to"
+                " 1, leave top_p and top_k out, or take rollout.engine sglang or torch"
+            )
 
 
 def _ranks_share_what_is_here(recipe: Recipe) -> None:
@@ -166,6 +186,11 @@ def _ranks_share_what_is_here(recipe: Recipe) -> None:
 
 def _the_device_is_handed_over(recipe: Recipe) -> None:
     engine = recipe.rollout.engine
+    if engine.type == "vllm" and recipe.runtime.offload.engine:
+        raise ValueError(
+            "runtime.offload.engine puts engines to sleep, which vLLM workers are not told; leave it out, or"
+            " take rollout.engine sglang or torch"
+        )
     ends = engine.type == "torch" or engine.servers is not None
     recipe.runtime.offload.check(recipe.rollout.schedule, recipe.train, ends=ends)
 
@@ -323,6 +348,7 @@ RULES = (
     _specialists_can_be_trained,
     _episodes_have_one_writer,
     _one_stage_for_the_workers,
+    _vllm_tells_what_it_draws,
     _ranks_share_what_is_here,
     _the_device_is_handed_over,
     _each_group_of_servers_has_one_user,

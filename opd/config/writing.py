@@ -46,7 +46,7 @@ class RolloutConfig(WritingConfig):
     """How the student writes."""
 
     engine: EngineConfig = TorchEngineConfig()
-    """What it writes with: `{type: torch}`, or `{type: sglang, urls: [...]}`."""
+    """What it writes with: `{type: torch}`, `{type: sglang, urls: [...]}` or `{type: vllm, urls: [...]}`."""
     stop_ids: list[int] = []
     """Token ids that end a response, beside those of `model_stop_ids`."""
     model_stop_ids: bool = True

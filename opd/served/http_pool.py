@@ -224,9 +224,12 @@ class HTTPClient:
     async def identity(self, server: Server) -> str:
         """The same for two URLs of one server; the URL where it does not answer, or is too old to tell."""
         try:
-            told: dict[str, Any] = await self.ask(server, "GET", "/server_info") or {}
+            told: dict[str, Any] = await self.ask(server, "GET", "/server_info?config_format=json") or {}
         except (UnavailableError, RefusedError):
             told = {}
+        config = told.get("vllm_config")
+        if isinstance(config, dict) and config.get("instance_id"):
+            return f"vllm {shown(config['instance_id'])}"
         return json.dumps([told[name] for name in IDENTITY]) if told.get("startup_time") else server.url
 
     async def close(self) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from opd.config import Recipe
 from opd.config.servers import ServerGroupConfig
-from opd.config.teachers import SGLangEngineConfig
+from opd.config.teachers import ServedEngineConfig
 from opd.errors import ConfigError, RolloutError
 from opd.pipelines.doctor.checks import Finding, attempt
 
@@ -53,12 +53,12 @@ def _check_servers(name: str, group: ServerGroupConfig) -> list[Finding]:
 def check_workers(recipe: Recipe) -> list[Finding]:
     """The servers that the student writes on, if it does and they are there already."""
     engine = recipe.rollout.engine
-    if not isinstance(engine, SGLangEngineConfig) or engine.servers is not None:
+    if not isinstance(engine, ServedEngineConfig) or engine.servers is not None:
         return []
     return attempt(WORKERS, lambda: _check_workers(recipe, engine))
 
 
-def _check_workers(recipe: Recipe, config: SGLangEngineConfig) -> list[Finding]:
+def _check_workers(recipe: Recipe, config: ServedEngineConfig) -> list[Finding]:
     """Each worker: is it there, and does it serve a model of the student's form?"""
     from opd.models.hf_folder import read_object
     from opd.served.http_pool import HTTPPool, LoopThread
@@ -75,7 +75,8 @@ def _check_workers(recipe: Recipe, config: SGLangEngineConfig) -> list[Finding]:
     try:
         findings = []
         for server in pool.servers:
-            findings += attempt(WORKERS, lambda s=server: [loop.run(_visit_worker(pool, s, form))])
+            visit = _visit_vllm if config.program == "vllm" else _visit_worker
+            findings += attempt(WORKERS, lambda s=server, v=visit: [loop.run(v(pool, s, form))])
         return findings
     finally:
         loop.run(pool.close())
@@ -83,7 +84,7 @@ def _check_workers(recipe: Recipe, config: SGLangEngineConfig) -> list[Finding]:
 
 
 async def _visit_worker(pool: HTTPPool, server: Server, form: dict[str, Any]) -> Finding:
-    from opd.rollout.sglang_proof import check_config
+    from opd.rollout.weight_proof import check_config
     from opd.served.http_pool import RefusedError, UnavailableError
 
     try:
@@ -92,3 +93,24 @@ async def _visit_worker(pool: HTTPPool, server: Server, form: dict[str, Any]) ->
         raise RolloutError(f"{pool.owner}: {trouble}; start the worker or correct its URL.") from None
     check_config(server.url, info, form.get("text_config", form))
     return Finding("ok", WORKERS, f"{server.url} serves {info.get('model_path')}")
+
+
+async def _visit_vllm(pool: HTTPPool, server: Server, form: dict[str, Any]) -> Finding:
+    """As `_visit_worker`; what it was started with is looked at when the run gives it weights, too."""
+    from opd.rollout.weight_proof import check_config
+    from opd.served.http_pool import RefusedError, UnavailableError
+    from opd.served.vllm_answers import model_of
+    from opd.served.vllm_server import model_settings
+
+    try:
+        path, _ = model_of(await pool.ask(server, "GET", "/v1/models"))
+        settings = await model_settings(pool, server)
+    except (UnavailableError, RefusedError) as trouble:
+        raise RolloutError(f"{pool.owner}: {trouble}; start the worker or correct its URL.") from None
+    if settings is None:
+        raise RolloutError(
+            f"{pool.owner}: {server.url} takes no weights; start it with VLLM_SERVER_DEV_MODE=1 in its"
+            " environment."
+        )
+    check_config(server.url, {"model_path": path}, form.get("text_config", form))
+    return Finding("ok", WORKERS, f"{server.url} serves {path}, with {settings.get('logprobs_mode')}")

@@ -62,7 +62,8 @@ class Engines:
         recipe = self.context.recipe
         if self.context.helpers is None:
             return HERE
-        return "sglang" if recipe.rollout.engine.type == "sglang" else "ray"
+        kind = recipe.rollout.engine.type
+        return "ray" if kind == "torch" else kind
 
     def of(self, path: Path) -> tuple[Writer, dict[str, str]]:
         """An engine that holds the model in `path`, and what the results say of it: its `engine`, and why it

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from opd.config import Recipe
-from opd.config.teachers import SGLangEngineConfig, check_worker_count
+from opd.config.teachers import ServedEngineConfig, check_worker_count
 from opd.errors import ConfigError, OpdError, PreemptedError, RanksError, reason_of
 from opd.pipelines.launch import supervisor
 from opd.pipelines.records.hub import for_ranks
@@ -65,7 +65,7 @@ def check_ranks(recipe: Recipe, size: int) -> None:
             " a time; set runtime.workers to 1."
         )
     engine = recipe.rollout.engine
-    if isinstance(engine, SGLangEngineConfig):
+    if isinstance(engine, ServedEngineConfig):
         group = recipe.servers.get(engine.servers or "")
         check_worker_count(len(engine.urls) if group is None else group.count, size)
 

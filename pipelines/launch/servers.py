@@ -345,7 +345,7 @@ class Servers:
         wanted: Mapping[str, tuple[Served, Path]],
         *,
         any_weights: bool = False,
-        arguments: Mapping[str, bool] | None = None,
+        arguments: Mapping[str, bool | str] | None = None,
     ) -> dict[str, Served]:
         """Each of the settings with the URLs of its servers, which serve the model beside it, or with
         `any_weights` one of its configuration: it is given others before it is used. All ranks call it
@@ -403,7 +403,7 @@ class Servers:
         return next((group.trouble for group in groups if group.trouble is not None), None)
 
     def _begin(
-        self, config: ServerConfig, model: Path, any_weights: bool, arguments: Mapping[str, bool]
+        self, config: ServerConfig, model: Path, any_weights: bool, arguments: Mapping[str, bool | str]
     ) -> None:
         name = config.servers or ""
         group = self._started.get(name)
@@ -414,7 +414,8 @@ class Servers:
         asked = self._groups[name]
         saver = SLEEPS if name in self._turns else {}
         told = {**config.server_arguments, **arguments, **saver, **asked.arguments}
-        asked = asked.model_copy(update={"arguments": told})
+        variables = {**config.server_environment, **asked.environment}
+        asked = asked.model_copy(update={"arguments": told, "environment": variables})
         self._started[name] = self._start(name, asked, model, any_weights)
 
     def close(self) -> None:

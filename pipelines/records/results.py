@@ -120,7 +120,7 @@ def used_extras(recipe: Recipe) -> list[str]:
             getattr(reward, "type", "") in ("math", "json_schema", "python") for reward in rewards
         ),
         "sglang": bool({"sglang", "vllm"} & teachers)
-        or recipe.rollout.engine.type == "sglang"
+        or recipe.rollout.engine.type in ("sglang", "vllm")
         or any(isinstance(reward, ServedReward) for reward in rewards),
         "agents": bool({AGENT, "openenv", *LIBRARIES} & worlds),
         **{name: name in worlds for name in ("textworld", "gymnasium")},

@@ -1,4 +1,4 @@
-"""The student on SGLang workers: what `rollout.engine: {type: sglang}` puts at a stage's disposal."""
+"""The student on workers: what `rollout.engine: {type: sglang}` or `vllm` puts at a stage's disposal."""
 
 from __future__ import annotations
 
@@ -8,18 +8,24 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from opd.config.teachers import SGLangEngineConfig, SGLangTeacherConfig
+from opd.config import Recipe
+from opd.config.teachers import ServedEngineConfig, ServedTeacherConfig, SGLangEngineConfig
 from opd.errors import RolloutError
 from opd.models.hf_folder import read_object
 from opd.pipelines.stages.context import StageContext
-from opd.pipelines.stages.student import tokenizer_of
+from opd.pipelines.stages.student import model_dtype, tokenizer_of
 from opd.protocols import Teacher
 from opd.retry import Retry
+from opd.rollout import vllm_workers
 from opd.rollout.engine_pool import EnginePool, RetryPolicy
-from opd.rollout.sglang_engine import ServedModel, SGLangEngine
-from opd.rollout.sglang_workers import FolderPush, Push, TensorPush
+from opd.rollout.served_engine import ServedEngine, ServedModel
+from opd.rollout.sglang_engine import SGLangEngine
+from opd.rollout.sglang_workers import FolderPush, TensorPush
+from opd.rollout.vllm_engine import Mode, VLLMEngine
+from opd.rollout.vllm_workers import Outputs
 from opd.rollout.weight_sync import WeightFolder
 from opd.served.distinct import check_distinct
+from opd.served.http_pool import PoolOptions
 from opd.teachers.served_teacher import pool_options
 
 ENGINE = "rollout.engine.urls"
@@ -30,7 +36,7 @@ ONCE = RetryPolicy(Retry(attempts=1))
 class ServedWriters:
     """Implements `Helpers`: the student writes on workers, teachers stay where they would be without it."""
 
-    def __init__(self, context: StageContext, config: SGLangEngineConfig, stack: ExitStack) -> None:
+    def __init__(self, context: StageContext, config: ServedEngineConfig, stack: ExitStack) -> None:
         self._context, self._config, self._stack = context, config, stack
         self._servers = context.servers
         self._others = context.helpers
@@ -44,10 +50,8 @@ class ServedWriters:
         recipe, ranks = self._context.recipe, self._context.ranks
         config = self._config
         if config.servers is not None and self._servers is not None:
-            # Without it a server gives nothing back.
-            saver = {"enable-memory-saver": True} if recipe.runtime.offload.engine else {}
-            wanted = {"student": (config, model)}
-            config = self._servers.at(wanted, any_weights=True, arguments=saver)["student"]
+            wanted, told = {"student": (config, model)}, self._arguments()
+            config = self._servers.at(wanted, any_weights=True, arguments=told)["student"]
         described = read_object(model / "config.json")
         text = described.get("text_config", described)
         rows: int = text["vocab_size"]
@@ -61,11 +65,11 @@ class ServedWriters:
         # All ranks' workers: two ranks must not control one server either.
         check_distinct({ENGINE: options}, RolloutError)
         for teacher, entry in recipe.teachers.items():
-            if isinstance(entry, SGLangTeacherConfig) and entry.urls:
+            if isinstance(entry, ServedTeacherConfig) and entry.urls:
                 check_distinct(
                     {ENGINE: options, f"teachers.{teacher}.urls": pool_options(entry)}, RolloutError
                 )
-        engine = SGLangEngine(replace(options, urls=own), served, self._push(model), version=-1)
+        engine = self._engine(replace(options, urls=own), served, model)
         self._stack.callback(engine.close)
         return EnginePool([engine], ONCE)
 
@@ -73,20 +77,41 @@ class ServedWriters:
         """See `Helpers`."""
         return None if self._others is None else self._others.teachers(names, vocabulary)
 
-    def _push(self, model: Path) -> Push:
-        if self._config.sync == "tensors":
-            return TensorPush(self._config.host)
+    def _arguments(self) -> dict[str, bool | str]:
+        """What servers of this recipe are told when they are started."""
+        recipe = self._context.recipe
+        if self._config.program == "vllm":
+            return {"logprobs-mode": mode_of(recipe)}
+        # Without it a server gives nothing back.
+        return {"enable-memory-saver": True} if recipe.runtime.offload.engine else {}
+
+    def _engine(self, options: PoolOptions, served: ServedModel, model: Path) -> ServedEngine:
+        config = self._config
+        if isinstance(config, SGLangEngineConfig):
+            by_tensors = config.sync == "tensors"
+            push = TensorPush(config.host) if by_tensors else FolderPush(self._folder(model))
+            return SGLangEngine(options, served, push, version=-1)
+        recipe = self._context.recipe
+        push, outputs = vllm_workers.FolderPush(self._folder(model)), Outputs(model, model_dtype(recipe))
+        return VLLMEngine(options, served, push, version=-1, mode=mode_of(recipe), outputs=outputs)
+
+    def _folder(self, model: Path) -> WeightFolder:
         root = self._config.folder or self._context.folder.stage(self._context.stage) / "weights"
         folder = WeightFolder(Path(root) / f"rank-{self._context.ranks.rank}", model)
         self._stack.callback(folder.close)
-        return FolderPush(folder)
+        return folder
+
+
+def mode_of(recipe: Recipe) -> Mode:
+    """In which vLLM workers tell log-probabilities as a run needs them."""
+    return "raw_logprobs" if recipe.cuts_tokens else "processed_logprobs"
 
 
 @contextmanager
 def with_engine(context: StageContext) -> Iterator[None]:
     """Let the stage of `context` write with the recipe's engine while the block runs."""
     config, before = context.recipe.rollout.engine, context.helpers
-    if not isinstance(config, SGLangEngineConfig):
+    if not isinstance(config, ServedEngineConfig):
         yield
         return
     with ExitStack() as stack:

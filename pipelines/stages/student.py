@@ -273,7 +273,7 @@ class Student:
         backend = context.closing.enter_context(opened)
         writing = ranks.new_group(f"{context.stage}/rollouts")
         adapters = recipe.model.lora is not None
-        plain, shared = recipe.rollout.engine.type == "sglang", False
+        plain, shared = recipe.rollout.engine.type != "torch", False
         writers = None if helpers is None else helpers.writers(path, adapters)
         if writers is None and cuts_engines(recipe, path, ranks):
             engine, shared = _on_shares(recipe, path, backend, ranks)

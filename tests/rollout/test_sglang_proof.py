@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from opd.errors import RolloutError
-from opd.rollout.sglang_proof import CHECKSUMS, Proof
+from opd.rollout.weight_proof import CHECKSUMS, Proof
 
 KV_HEADS, ROWS = 2, 64
 SETTINGS = {"cpu": {"device": "cpu"}, "cuda": {"device": "cuda", "dtype": "auto"}}
@@ -147,5 +147,5 @@ def test_the_checksum_of_a_gpu_is_what_sglangs_kernel_gives(count, dtype, expect
 def test_the_checksum_of_a_gpu_does_not_depend_on_how_it_is_cut_here(monkeypatch):
     values = torch.randn(50_000)
     whole = CHECKSUMS["cuda"](values)
-    monkeypatch.setattr("opd.rollout.sglang_proof._AT_ONCE", 8192)
+    monkeypatch.setattr("opd.rollout.weight_proof._AT_ONCE", 8192)
     assert CHECKSUMS["cuda"](values) == whole

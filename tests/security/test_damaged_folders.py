@@ -25,7 +25,7 @@ from opd.models.tokenizers import end_of_turn, load_tokenizer
 from opd.pipelines.doctor.models import _check_temperature
 from opd.rollout.kv_cache import unpack
 from opd.rollout.prompts import Prompt, encode_prompt
-from opd.rollout.sglang_proof import check_config
+from opd.rollout.weight_proof import check_config
 from opd.storage.checkpoints import CheckpointStore
 from opd.storage.files import write_sealed
 

@@ -5,35 +5,30 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import replace
 
 import numpy as np
 import pytest
 import tiny
-import torch
 from fault_proxy import fault_proxy
 from seaweedfs import free_ports
 from served_models import PADDED, recipe_tokenizer
+from served_writing import PROMPTS, Corrupting, prompts, requests, rescored, update, written_over_an_update
 
 from opd.errors import RolloutError
-from opd.kernels.ops import linear_logprobs
 from opd.models.causal_lm import CausalLM
 from opd.retry import Retry
-from opd.rollout.collect import EncodedPrompt, collect
+from opd.rollout.collect import collect
 from opd.rollout.fault_tolerant import FaultTolerantRollout
 from opd.rollout.sglang_engine import ServedModel, SGLangEngine
-from opd.rollout.sglang_proof import Proof
 from opd.rollout.sglang_workers import FolderPush, TensorPush
+from opd.rollout.weight_proof import Proof
 from opd.rollout.weight_sync import WeightFolder
 from opd.served.http_pool import Patience, PoolOptions
 from opd.storage.wal import TokenWAL
-from opd.train.packing import pack_tokens
 from opd.types import RolloutRequest, SamplingParams, Status
 
 ALL_ROWS = ServedModel(PADDED, 250)
 QUICK = Patience(timeout=120.0, unreachable=60.0, retry=Retry(attempts=3))
-IDS = ([3, 4, 5, 6, 7, 8, 9, 3], [5, 5, 6, 7, 4, 3, 3, 8, 9, 4])
-PROMPTS = [np.array(ids, dtype=np.int32) for ids in IDS]
 
 
 @pytest.fixture(scope="module")
@@ -61,25 +56,6 @@ def engine(sglang, served_models, tmp_path):
             one.resume()
         one.close()
     sglang.load(served_models["a"], "default")
-
-
-def requests(count: int, new: int, *, temperature: float = 0.7, stop: tuple[int, ...] = ()):
-    sampling = SamplingParams(temperature=temperature, max_new_tokens=new, stop_ids=stop)
-    return [RolloutRequest(f"r{i}", PROMPTS[i % len(PROMPTS)], sampling) for i in range(count)]
-
-
-def rescored(model: CausalLM, samples, temperature: float, vocabulary=None) -> list[np.ndarray]:
-    """[R] log-probabilities of each response under `model`."""
-    with torch.no_grad():
-        ids, positions, lengths, rows = pack_tokens(samples)
-        hidden = model.hidden(ids, positions, lengths)[rows]
-        targets = torch.from_numpy(np.concatenate([s.response_ids for s in samples]).astype(np.int64))
-        values = linear_logprobs(hidden, model.head(vocabulary), targets, temperature=temperature).numpy()
-    return np.split(values, np.cumsum([len(s.response_ids) for s in samples])[:-1])
-
-
-def prompts():
-    return [EncodedPrompt(f"p{i}", "sort", ids, None) for i, ids in enumerate(PROMPTS)]
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -131,28 +107,6 @@ def test_greedy_responses_are_the_same_after_an_interruption(engine):
     assert write(cut) == whole
 
 
-def written_over_an_update(served, wanted, model, version: int) -> dict[str, tuple[list, list, list]]:
-    """Tokens, log-probabilities and policy versions by uid, of `wanted` with `model` pushed while they are
-    written.
-    """
-    steps = served.generate(wanted)
-    seen = [next(steps)]
-    served.pause()
-    served.flush()
-    with pytest.raises(RolloutError, match="must grow"):
-        served.update_weights(model.weights(), version - 1)
-    assert served.update_weights(model.weights(), version) == model.quick_digest()
-    served.resume()
-    assert served.policy_version == version
-    seen += list(steps)
-    written = {r.uid: ([], [], []) for r in wanted}
-    for step in seen:
-        for uid, token, logprob in zip(step.uids, step.token_ids, step.logprobs, strict=True):
-            for column, value in zip(written[uid], (token, logprob, step.policy_version), strict=True):
-                column.append(value)
-    return written
-
-
 @pytest.mark.parametrize("sync", ["disk", "tensors"])
 def test_new_weights_reach_responses_in_flight(engine, models, sync):
     """Pause, flush, push, verify, resume in the middle: each token has the version that sampled it."""
@@ -174,13 +128,6 @@ def test_new_weights_reach_responses_in_flight(engine, models, sync):
             due = np.where(np.array(versions) == version, after, before)
             np.testing.assert_allclose(np.array(logprobs), due, atol=1e-4)
     assert found > 0
-
-
-def update(served, model, version: int) -> None:
-    served.pause()
-    served.flush()
-    served.update_weights(model.weights(), version)
-    served.resume()
 
 
 def test_a_worker_that_holds_other_weights_is_found_out(engine, sglang, models):
@@ -227,23 +174,6 @@ def test_an_engine_that_writes_does_not_sleep(engine):
     with pytest.raises(RolloutError, match="can sleep once none is in flight"):
         served.sleep()
     served.abort(["r0"])
-
-
-class Corrupting:
-    """A push that changes one bit of one tensor on its way."""
-
-    def __init__(self, push, name: str) -> None:
-        self._push, self._name = push, name
-
-    def prepare(self, weights, version):
-        kept = [(name, tensor.clone()) for name, tensor in weights]
-        sent = [(name, tensor.clone()) for name, tensor in kept]
-        dict(sent)[self._name].view(-1).view(torch.int32)[3] ^= 1
-        self._sent = self._push.prepare(sent, version)
-        return replace(self._sent, weights=kept)
-
-    async def load(self, ask, server, name, prepared):
-        await self._push.load(ask, server, name, self._sent)
 
 
 @pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.1.self_attn.k_proj.weight"])

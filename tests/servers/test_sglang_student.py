@@ -17,7 +17,7 @@ from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.run import run_stage
 from opd.pipelines.stages.context import StageContext
 from opd.pipelines.stages.served_engine import with_engine
-from opd.rollout.sglang_proof import check_form
+from opd.rollout.weight_proof import check_form
 
 FEW = {"steps": 4, "prompts_per_domain": 4, "checkpoint_every": 2, "teachers": "local"}
 

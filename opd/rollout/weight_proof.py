@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,7 +26,7 @@ FUSED = {
 VOCABULARY_ROWS = 64
 DIGITS = 16
 """Of a tensor's checksum, hexadecimal, at least."""
-RELEASE = "0.5.23"
+RELEASE = "SGLang 0.5.23 or vLLM 0.32.0"
 """Whose checksums are known here."""
 FORM = (
     "model_type",
@@ -102,14 +102,22 @@ class Proof:
         self._found: dict[tuple[str, str, torch.dtype, str], str] = {}
         self._lock = threading.Lock()
 
-    def check(self, url: str, ranks: Iterable[Mapping[str, Any]], settings: Mapping[str, Any]) -> None:
+    def check(
+        self,
+        url: str,
+        ranks: Iterable[Mapping[str, Any]],
+        settings: Mapping[str, Any],
+        packed: Collection[str] = (),
+    ) -> None:
         """`RolloutError` unless every tensor the ranks of a worker tell of is the trainer's, and nothing that
         the trainer holds is left out.
 
         Args:
             url: Names the worker.
-            ranks: What `/weights_checker` answered: of each rank its place and its tensors' checksums.
-            settings: What `/server_info` answered.
+            ranks: What it told of each rank: its place and its tensors' checksums.
+            settings: Its `dtype` and `device`.
+            packed: Names of tensors of which it holds another form, and tells nothing: what is in them is to
+                be proved otherwise.
         """
         with self._lock:
             self._prefer(DTYPES.get(str(settings.get("dtype"))), str(settings.get("device")))
@@ -120,6 +128,8 @@ class Proof:
                 roles = tuple(f"{place.get('role', 'target')}." for place in places)
                 held = {n: s for n, s in rank["checksums"].items() if not n.startswith(roles)}
                 used |= self._check_rank(url, held, places[0])
+            for name in packed:
+                used.update(_parts(name, self._known) or ())
             missing = self._known.keys() - used
         if missing:
             raise RolloutError(
@@ -148,7 +158,7 @@ class Proof:
         if wrong:
             raise RolloutError(
                 f"after the push {url} proves none of its tensors to be the trainer's, {wrong} among them: it"
-                f" holds others, or is no SGLang {RELEASE}; restart it with that and --resume."
+                f" holds others, or is no {RELEASE}; restart it with that and --resume."
             )
         return used
 

@@ -1,0 +1,347 @@
+"""The served rollout engine: workers stream tokens with log-probabilities and take new weights.
+
+What servers of one kind are asked, and how, is their dialect's (`opd/rollout/sglang_engine.py`,
+`opd/rollout/vllm_engine.py`); everything else is the same for all of them, and here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import queue
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+
+from opd.errors import OpdError, RolloutError
+from opd.rollout.batch import Limits, queue_requests
+from opd.rollout.served_messages import MessageReader, Piece, chunks_of, is_message
+from opd.rollout.served_workers import Verbs, Workers
+from opd.rollout.streams import Streaming
+from opd.served.http_pool import RefusedError, Server, Trouble, UnavailableError
+from opd.types import Chunk, RolloutRequest, Status
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+NEVER = -1e30
+"""Added to the logit of a row of the head that is no token."""
+
+
+def never_sampled(model: ServedModel) -> dict[str, float]:
+    """What is added to logits, by token."""
+    return {str(token): NEVER for token in range(model.vocabulary, model.rows or 0)}
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """What the workers serve."""
+
+    vocabulary: int
+    """Tokens of the tokenizer: others are never sent or taken."""
+    max_sequence: int
+    """Prompt plus response tokens of a request."""
+    rows: int | None = None
+    """Rows of the model's head, if there are more than tokens: those beyond are never sampled."""
+    config: Mapping[str, Any] | None = None
+    """The student's Hugging Face configuration, to be compared with the workers'."""
+
+
+class Dialect(ABC):
+    """How servers of one kind are asked to write."""
+
+    name: ClassVar[str]
+    """What `rollout.engine.type` calls them."""
+    path: ClassVar[str]
+    """Where they are asked."""
+
+    @abstractmethod
+    def check(self, request: RolloutRequest) -> None:
+        """Raise `RolloutError` if they cannot write it, or not tell its log-probabilities as they must be."""
+
+    @abstractmethod
+    def body(self, request: RolloutRequest, written: Sequence[int]) -> dict[str, Any]:
+        """What is asked to write on after the prompt and `written`."""
+
+    @abstractmethod
+    def most_bytes(self, request: RolloutRequest) -> int:
+        """Most bytes of one line of a good answer."""
+
+    @abstractmethod
+    def reader(
+        self, uid: str, start: int, versions: Mapping[str, int], vocabulary: int, stop_ids: Collection[int]
+    ) -> MessageReader:
+        """See `MessageReader`."""
+
+    async def weights_of(self, verbs: Verbs, server: Server) -> str | None:
+        """What sampled the tokens of streams that have begun on `server`; `None` where messages say it.
+        Nothing is known of those over which the engine was paused meanwhile.
+        """
+        return None
+
+
+class ServedEngine(Streaming):
+    """Implements `opd.protocols.RolloutEngine` on servers of one model, which are its workers.
+
+    The requests of one session go to one worker, which has their beginning in its prefix cache, unless that
+    has much more to do than another; of one prompt the first goes ahead. A request whose worker fails goes on
+    with another after the tokens that have arrived. Paused requests give their cache back and
+    rebuild it with the new weights; each token knows its version.
+
+    Args:
+        dialect: How they are asked to write.
+        workers: They themselves, and how new weights get there.
+        model: What they serve.
+    """
+
+    def __init__(self, dialect: Dialect, workers: Workers, model: ServedModel) -> None:
+        self._dialect, self._workers = dialect, workers
+        self._limits = Limits(model.vocabulary, model.max_sequence)
+        self._arrived: queue.SimpleQueue[tuple[object, Piece] | BaseException] = queue.SimpleQueue()
+        """Pieces, each with the one of `_left` that it is of."""
+        self._left: dict[str, object] = {}
+        """What is in flight: a name of its own for each request, whose uid may come again."""
+        self._tasks: dict[object, asyncio.Task[None]] = {}
+        """Who reads, by that name. The event loop's."""
+        self._chunks: Iterator[Chunk] = iter(())
+        self._ended: dict[str, Status] = {}
+        self._homes = Homes()
+        """The event loop's."""
+        self.cached_tokens = 0
+        """Prompt tokens that workers had in their prefix cache so far."""
+
+    @property
+    def policy_version(self) -> int:
+        """Version of the weights that sample the next token."""
+        return self._workers.version
+
+    @property
+    def paused(self) -> bool:
+        """Whether sampling is stopped."""
+        return self._workers.paused
+
+    def submit(self, requests: Sequence[RolloutRequest]) -> None:
+        """Send `requests` to the workers. Raises `RolloutError`, and sends none, if one cannot be served."""
+        ended = queue_requests(requests, self._limits, {*self._left, *self._ended}).ended
+        for request in requests:
+            self._dialect.check(request)
+        self._ended |= ended
+        groups: dict[bytes, list[tuple[object, RolloutRequest]]] = {}
+        for request in requests:
+            if request.uid not in ended:
+                name = self._left[request.uid] = object()
+                prompt = np.asarray(request.prompt_ids, dtype=np.int32).tobytes()
+                groups.setdefault(prompt, []).append((name, request))
+        if groups:
+            self._workers.loop.start(self._stream_all(list(groups.values())))
+
+    def step(self) -> Chunk | None:
+        """What has arrived of one policy version, waiting for the first; `None` if nothing is in flight.
+
+        Raises `RolloutError` when no worker is left, which ends everything in flight, or while paused.
+        """
+        while (chunk := next(self._chunks, None)) is None:
+            if not self._ended and not self._left:
+                return None
+            pieces = [Piece(uid, 0, [], [], [], status) for uid, status in self._ended.items()]
+            self._ended.clear()
+            self._chunks = chunks_of(pieces or self._take(), self._workers.version)
+        return chunk
+
+    def abort(self, uids: Collection[str]) -> None:
+        """Let these go: closing its stream ends a request on its worker."""
+        gone = set(uids)
+        self._chunks = iter([chunk.without(gone) for chunk in self._chunks])
+        names = {name for uid in gone if (name := self._left.pop(uid, None)) is not None}
+        self._ended = {uid: status for uid, status in self._ended.items() if uid not in gone}
+        if names:
+            self._workers.loop.start(self._cancel(names))
+
+    def pause(self) -> None:
+        """Stop sampling on every worker; requests in flight stay, without their cache."""
+        self._workers.pause()
+
+    def flush(self) -> None:
+        """Drop every cached key and value."""
+        self._workers.flush()
+
+    def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> str:
+        """Push `weights` to every worker, verify what each holds, and return the digest. A worker that is
+        away gets them before it works again.
+
+        Raises `RolloutError` if the engine is not paused, `version` does not grow, or a worker holds other
+        weights afterwards.
+        """
+        return self._workers.update_weights(weights, version)
+
+    def resume(self) -> None:
+        """Continue sampling."""
+        self._workers.resume()
+
+    def sleep(self) -> None:
+        """Pause, and have the workers give weights, keys and values and graphs back, until `update_weights`.
+
+        They must be of this engine alone, and end with it: nobody else knows that they sleep. Raises
+        `RolloutError` while something is in flight: it would be lost, and the workers with it.
+        """
+        if self._left or self._ended:
+            raise RolloutError("requests are being decoded; the engine can sleep once none is in flight.")
+        self._workers.sleep()
+
+    def close(self) -> None:
+        """End what is in flight and the connections; the workers go on."""
+        self.abort(list(self._left))
+        self._workers.close()
+
+    def _take(self) -> list[Piece]:
+        """What has arrived, waiting for the first."""
+        pieces: list[Piece] = []
+        while not pieces or not self._arrived.empty():
+            if not pieces and self._workers.paused and self._arrived.empty():
+                raise RolloutError("the engine is paused; call resume() before the next chunk.")
+            found = self._arrived.get()
+            if isinstance(found, BaseException):
+                self.abort(list(self._left))
+                raise found
+            name, piece = found
+            if self._left.get(piece.uid) is name:
+                pieces.append(piece)
+                if piece.finished is not None:
+                    del self._left[piece.uid]
+        return pieces
+
+    async def _cancel(self, names: set[object]) -> None:
+        for name in names:
+            if (task := self._tasks.pop(name, None)) is not None:
+                task.cancel()
+
+    async def _stream_all(self, groups: list[list[tuple[object, RolloutRequest]]]) -> None:
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for group in groups:
+                    tasks.create_task(self._stream_group(group))
+        except BaseExceptionGroup as errors:
+            self._arrived.put(_first_error(errors))
+
+    async def _stream_group(self, group: list[tuple[object, RolloutRequest]]) -> None:
+        cached = asyncio.Event()
+        async with asyncio.TaskGroup() as tasks:
+            for place, (name, request) in enumerate(group):
+                if place == 1:
+                    await cached.wait()
+                if self._left.get(request.uid) is name:
+                    task = self._tasks[name] = tasks.create_task(self._stream(name, request, cached))
+                    task.add_done_callback(lambda _: cached.set())  # also of one let go before it began
+                else:
+                    cached.set()
+
+    async def _stream(self, name: object, request: RolloutRequest, cached: asyncio.Event) -> None:
+        """One response to its end, on as many workers as it takes."""
+        written = [int(token) for token in request.prefix_ids]
+        trouble = Trouble()
+        try:
+            while True:
+                try:
+                    if await self._attempt(name, request, written, cached):
+                        return
+                except UnavailableError as failure:
+                    self._workers.pool.bear(trouble, failure)
+                except RefusedError as refusal:
+                    raise RolloutError(f"request {request.uid!r}: {refusal}; check the request.") from None
+        finally:
+            self._tasks.pop(name, None)
+
+    async def _attempt(
+        self, name: object, request: RolloutRequest, written: list[int], cached: asyncio.Event
+    ) -> bool:
+        """Stream after `written`, which grows; whether the response has ended. It has not, too, where a pause
+        has ended the stream: the next attempt goes on with the weights that come.
+        """
+        workers, dialect, sampling = self._workers, self._dialect, request.sampling
+        tokens = len(request.prompt_ids) + sampling.max_new_tokens
+        most, lines = dialect.most_bytes(request), 1024 + 8 * sampling.max_new_tokens
+        session = request.session or _digest(request)
+        await workers.until_open()
+        pauses, due = workers.pauses, workers.version
+        vocabulary, stops = self._limits.vocab_size, sampling.stop_ids
+        stream = dialect.reader(request.uid, len(written), workers.versions, vocabulary, stops)
+        body = dialect.body(request, written)
+        async with (
+            workers.pool.lease(tokens, [], self._homes.of(session)) as server,
+            workers.pool.stream(server, dialect.path, body, most, lines) as arriving,
+        ):
+            self._homes.remember(session, server)
+            async for line in arriving:
+                if stream.weights is None and is_message(line):
+                    stream.weights = await dialect.weights_of(workers.verbs, server)
+                    if stream.weights is not None and workers.pauses != pauses:
+                        return False  # before or after it: nobody knows
+                piece = stream.read(line)
+                if piece is None:
+                    continue
+                if piece.finished is Status.ABORTED:
+                    if workers.verbs.pause_ends_streams and workers.pauses != pauses:
+                        return False
+                    raise UnavailableError(f"{server.url} aborted {request.uid}", answered=True)
+                if min(piece.versions, default=due) < due:
+                    # It was started again and nobody noticed: it is given the newest weights before more.
+                    raise UnavailableError(f"{server.url} has lost version {due}", answered=True)
+                written += piece.token_ids
+                self._arrived.put((name, piece))
+                cached.set()
+                if piece.finished is not None:
+                    self.cached_tokens += stream.cached_tokens
+                    return True
+        raise UnavailableError(f"{server.url} ended the stream of {request.uid} early", answered=False)
+
+
+class Homes:
+    """Which worker has the beginning of a session in its cache: the one that worked on it last."""
+
+    MOST = 65_536
+    """Sessions; those that were quiet for longest are forgotten."""
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[str, Server] = OrderedDict()
+
+    def of(self, session: str) -> Server | None:
+        """`None` for one that is not known."""
+        return self._known.get(session)
+
+    def remember(self, session: str, server: Server) -> None:
+        """`server` works on it."""
+        self._known[session] = server
+        self._known.move_to_end(session)
+        if len(self._known) > self.MOST:
+            self._known.popitem(last=False)
+
+
+def _digest(request: RolloutRequest) -> str:
+    """A session of its own for each prompt."""
+    prompt = np.asarray(request.prompt_ids, dtype=np.int32).tobytes()
+    return hashlib.blake2b(prompt, digest_size=16).hexdigest()
+
+
+def noise_seed(request: RolloutRequest, place: int = 0) -> int:
+    """31 bits that are this request's, and of an attempt that begins at `place` of its response."""
+    named = f"{request.seed}/{request.uid}" + (f"/{place}" if place else "")
+    digest = hashlib.blake2b(named.encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+def _first_error(errors: BaseExceptionGroup) -> BaseException:
+    """One error of a group, one for the user before any other."""
+    flat: list[BaseException] = []
+    pending: list[BaseException] = [errors]
+    while pending:
+        error = pending.pop()
+        if isinstance(error, BaseExceptionGroup):
+            pending.extend(error.exceptions)
+        else:
+            flat.append(error)
+    return next((error for error in flat if isinstance(error, OpdError)), flat[0])

@@ -1,0 +1,61 @@
+"""What a vLLM server says of itself, and the probe by which its outputs prove its weights.
+
+It tells its settings, checksums and versions in the developers' mode alone (VLLM_SERVER_DEV_MODE=1).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from typing import Any
+
+import numpy as np
+
+from opd.foreign import decoding
+from opd.served.http_pool import HTTPClient, RefusedError, Server, UnavailableError
+from opd.served.sglang_answers import Question
+from opd.served.vllm_answers import SCORE, most_bytes, scores_of, scoring_body
+
+EXACT, HALF = 1e-3, 0.25
+"""Nats by which log-probabilities of the same model may differ: served in float32, and in anything less."""
+PROBE = np.array([3, 1, 4, 1, 5, 2, 6, 5, 3, 5, 0, 7, 2, 3], dtype=np.int32)
+"""Ids below 8: every vocabulary has them, also a wrong one."""
+OF_NOTHING = hashlib.sha256(b"").hexdigest()
+"""What a server on a CPU tells of a tensor that it has packed away."""
+
+
+async def model_settings(pool: HTTPClient, server: Server) -> dict[str, Any] | None:
+    """How it serves its model, as it calls that; `None` if it does not tell. Raises `UnavailableError`."""
+    try:
+        told = await pool.ask(server, "GET", "/server_info?config_format=json")
+    except RefusedError:
+        return None
+    with decoding(lambda cause: UnavailableError(f"{server.url}/server_info: {cause}", answered=True)):
+        return dict(told["vllm_config"]["model_config"])
+
+
+def tolerance(settings: dict[str, Any] | None) -> float:
+    """Nats by which the probe's log-probabilities may differ from the weights' own."""
+    return EXACT if "float32" in str((settings or {}).get("dtype")) else HALF
+
+
+async def checksums(pool: HTTPClient, server: Server) -> dict[str, str] | None:
+    """sha256 of each tensor by the server's name for it, which begins with its rank; `None` if it does not
+    tell. Raises `UnavailableError`.
+    """
+    try:
+        answer = await pool.ask(server, "POST", "/weight_checker", {"action": "checksum"})
+    except RefusedError:
+        return None
+    with decoding(lambda cause: UnavailableError(f"{server.url}/weight_checker: {cause}", answered=True)):
+        return {str(name): str(told) for name, told in answer["checksums"].items()}
+
+
+async def probe(pool: HTTPClient, server: Server, top_k: int, vocabulary: int) -> np.ndarray:
+    """[len(PROBE) - 1] float32: log-probabilities of the probe's tokens, asked for with the `top_k` most
+    likely ones. Raises `UnavailableError` and `RefusedError`.
+    """
+    question = Question("probe", PROBE, 0)
+    body, most = scoring_body(question, top_k), most_bytes(question, top_k)
+    answer = await pool.ask(server, "POST", SCORE, body, most)
+    return await asyncio.to_thread(lambda: scores_of(answer, question, top_k, vocabulary)[2])
