@@ -136,7 +136,7 @@ class ModelConfig(Config):
     lora: LoRAConfig | None = None
     """Train adapters on the base in place of its weights (extra `lora`): specialists, merge and trained
     baselines; the warm-up trains all weights. On every back end and any number of ranks. Engines of the run
-    and on Ray are sent adapters alone and merge them; SGLang workers are sent merged weights."""
+    and on Ray are sent adapters alone and merge them; SGLang and vLLM workers are sent merged weights."""
 
     @field_validator("chat_template_kwargs")
     @classmethod

@@ -5,13 +5,14 @@ The test that kills the server is the last.
 
 import json
 import signal
+import sys
 import threading
 
 import numpy as np
 import pytest
 import served_models
 import tiny
-from recipes import write_recipe
+from recipes import tiny_recipe, write_recipe
 from served_models import PADDED, recipe_tokenizer, write_model
 from served_writing import Corrupting, prompts, requests, rescored, update, written_over_an_update
 from sglang_server import install
@@ -89,9 +90,9 @@ def engine(vllm, folders, tmp_path):
 def given(engine, models):
     """An engine that has been given model `a` as version 0."""
 
-    def make(model="a", **settings):
+    def make(**settings):
         served = engine(**settings)
-        update(served, models[model], 0)
+        update(served, models["a"], 0)
         return served
 
     return make
@@ -245,8 +246,6 @@ def test_another_architecture_is_refused_before_it_is_given(vllm, engine, models
 
 
 def test_the_doctor_looks_at_it(vllm, folders):
-    from recipes import tiny_recipe
-
     engine = {"type": "vllm", "urls": [vllm.url]}
     settings = {"base": None, "rollout": {"engine": engine}}
     findings = check_workers(tiny_recipe(model={"path": str(folders["a"])}, **settings))
@@ -277,7 +276,7 @@ def test_a_specialist_learns_on_a_server_that_its_recipe_starts(vllm, tmp_path):
                 "type": "vllm",
                 "command": SERVE,
                 "arguments": {"max-model-len": 256, "max-num-batched-tokens": 64, "max-num-seqs": 16},
-                "environment": {"PYTHON": served_models.os.environ.get("PYTHON", "python3")},
+                "environment": {"PYTHON": sys.executable},
                 "start_seconds": 1500,
             }
         },

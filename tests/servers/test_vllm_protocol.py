@@ -250,11 +250,6 @@ def test_a_loss_over_the_whole_vocabulary_is_refused(models):
     [
         ({"urls": ["http://a:1"], "signal": "hidden"}, {}, "no hidden states; set signal to topk"),
         ({"servers": "own"}, {"servers": {"own": {}}}, "needs vllm servers, but servers.own.type is sglang"),
-        (
-            {"urls": ["http://a:1"]},
-            {"rollout": {"engine": {"type": "vllm", "urls": ["http://a:1"]}}},
-            "the student cannot write on vLLM.*set type to torch or sglang",
-        ),
     ],
 )
 def test_what_vllm_cannot_do_is_refused_by_the_recipe(entry, changes, sentence):
