@@ -327,13 +327,6 @@ def _digest(request: RolloutRequest) -> str:
     return hashlib.blake2b(prompt, digest_size=16).hexdigest()
 
 
-def noise_seed(request: RolloutRequest, place: int = 0) -> int:
-    """31 bits that are this request's, and of an attempt that begins at `place` of its response."""
-    named = f"{request.seed}/{request.uid}" + (f"/{place}" if place else "")
-    digest = hashlib.blake2b(named.encode(), digest_size=4).digest()
-    return int.from_bytes(digest, "big") >> 1
-
-
 def _first_error(errors: BaseExceptionGroup) -> BaseException:
     """One error of a group, one for the user before any other."""
     flat: list[BaseException] = []

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from opd.rollout import served_messages
-from opd.rollout.served_engine import Dialect, ServedEngine, ServedModel, never_sampled, noise_seed
+from opd.rollout.served_engine import Dialect, ServedEngine, ServedModel, never_sampled
 from opd.rollout.served_messages import Told
 from opd.rollout.served_workers import Workers
 from opd.rollout.sglang_workers import SGLangVerbs
@@ -54,7 +55,8 @@ class SGLangDialect(Dialect):
 
     def body(self, request: RolloutRequest, written: Sequence[int]) -> dict[str, Any]:
         """See `Dialect`."""
-        sampling = request.sampling
+        sampling, named = request.sampling, f"{request.seed}/{request.uid}".encode()
+        seed = int.from_bytes(hashlib.blake2b(named, digest_size=4).digest(), "big") >> 1
         return {
             "input_ids": [*map(int, request.prompt_ids), *written],
             "sampling_params": {
@@ -63,7 +65,7 @@ class SGLangDialect(Dialect):
                 "top_k": sampling.top_k or -1,
                 "max_new_tokens": sampling.max_new_tokens - len(written),
                 "stop_token_ids": list(sampling.stop_ids),
-                "sampling_seed": noise_seed(request),
+                "sampling_seed": seed,
                 "skip_special_tokens": False,
                 "no_stop_trim": True,
                 **({"logit_bias": dict(self._never)} if self._never else {}),

@@ -14,7 +14,7 @@ import numpy as np
 from opd.errors import RolloutError
 from opd.foreign import shown
 from opd.rollout import served_messages
-from opd.rollout.served_engine import Dialect, ServedEngine, ServedModel, never_sampled, noise_seed
+from opd.rollout.served_engine import Dialect, ServedEngine, ServedModel, never_sampled
 from opd.rollout.served_messages import Told
 from opd.rollout.served_workers import Verbs, Workers
 from opd.rollout.vllm_workers import GENERATE, VLLMVerbs
@@ -70,7 +70,8 @@ class MessageReader(served_messages.MessageReader):
 
 
 class VLLMDialect(Dialect):
-    """`POST /inference/v1/generate`: token ids in and out.
+    """`POST /inference/v1/generate`: token ids in and out. Noise is the servers' own: with a seed for each
+    request vLLM draws row by row, and one on a CPU ends at the first prompt that it prefills in pieces.
 
     Args:
         model: What the servers serve.
@@ -119,7 +120,6 @@ class VLLMDialect(Dialect):
                 "max_tokens": sampling.max_new_tokens - len(written),
                 "stop_token_ids": list(sampling.stop_ids),
                 "ignore_eos": True,
-                "seed": noise_seed(request, len(written)),
                 "logprobs": 0,
                 "detokenize": False,
                 **({"logit_bias": dict(self._never)} if self._never else {}),

@@ -14,6 +14,7 @@ import json
 import logging
 import os
 import re
+import secrets
 import select
 import shutil
 import signal
@@ -76,6 +77,15 @@ def command_of(group: ServerGroupConfig, model: Path, port: int, host: str = HOS
     if group.tensor_parallel > 1:
         own += [ranks, str(group.tensor_parallel)]
     return own + group.words
+
+
+def _noise(group: ServerGroupConfig) -> list[str]:
+    """A vLLM server draws with its own noise, always the same unless it is told otherwise: two of a group, or
+    one that is started again, would repeat each other's.
+    """
+    if group.type != "vllm" or "seed" in group.arguments:
+        return []
+    return ["--seed", str(secrets.randbelow(2**31))]
 
 
 def _environment(group: ServerGroupConfig, number: int) -> dict[str, str]:
@@ -160,7 +170,7 @@ class StartedServer:
         self._hidden = environment[VARIABLE]
         read, self._pipe = os.pipe()
         self._gone, gone = os.pipe()
-        command = command_of(self.group, self.model, self.port, self.host)
+        command = command_of(self.group, self.model, self.port, self.host) + _noise(self.group)
         try:
             with self.log.open("ab") as log:
                 self._guard = subprocess.Popen(

@@ -142,8 +142,6 @@ def test_what_is_asked():
     dialect = VLLMDialect(ServedModel(10, 64), "processed_logprobs")
     dialect.check(greedy)
     assert (dialect.body(greedy, [])["sampling_params"]["top_p"]) == 1.0
-    seeds = {dialect.body(greedy, [7] * n)["sampling_params"]["seed"] for n in range(4)}
-    assert len(seeds) == 4  # what is written on does not repeat the noise of its beginning
 
 
 @pytest.mark.parametrize(
