@@ -33,6 +33,7 @@ from opd.served.http_pool import (
     RefusedError,
     Server,
     UnavailableError,
+    advice,
 )
 from opd.served.sglang_answers import Question
 from opd.served.urls_file import UrlsFile
@@ -388,4 +389,5 @@ async def _visit(pool: HTTPPool, server: Server, visit: Visit) -> str:
     except UnavailableError as trouble:
         raise TeacherError(f"{pool.owner}: {trouble}; start the server or correct its URL.") from None
     except RefusedError as refusal:
-        raise TeacherError(f"{pool.owner}: {refusal}; check its URL and key.") from None
+        mend = advice(refusal, "check its URL and key")
+        raise TeacherError(f"{pool.owner}: {refusal}; {mend}.") from None

@@ -56,7 +56,6 @@ def _lead(script: str, world: int, folder: Path, seconds: float) -> int | None:
     """Fork the ranks, and write their exit codes, `None` for one that was killed because another failed.
     Returns in a rank, too: its number.
     """
-    sys.path.insert(0, str(Path(script).parent))
     runpy.run_path(script, run_name="imported")
     assert len(os.listdir("/proc/self/task")) == 1, f"importing {script} starts threads, which no fork has"
     ranks: dict[int, int] = {}

@@ -26,6 +26,7 @@ from opd.served.http_pool import (
     RefusedError,
     Server,
     UnavailableError,
+    advice,
 )
 
 if TYPE_CHECKING:
@@ -280,7 +281,8 @@ class Workers:
             if isinstance(error, UnavailableError):
                 server.admitted = False
             elif isinstance(error, RefusedError):
-                raise RolloutError(f"the rollout engine: {error}; check the worker's log.")
+                mend = advice(error, "check the worker's log")
+                raise RolloutError(f"the rollout engine: {error}; {mend}.")
             elif isinstance(error, BaseException):
                 raise error
         if away and (reason := self.pool.options.given_up()) is not None:

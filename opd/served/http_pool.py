@@ -17,6 +17,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Seque
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from opd.errors import ConfigError, MissingExtraError, OpdError
@@ -45,6 +46,12 @@ class RefusedError(Exception):
     def __init__(self, reason: str, status: int) -> None:
         super().__init__(reason)
         self.status = status
+
+
+def advice(refusal: RefusedError, otherwise: str) -> str:
+    """What to do about a refusal; of a page that is not there something else than `otherwise`."""
+    router = "give the URL of a server of this kind itself, not of a router before some"
+    return router if refusal.status == HTTPStatus.NOT_FOUND else otherwise
 
 
 SERVERS = Retry(attempts=5, pause=0.25, longest=8.0)
@@ -561,7 +568,8 @@ class HTTPPool(HTTPClient):
                     if self._admit is not None:
                         await self._admit(server)
                 except RefusedError as refusal:
-                    raise self._error(f"{self.owner}: {refusal}; check {self.options.look_at}.") from None
+                    mend = advice(refusal, f"check {self.options.look_at}")
+                    raise self._error(f"{self.owner}: {refusal}; {mend}.") from None
             server.admitted = True
 
     async def _require_other(self, server: Server) -> None:

@@ -68,7 +68,7 @@ def test_every_field_is_listed_with_type_default_and_sentence():
     lines = listing().splitlines()
     assert "  --base.optim.lr  float [0.003]" in lines, "the default of this place, not of the model"
     assert "  --runtime.threads  int or null [null]" in lines
-    assert "  --rollout.engine  one of torch, sglang" in lines
+    assert "  --rollout.engine  one of torch, sglang, vllm" in lines
     assert "  --distill.loss.type  k1" in lines
     assert "  --teachers.NAME.urls  list of str (with type sglang) [[]]" in lines
     assert "distill.teachers.path" not in found, "it is refused"

@@ -437,7 +437,7 @@ def test_a_refusal_of_a_server_that_the_run_has_started_says_where_its_settings_
     pytest.importorskip("orjson", reason="needs the extra sglang")
 
     async def refuses(server) -> None:
-        raise RefusedError("it serves another model", 400)
+        raise RefusedError("it serves another model", status)
 
     config = SGLangTeacherConfig(servers="own", path="x")
     given = SGLangTeacherConfig(urls=["http://127.0.0.1:1"], path="x")
@@ -445,10 +445,14 @@ def test_a_refusal_of_a_server_that_the_run_has_started_says_where_its_settings_
     loop = LoopThread("test")
     try:
         started = servers.at({"teacher": (config, Path("model"))})["teacher"]
-        wheres = (started, r"servers\.own, and .* logs/servers"), (given, "its URL and key")
-        for one, where in wheres:
+        wheres = (
+            (started, 400, r"check servers\.own, and .* logs/servers"),
+            (given, 403, "check its URL and key"),
+            (given, 404, "give the URL of a server of this kind itself, not of a router before some"),
+        )
+        for one, status, where in wheres:  # noqa: B007 - `refuses` reads it
             pool = HTTPPool("teacher x", pool_options(one), TeacherError, refuses)
-            with pytest.raises(TeacherError, match=f"teacher x: it serves another model; check {where}"):
+            with pytest.raises(TeacherError, match=f"teacher x: it serves another model; {where}"):
                 loop.run(pool.post("/generate", {}, 1, lambda answer: answer, 100))
             loop.run(pool.close())
     finally:
