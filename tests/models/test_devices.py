@@ -1,6 +1,8 @@
 """Where tensors go on a machine with several GPUs, as far as a machine without one can tell."""
 
 import asyncio
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -119,3 +121,25 @@ def test_a_served_worker_is_sent_weights_from_the_ranks_device(gpus, monkeypatch
         return asyncio.run(push._join(ask, Server("http://127.0.0.1:1")))[2]
 
     assert in_background("loop", join, torch.device("cpu")).result() == torch.device("cuda", 2)
+
+
+_TINY = """
+import threading
+import numpy as np
+import torch
+from opd.pipelines.launch.machine import settle
+
+tiny = torch.from_numpy(np.full(1 << 20, 2.0**-140, np.float32))  # enough for both threads to have a part
+settle(2, False)
+assert int((tiny * 1.0).count_nonzero()) == 0
+found = []
+thread = threading.Thread(target=lambda: found.append(int((tiny * 1.0).count_nonzero())))
+thread.start()
+thread.join()
+assert found == [0]
+"""
+
+
+def test_numbers_that_are_not_normal_are_none_in_any_thread() -> None:
+    """A CPU would take a hundred times as long for their products."""
+    subprocess.run([sys.executable, "-c", _TINY], check=True, timeout=120)
