@@ -12,6 +12,7 @@ import queue
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -266,15 +267,17 @@ class ServedEngine(Streaming):
         tokens = len(request.prompt_ids) + sampling.max_new_tokens
         most, lines = dialect.most_bytes(request), 1024 + 8 * sampling.max_new_tokens
         session = request.session or _digest(request)
-        await workers.until_open()
-        pauses, due = workers.pauses, workers.version
         vocabulary, stops = self._limits.vocab_size, sampling.stop_ids
         stream = dialect.reader(request.uid, len(written), workers.versions, vocabulary, stops)
         body = dialect.body(request, written)
-        async with (
-            workers.pool.lease(tokens, [], self._homes.of(session)) as server,
-            workers.pool.stream(server, dialect.path, body, most, lines) as arriving,
-        ):
+        async with AsyncExitStack() as stack:
+            server = await stack.enter_async_context(workers.pool.lease(tokens, [], self._homes.of(session)))
+            # Not before there is room: what waits for it would reach workers that are paused meanwhile.
+            pauses = await workers.until_open()
+            due = workers.version
+            arriving = await stack.enter_async_context(
+                workers.pool.stream(server, dialect.path, body, most, lines)
+            )
             self._homes.remember(session, server)
             async for line in arriving:
                 if stream.weights is None and is_message(line):

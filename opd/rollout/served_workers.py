@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from opd.errors import RolloutError
+from opd.foreign import shown
 from opd.models.causal_lm import weights_digest
 from opd.rollout.weight_proof import Proof
 from opd.rollout.weight_sync import WeightFolder, Weights
@@ -93,6 +94,8 @@ def copies(weights: Weights) -> list[tuple[str, Tensor]]:
 WEIGHTS, REST = ["weights"], ["kv_cache", "cuda_graph"]
 """What a worker gives back in parts, by its own words: it is given weights before it takes the rest."""
 
+LEAVES = 10.0
+"""Seconds that a run which ends gives a worker to go on."""
 RETRY = replace(SERVERS, attempts=4)
 """At a control request, before a worker counts as away."""
 
@@ -193,6 +196,8 @@ class Workers:
         """Given by the caller's thread, taken by the loop's; `None` before the first push."""
         self._checked: set[str] = set()
         """URLs of workers whose model has the student's form."""
+        self._proved: dict[str, str] = {}
+        """URL -> the weights that a worker was last found to hold."""
         self._asleep: dict[str, list[str]] = {}
         """URLs of workers that sleep, and what each has given back."""
 
@@ -219,12 +224,17 @@ class Workers:
     def resume(self) -> None:
         """Sample on."""
         self.paused = False  # first: one that is admitted meanwhile must not stay paused
-        self._everywhere(self.verbs.go_on)
-        self.loop.run(self._open())
+        try:
+            self._everywhere(self.verbs.go_on)
+        finally:
+            self.loop.run(self._open())
 
-    async def until_open(self) -> None:
-        """Return once something can be asked that a pause will not end at once."""
-        while self.paused and self.verbs.pause_ends_streams:
+    async def until_open(self) -> int:
+        """How often they were paused so far, once what is asked is not ended by this pause at once."""
+        while True:
+            pauses = self.pauses  # first: a pause that comes now is one that came later
+            if not (self.paused and self.verbs.pause_ends_streams):
+                return pauses
             await self._opened.wait()
 
     async def _open(self) -> None:
@@ -291,12 +301,15 @@ class Workers:
             raise RolloutError(f"the rollout engine: no worker answers ({away[0]}); start one and --resume.")
 
     async def _leave(self) -> None:
-        await asyncio.gather(*map(self.verbs.go_on, self.pool.servers), return_exceptions=True)
+        told = [asyncio.wait_for(self.verbs.go_on(server), LEAVES) for server in self.pool.servers]
+        await asyncio.gather(*told, return_exceptions=True)
 
     async def _load(self, server: Server, newest: Newest) -> None:
         """Have `server` take the `newest` weights, and verify what it holds then."""
         push, name, verbs = self._push, newest.name, self.verbs
         assert push is not None
+        self._proved.pop(server.url, None)
+        await verbs.pause(server)  # one that was away when the others were paused, too
         await self._wake(server, WEIGHTS)
         if server.url not in self._checked:
             await verbs.check_settings(server)
@@ -308,7 +321,11 @@ class Workers:
         await verbs.settle(server, name)
         held = await verbs.held(server)
         if held != name:
-            raise RolloutError(f"after the push of version {name} {server.url} says it holds {held}.")
+            raise RolloutError(
+                f"after the push of version {name} {server.url} says it holds {shown(held)}; let nobody else"
+                " give it weights, and --resume."
+            )
+        self._proved[server.url] = name
         await self._wake(server, REST)
 
     async def _release(self, server: Server) -> None:
@@ -337,14 +354,15 @@ class Workers:
 
     async def _admit(self, server: Server) -> None:
         """A worker that is new or was away: the version it holds, or the newest weights."""
-        verbs, newest = self.verbs, self._newest
+        verbs = self.verbs
         await verbs.check_settings(server)
         held = await verbs.held(server)
+        newest = self._newest  # not before: a push may come while a worker is asked
         self._checked.discard(server.url)
         if newest is None:
             self.versions.setdefault(held, self.version)  # what it was started with
-        elif held != newest.name:
-            await verbs.pause(server)
+            return
+        if held != newest.name or self._proved.get(server.url) != held:
             await self._load(server, newest)
-            if not self.paused:
-                await verbs.go_on(server)
+        if not self.paused:
+            await verbs.go_on(server)  # also one that went away before it was told

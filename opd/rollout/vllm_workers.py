@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from opd.errors import RolloutError
-from opd.foreign import decoding
+from opd.foreign import decoding, shown
 from opd.kernels.ops import linear_logprobs
 from opd.models.sharded import Root, open_empty
 from opd.rollout import served_workers
@@ -155,18 +155,20 @@ class VLLMVerbs(Verbs):
             )
         if (mode := told.get("logprobs_mode")) != self._mode:
             raise RolloutError(
-                f"{server.url} tells {mode}, and the recipe's temperature, top_p and top_k need {self._mode};"
-                f" start it with --logprobs-mode {self._mode}."
+                f"{server.url} tells {shown(mode)}, and the recipe's temperature, top_p and top_k need"
+                f" {self._mode}; start it with --logprobs-mode {self._mode}."
             )
         most = told.get("max_model_len")
         if not isinstance(most, int) or most < self._model.max_sequence:
             raise RolloutError(
-                f"{server.url} takes {most} tokens a request, and responses may need"
+                f"{server.url} takes {shown(most)} tokens a request, and responses may need"
                 f" {self._model.max_sequence}; start it with --max-model-len {self._model.max_sequence}."
             )
         try:
             await self.pool.ask(server, "POST", GENERATE, {})
         except RefusedError as refusal:
+            if refusal.status == 401:
+                raise RolloutError(f"{server.url} does not take the key; check api_key_env.") from None
             if refusal.status in (403, 404):
                 raise RolloutError(
                     f"{server.url} does not take token ids ({refusal}); start it with --enable-scale-out,"

@@ -466,9 +466,11 @@ def check_resources(recipe: Recipe, models: Models, run_dir: Path) -> list[Findi
     apart = [] if recipe.runtime.weights_cache is None else [_check_copies(recipe, disk.pop(_WEIGHTS, 0))]
     free, ranks = available_memory(recipe.model.device), recipe.train.ranks or 1
     shared = not on_cuda(recipe.model.device)  # each rank has a GPU of its own
+    limit, libraries = _own_limit(), 0
     if shared:
-        free = min(free // ranks, _own_limit())
-    libraries = _LIBRARIES if shared and ranks > 1 else 0  # of one process they are there already
+        # What is free is what one process, that has its libraries already, and its limit leave.
+        libraries = _LIBRARIES if ranks > 1 or limit < free else 0
+        free = min(free // ranks, limit)
     memory["libraries"] = libraries
     told, sizes = told_by_phase(recipe, models.student, models.teachers)
     fits = sizes.get("with offload", free + 1) <= free - libraries

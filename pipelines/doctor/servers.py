@@ -75,7 +75,7 @@ def _check_workers(recipe: Recipe, config: ServedEngineConfig) -> list[Finding]:
     try:
         findings = []
         for server in pool.servers:
-            visit = _visit_vllm if config.program == "vllm" else _visit_worker
+            visit = partial(_visit_vllm, recipe) if config.program == "vllm" else _visit_worker
             findings += attempt(WORKERS, lambda s=server, v=visit: [loop.run(v(pool, s, form))])
         return findings
     finally:
@@ -95,22 +95,22 @@ async def _visit_worker(pool: HTTPPool, server: Server, form: dict[str, Any]) ->
     return Finding("ok", WORKERS, f"{server.url} serves {info.get('model_path')}")
 
 
-async def _visit_vllm(pool: HTTPPool, server: Server, form: dict[str, Any]) -> Finding:
-    """As `_visit_worker`; what it was started with is looked at when the run gives it weights, too."""
+async def _visit_vllm(recipe: Recipe, pool: HTTPPool, server: Server, form: dict[str, Any]) -> Finding:
+    """As `_visit_worker`, and how it was started."""
+    from opd.pipelines.stages.served_engine import mode_of
+    from opd.rollout.served_engine import ServedModel
+    from opd.rollout.vllm_workers import VLLMVerbs
     from opd.rollout.weight_proof import check_config
     from opd.served.http_pool import RefusedError, UnavailableError
     from opd.served.vllm_answers import model_of
-    from opd.served.vllm_server import model_settings
 
+    mode = mode_of(recipe)
+    verbs = VLLMVerbs(ServedModel(0, recipe.rollout.max_sequence), mode)
+    verbs.pool = pool
     try:
+        await verbs.check_settings(server)
         path, _ = model_of(await pool.ask(server, "GET", "/v1/models"))
-        settings = await model_settings(pool, server)
     except (UnavailableError, RefusedError) as trouble:
         raise RolloutError(f"{pool.owner}: {trouble}; start the worker or correct its URL.") from None
-    if settings is None:
-        raise RolloutError(
-            f"{pool.owner}: {server.url} takes no weights; start it with VLLM_SERVER_DEV_MODE=1 in its"
-            " environment."
-        )
     check_config(server.url, {"model_path": path}, form.get("text_config", form))
-    return Finding("ok", WORKERS, f"{server.url} serves {path}, with {settings.get('logprobs_mode')}")
+    return Finding("ok", WORKERS, f"{server.url} serves {path}, with {mode}")

@@ -83,7 +83,10 @@ def _noise(group: ServerGroupConfig) -> list[str]:
     """A vLLM server draws with its own noise, always the same unless it is told otherwise: two of a group, or
     one that is started again, would repeat each other's.
     """
-    if group.type != "vllm" or "seed" in group.arguments:
+    told = "seed" in group.arguments or any(
+        word.partition("=")[0] == "--seed" for word in group.command or []
+    )
+    if group.type != "vllm" or told:
         return []
     return ["--seed", str(secrets.randbelow(2**31))]
 

@@ -3,6 +3,7 @@ a little one with a real model, which speaks as a real one was seen to.
 """
 
 import json
+import time
 
 import numpy as np
 import pytest
@@ -55,9 +56,9 @@ def little(folders):
 def engine(little, folders, tmp_path):
     made = []
 
-    def make(model=None, **settings) -> VLLMEngine:
+    def make(model=None, room=1 << 20, **settings) -> VLLMEngine:
         push = FolderPush(WeightFolder(tmp_path / f"weights-{len(made)}", folders["a"]))
-        options = PoolOptions([little.url], patience=QUICK)
+        options = PoolOptions([little.url], patience=QUICK, max_in_flight_tokens=room)
         outputs = Outputs(folders["a"], "float32")
         made.append(
             VLLMEngine(
@@ -206,6 +207,29 @@ def test_a_server_that_was_started_again_unnoticed_is_given_its_weights(engine, 
     assert little.model.quick_digest() == models["b"].quick_digest()
 
 
+def test_a_server_that_was_not_told_to_go_on_is_told_when_it_comes_back(engine, little, models):
+    served = engine()
+    update(served, models["b"], 1)
+    little.paused = True  # whoever was to tell it did not reach it
+    [server] = served._workers.pool.servers
+    server.admitted = False
+    assert sum(len(step.uids) for step in served.generate(requests(2, 5))) == 10
+
+
+def test_what_waits_for_room_does_not_reach_a_server_that_is_paused(engine, little, models):
+    little.seconds = 0.01
+    served = engine(room=100)
+    update(served, models["a"], 0)
+    steps = served.generate(requests(3, 60))
+    seen = [next(steps)]
+    served.pause()
+    begun = little.told.count("/inference/v1/generate")
+    time.sleep(0.5)
+    assert little.told.count("/inference/v1/generate") == begun
+    served.resume()
+    assert sum(len(step.uids) for step in [*seen, *steps]) == 180
+
+
 @pytest.mark.parametrize("packs", [True, False])
 def test_weights_that_were_not_taken_are_found(engine, little, models, packs):
     little.packs, little.reads = packs, False
@@ -260,9 +284,14 @@ def test_two_urls_of_one_server_are_found(little):
 
 def test_the_doctor_looks_at_it(little, folders):
     engine = {"type": "vllm", "urls": [little.url]}
-    recipe = tiny_recipe(model={"path": str(folders["a"])}, base=None, rollout={"engine": engine})
+    recipe = tiny_recipe(
+        model={"path": str(folders["a"])}, base=None, rollout={"engine": engine, "max_sequence": 250}
+    )
     (finding,) = check_workers(recipe)
-    assert (finding.level, "with processed_logprobs" in finding.detail) == ("ok", True)
+    assert (finding.level, "with processed_logprobs" in finding.detail) == ("ok", True), finding
+    little.settings["logprobs_mode"] = "raw_logprobs"
+    (finding,) = check_workers(recipe)
+    assert (finding.level, "start it with --logprobs-mode processed" in finding.detail) == ("error", True)
     little.settings = None
     (finding,) = check_workers(recipe)
     assert (finding.level, "VLLM_SERVER_DEV_MODE=1" in finding.detail) == ("error", True)
