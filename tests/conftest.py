@@ -56,6 +56,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=lambda item: item.path not in slow)
 
 
+@pytest.fixture(autouse=True)
+def small_numbers() -> None:
+    """A stage takes numbers that are not normal for zero in all of its process; Hypothesis draws some."""
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.set_flush_denormal(False)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def reports(request: pytest.FixtureRequest) -> Iterator[None]:
     """At its end every stage draws the report, a third of the time of the smallest ones: only where tests of

@@ -246,7 +246,7 @@ def test_another_architecture_is_refused_before_it_is_given(vllm, engine, models
 
 def test_the_doctor_looks_at_it(vllm, folders):
     engine = {"type": "vllm", "urls": [vllm.url]}
-    settings = {"base": None, "rollout": {"engine": engine}}
+    settings = {"base": None, "rollout": {"engine": engine, "max_sequence": 200}}
     findings = check_workers(tiny_recipe(model={"path": str(folders["a"])}, **settings))
     assert [finding.level for finding in findings] == ["ok"]
     assert "with processed_logprobs" in findings[0].detail
@@ -303,7 +303,10 @@ def test_a_specialist_learns_on_a_server_that_its_recipe_starts(vllm, tmp_path):
     lines = (run.out / "stages" / "specialist-sort" / "metrics.jsonl").read_text().splitlines()
     steps = [json.loads(line) for line in lines]
     assert len(steps) == 3
-    assert max(step["mismatch/max_abs"] for step in steps) < 1e-3
+    # A step whose responses are all worth the same learns nothing, and its noise is the server's own.
+    apart = [step["mismatch/max_abs"] for step in steps if "mismatch/max_abs" in step]
+    assert apart
+    assert max(apart) < 1e-3
     models = json.loads((run.out / "stages/evaluate/models.json").read_text())["models"]
     assert "vllm" in {model["engine"] for model in models.values()}
 
