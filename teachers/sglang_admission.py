@@ -21,6 +21,9 @@ from opd.kernels.ops import linear_logprobs
 from opd.served.hidden_segments import Plugin, Segment, most_answered, plugin_of, width_of
 from opd.served.http_pool import HTTPPool, RefusedError, Server, UnavailableError
 from opd.served.sglang_answers import (
+    EXACT,
+    HALF,
+    PROBE,
     Question,
     hidden_body,
     hidden_of,
@@ -31,7 +34,6 @@ from opd.served.sglang_answers import (
     says_nothing,
     versions_of,
 )
-from opd.served.vllm_server import EXACT, HALF, PROBE
 from opd.storage.published import PublishedModel
 from opd.teachers.skeleton import read_head
 

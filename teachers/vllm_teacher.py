@@ -24,9 +24,9 @@ from opd.config.teachers import VLLMTeacherConfig
 from opd.errors import OpdError, TeacherError
 from opd.kernels.ops import linear_logprobs
 from opd.served.http_pool import HTTPPool, RefusedError, Server
-from opd.served.sglang_answers import Question
+from opd.served.sglang_answers import PROBE, Question
 from opd.served.vllm_answers import SCORE, model_of, most_bytes, scores_of, scoring_body
-from opd.served.vllm_server import OF_NOTHING, PROBE, checksums, model_settings, probe, tolerance
+from opd.served.vllm_server import OF_NOTHING, checksums, model_settings, probe, tolerance
 from opd.storage.published import PublishedModel
 from opd.teachers.kinds import Placement, TeacherKind
 from opd.teachers.layer_stream import LayerStream

@@ -112,6 +112,10 @@ class SGLangEngineConfig(ServedEngineConfig):
     them."""
 
 
+COLDEST = 0.01
+"""The lowest temperature above 0: vLLM takes it in place of a lower one."""
+
+
 class VLLMEngineConfig(ServedEngineConfig):
     """The student writes on vLLM workers, as on those of SGLang. They are started with VLLM_SERVER_DEV_MODE=1
     (on an address that only this run's machines reach), `--enable-scale-out` and `--logprobs-mode

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from opd.config.servers import shared_devices
 from opd.config.specialist import SpecialistConfig
-from opd.config.teachers import ServedEngineConfig, ServerConfig, TorchEngineConfig
+from opd.config.teachers import COLDEST, ServedEngineConfig, ServerConfig, TorchEngineConfig
 from opd.config.watch import check_metrics
 
 if TYPE_CHECKING:
@@ -162,9 +162,9 @@ def _vllm_tells_what_it_draws(recipe: Recipe) -> None:
         return
     for where, rollout in recipe.rollouts().items():
         heat = rollout.temperature
-        if heat < 0.01:
+        if heat < COLDEST:
             raise ValueError(
-                f"{where}.temperature is {heat:g}, in place of which vLLM takes 0.01; raise it, or take"
+                f"{where}.temperature is {heat:g}, in place of which vLLM takes {COLDEST}; raise it, or take"
                 " rollout.engine sglang or torch"
             )
         if recipe.cuts_tokens and heat != 1:

@@ -10,10 +10,11 @@ hidden size, `H` query heads, `Hkv` key-value heads, `d` head size, `L` cached p
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -89,39 +90,35 @@ class Span:
         return cls(len(positions), cache.window(longest), longest, int(positions.min()) + 1 == longest)
 
 
-class CachedAttention(Protocol):
+class CachedAttention(ABC):
     """Of `T` new tokens to those that the cache holds, and to each other."""
 
-    positions: Tensor
-    """[T] int64, on the device: where the new tokens go in their slots."""
+    def __init__(self, cache: KVCache, positions: Tensor) -> None:
+        """`positions` [T] int64, on the device: where the new tokens go in their slots."""
+        self._cache, self.positions = cache, positions
 
     def __call__(self, call: AttentionCall) -> Tensor:
         """[1, T, H, d]: the hook of `opd.models.attention`."""
-        ...
+        cache = self._cache.layer(call.layer_index, call.key, call.value)
+        query, key, value = (x.transpose(0, 1) for x in call.packed)
+        return self.attend(cache, query, key, value, call.scores)[None]
 
+    @abstractmethod
     def attend(self, cache: LayerCache, query: Tensor, key: Tensor, value: Tensor, form: Scores) -> Tensor:
         """`query` [T, H, d], `key` and `value` [T, Hkv, d] -> [T, H, dv]."""
-        ...
 
 
-class DecodeAttention:
+class DecodeAttention(CachedAttention):
     """One new token for each of the first `B` slots: append its key and value, attend to the cache."""
 
     def __init__(self, cache: KVCache, positions: Tensor, span: Span) -> None:
         """`positions` [B] int64, on the device: where the new tokens go; slot `b` then holds
         `positions[b] + 1` tokens.
         """
-        self._cache = cache
+        super().__init__(cache, positions)
         self._span = span
-        self.positions = positions
         self._slots = None if span.equal else torch.arange(span.rows, device=positions.device)
         self._biases: dict[tuple[int | None, int], Tensor | None] = {}
-
-    def __call__(self, call: AttentionCall) -> Tensor:
-        """[1, B, H, d]: the hook of `opd.models.attention`."""
-        cache = self._cache.layer(call.layer_index, call.key, call.value)
-        query, key, value = (x.transpose(0, 1) for x in call.packed)
-        return self.attend(cache, query, key, value, call.scores)[None]
 
     def attend(self, cache: LayerCache, query: Tensor, key: Tensor, value: Tensor, form: Scores) -> Tensor:
         """`query` [B, H, d], `key` and `value` [B, Hkv, d] of the new tokens -> [B, H, dv]."""

@@ -21,7 +21,7 @@ import numpy as np
 from opd.errors import OpdError, RolloutError
 from opd.rollout.batch import Limits, queue_requests
 from opd.rollout.served_messages import MessageReader, Piece, chunks_of, is_message
-from opd.rollout.served_workers import Verbs, Workers
+from opd.rollout.served_workers import Workers
 from opd.rollout.streams import Streaming
 from opd.served.http_pool import RefusedError, Server, Trouble, UnavailableError
 from opd.types import Chunk, RolloutRequest, Status
@@ -56,10 +56,10 @@ class ServedModel:
 class Dialect(ABC):
     """How servers of one kind are asked to write."""
 
-    name: ClassVar[str]
-    """What `rollout.engine.type` calls them."""
     path: ClassVar[str]
     """Where they are asked."""
+    reader: ClassVar[type[MessageReader]]
+    """Of what they answer."""
 
     @abstractmethod
     def check(self, request: RolloutRequest) -> None:
@@ -72,18 +72,6 @@ class Dialect(ABC):
     @abstractmethod
     def most_bytes(self, request: RolloutRequest) -> int:
         """Most bytes of one line of a good answer."""
-
-    @abstractmethod
-    def reader(
-        self, uid: str, start: int, versions: Mapping[str, int], vocabulary: int, stop_ids: Collection[int]
-    ) -> MessageReader:
-        """See `MessageReader`."""
-
-    async def weights_of(self, verbs: Verbs, server: Server) -> str | None:
-        """What sampled the tokens of streams that have begun on `server`; `None` where messages say it.
-        Nothing is known of those over which the engine was paused meanwhile.
-        """
-        return None
 
 
 class ServedEngine(Streaming):
@@ -281,7 +269,7 @@ class ServedEngine(Streaming):
             self._homes.remember(session, server)
             async for line in arriving:
                 if stream.weights is None and is_message(line):
-                    stream.weights = await dialect.weights_of(workers.verbs, server)
+                    stream.weights = await workers.verbs.weights_of(server)
                     if stream.weights is not None and workers.pauses != pauses:
                         return False  # before or after it: nobody knows
                 piece = stream.read(line)

@@ -149,6 +149,12 @@ class Verbs(ABC):
     async def held(self, server: Server) -> str:
         """What it calls the weights it holds."""
 
+    async def weights_of(self, server: Server) -> str | None:
+        """What sampled the tokens of streams that have begun on it; `None` where messages say it. Nothing is
+        known of those over which it was paused meanwhile.
+        """
+        return None
+
     @abstractmethod
     async def check_settings(self, server: Server) -> None:
         """Whether it was started as it has to be."""

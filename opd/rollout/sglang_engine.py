@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from opd.rollout import served_messages
@@ -17,8 +17,6 @@ from opd.types import RolloutRequest
 
 if TYPE_CHECKING:
     from opd.rollout.served_workers import Push
-
-__all__ = ["MessageReader", "SGLangEngine", "ServedModel"]
 
 
 class MessageReader(served_messages.MessageReader):
@@ -45,7 +43,7 @@ class MessageReader(served_messages.MessageReader):
 class SGLangDialect(Dialect):
     """`POST /generate`."""
 
-    name, path = "sglang", "/generate"
+    path, reader = "/generate", MessageReader
 
     def __init__(self, model: ServedModel) -> None:
         self._never = never_sampled(model)
@@ -77,12 +75,6 @@ class SGLangDialect(Dialect):
     def most_bytes(self, request: RolloutRequest) -> int:
         """See `Dialect`."""
         return most_bytes(self.body(request, []))
-
-    def reader(
-        self, uid: str, start: int, versions: Mapping[str, int], vocabulary: int, stop_ids: Collection[int]
-    ) -> MessageReader:
-        """See `Dialect`."""
-        return MessageReader(uid, start, versions, vocabulary, stop_ids)
 
 
 class SGLangEngine(ServedEngine):

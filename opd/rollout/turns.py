@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from opd.models.attention import AttentionCall, Scores, kernels_share_heads, masked_attention
+from opd.models.attention import Scores, kernels_share_heads, masked_attention
 from opd.rollout.batch import Limits, RequestQueue, RunningBatch
-from opd.rollout.forward import PREFILL_TOKENS, Runner
+from opd.rollout.forward import PREFILL_TOKENS, CachedAttention, Runner
 from opd.rollout.kv_cache import LayerCache, PromptKV
 from opd.types import RolloutRequest
 
@@ -125,7 +125,7 @@ class KeptTurns:
         return turn
 
 
-class AddedAttention:
+class AddedAttention(CachedAttention):
     """Attention of tokens that were added to slots: they are written behind those that lie there, and see
     them and each other in causal order.
 
@@ -134,7 +134,6 @@ class AddedAttention:
 
     def __init__(self, runner: Runner, first: int, held: np.ndarray, length: np.ndarray) -> None:
         """`held` and `length` [R]: tokens that the slots from `first` on hold, and with the added ones."""
-        self._cache = runner.cache
         added = length - held
         bounds = np.concatenate([[0], np.cumsum(added)])
         # [R, Q]: padding repeats a slot's last added token.
@@ -144,7 +143,7 @@ class AddedAttention:
         self._slots = slice(first, first + len(added))
         self._window = int(length.max())
         self._shape = real.shape
-        self._row, self.positions, self._place, self._real, self._last = (
+        self._row, positions, self._place, self._real, self._last = (
             runner.tensor(x)
             for x in (
                 row[real],
@@ -154,13 +153,8 @@ class AddedAttention:
                 held[:, None] + column,
             )
         )
+        super().__init__(runner.cache, positions)
         self._visible: dict[int | None, Tensor] = {}
-
-    def __call__(self, call: AttentionCall) -> Tensor:
-        """[1, T, H, d]: the hook of `opd.models.attention`."""
-        cache = self._cache.layer(call.layer_index, call.key, call.value)
-        query, key, value = (x.transpose(0, 1) for x in call.packed)
-        return self.attend(cache, query, key, value, call.scores)[None]
 
     def attend(self, cache: LayerCache, query: Tensor, key: Tensor, value: Tensor, form: Scores) -> Tensor:
         """`query` [T, H, d], `key` and `value` [T, Hkv, d] -> [T, H, dv]."""

@@ -6,19 +6,20 @@ arrived. What a server holds is asked for once a stream has begun, and again see
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from opd.config.teachers import COLDEST
 from opd.errors import RolloutError
 from opd.foreign import shown
 from opd.rollout import served_messages
 from opd.rollout.served_engine import Dialect, ServedEngine, ServedModel, never_sampled
 from opd.rollout.served_messages import Told
-from opd.rollout.served_workers import Verbs, Workers
+from opd.rollout.served_workers import Workers
 from opd.rollout.vllm_workers import GENERATE, VLLMVerbs
-from opd.served.http_pool import PoolOptions, Server, UnavailableError
+from opd.served.http_pool import PoolOptions, UnavailableError
 from opd.types import RolloutRequest, SamplingParams
 
 if TYPE_CHECKING:
@@ -28,8 +29,6 @@ if TYPE_CHECKING:
 
 Mode = Literal["processed_logprobs", "raw_logprobs"]
 """What a server's log-probabilities are: at the temperature and after top-p and top-k, or at 1 and before."""
-COLDEST = 0.01
-"""The lowest temperature above 0: vLLM takes it in place of a lower one."""
 _NO_NUMBER = -9999.0
 """Told in place of minus infinity and of what is no number."""
 _TOKEN_BYTES, _OTHER_BYTES = 512, 2**16
@@ -78,7 +77,7 @@ class VLLMDialect(Dialect):
         mode: What their log-probabilities are.
     """
 
-    name, path = "vllm", GENERATE
+    path, reader = GENERATE, MessageReader
 
     def __init__(self, model: ServedModel, mode: Mode) -> None:
         self._mode, self._never = mode, never_sampled(model)
@@ -130,17 +129,6 @@ class VLLMDialect(Dialect):
     def most_bytes(self, request: RolloutRequest) -> int:
         """See `Dialect`."""
         return _OTHER_BYTES + _TOKEN_BYTES * request.sampling.max_new_tokens
-
-    def reader(
-        self, uid: str, start: int, versions: Mapping[str, int], vocabulary: int, stop_ids: Collection[int]
-    ) -> MessageReader:
-        """See `Dialect`."""
-        return MessageReader(uid, start, versions, vocabulary, stop_ids)
-
-    async def weights_of(self, verbs: Verbs, server: Server) -> str | None:
-        """See `Dialect`."""
-        assert isinstance(verbs, VLLMVerbs)
-        return await verbs.held_now(server)
 
 
 class VLLMEngine(ServedEngine):

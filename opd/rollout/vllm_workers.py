@@ -25,8 +25,9 @@ from opd.rollout.served_engine import ServedModel
 from opd.rollout.served_workers import Ask, Newest, Verbs
 from opd.rollout.weight_proof import check_config, check_form
 from opd.served.http_pool import RefusedError, Server, UnavailableError
+from opd.served.sglang_answers import PROBE
 from opd.served.vllm_answers import model_of
-from opd.served.vllm_server import OF_NOTHING, PROBE, checksums, model_settings, probe, tolerance
+from opd.served.vllm_server import OF_NOTHING, checksums, model_settings, probe, tolerance
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -120,8 +121,8 @@ class VLLMVerbs(Verbs):
         """See `Verbs`."""
         return str((await self.pool.ask(server, "GET", "/weight_info")).get("weight_version"))
 
-    async def held_now(self, server: Server) -> str:
-        """`held`, asked after this call; who calls meanwhile shares the next answer."""
+    async def weights_of(self, server: Server) -> str:
+        """See `Verbs`: `held`, asked after this call; who calls meanwhile shares the next answer."""
         waiting = self._asked.get(server.url)
         if waiting is None:
             waiting = self._asked[server.url] = asyncio.create_task(self._held_in_turn(server))

@@ -13,13 +13,9 @@ import numpy as np
 
 from opd.foreign import decoding
 from opd.served.http_pool import HTTPClient, RefusedError, Server, UnavailableError
-from opd.served.sglang_answers import Question
+from opd.served.sglang_answers import EXACT, HALF, PROBE, Question
 from opd.served.vllm_answers import SCORE, most_bytes, scores_of, scoring_body
 
-EXACT, HALF = 1e-3, 0.25
-"""Nats by which log-probabilities of the same model may differ: served in float32, and in anything less."""
-PROBE = np.array([3, 1, 4, 1, 5, 2, 6, 5, 3, 5, 0, 7, 2, 3], dtype=np.int32)
-"""Ids below 8: every vocabulary has them, also a wrong one."""
 OF_NOTHING = hashlib.sha256(b"").hexdigest()
 """What a server on a CPU tells of a tensor that it has packed away."""
 

@@ -6,7 +6,8 @@ import json
 import numpy as np
 import pytest
 
-from opd.rollout.sglang_engine import MessageReader, ServedModel, SGLangEngine
+from opd.rollout.served_engine import ServedModel
+from opd.rollout.sglang_engine import MessageReader, SGLangEngine
 from opd.served.http_pool import PoolOptions, UnavailableError
 from opd.types import RolloutRequest, SamplingParams, Status
 

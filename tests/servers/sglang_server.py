@@ -16,6 +16,7 @@ import urllib.request
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import TypeVar
 
 from opd.config.servers import ServerGroupConfig
 from opd.pipelines.launch.started_server import StartedServer
@@ -134,16 +135,25 @@ class SGLangServer:
         self.end()
 
 
+Server = TypeVar("Server", bound=SGLangServer)
+
+
 @contextlib.contextmanager
-def sglang_server(
-    model: Path, folder: Path, arguments: Mapping[str, bool | int | str] = types.MappingProxyType({})
-) -> Iterator[SGLangServer]:
-    """A running server of the Hugging Face folder `model`; it is gone when the block ends."""
-    folder.mkdir(parents=True, exist_ok=True)
-    server = SGLangServer(model, folder / "sglang.log", **arguments)
+def running(server: Server) -> Iterator[Server]:
+    """`server`, ready; it is gone when the block ends."""
     server.launch()
     try:
         server.wait()
         yield server
     finally:
         server.end()
+
+
+@contextlib.contextmanager
+def sglang_server(
+    model: Path, folder: Path, arguments: Mapping[str, bool | int | str] = types.MappingProxyType({})
+) -> Iterator[SGLangServer]:
+    """A running server of the Hugging Face folder `model`; it is gone when the block ends."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with running(SGLangServer(model, folder / "sglang.log", **arguments)) as server:
+        yield server

@@ -19,7 +19,8 @@ from opd.models.causal_lm import CausalLM
 from opd.retry import Retry
 from opd.rollout.collect import collect
 from opd.rollout.fault_tolerant import FaultTolerantRollout
-from opd.rollout.sglang_engine import ServedModel, SGLangEngine
+from opd.rollout.served_engine import ServedModel
+from opd.rollout.sglang_engine import SGLangEngine
 from opd.rollout.sglang_workers import FolderPush, TensorPush
 from opd.rollout.weight_proof import Proof
 from opd.rollout.weight_sync import WeightFolder

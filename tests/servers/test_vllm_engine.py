@@ -15,7 +15,7 @@ import tiny
 from recipes import tiny_recipe, write_recipe
 from served_models import PADDED, recipe_tokenizer, write_model
 from served_writing import Corrupting, prompts, requests, rescored, update, written_over_an_update
-from sglang_server import install
+from sglang_server import install, running
 from test_served_run import Run, assert_nothing_is_left
 from vllm_server import CPU_SERVER, MODEL, SERVE, VLLMServer, write_vllm_models
 
@@ -40,11 +40,7 @@ TOLD = {"enable-scale-out": True, "generation-config": "vllm", "logprobs-mode": 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     """Two models of one form, with a head padded beyond the tokenizer."""
-    root = tmp_path_factory.mktemp("vllm")
-    paths = {name: root / name for name in ("a", "b")}
-    for seed, path in enumerate(paths.values()):
-        write_model(path, seed=seed, **MODEL, vocab_size=PADDED)
-    return paths
+    return write_vllm_models(tmp_path_factory.mktemp("vllm"), vocab_size=PADDED)
 
 
 @pytest.fixture(scope="module")
@@ -61,13 +57,8 @@ def vllm(folders, tmp_path_factory):
     few = {"max-num-batched-tokens": 64, "max-num-seqs": 12}
     environment = {"VLLM_SERVER_DEV_MODE": "1"}
     log = tmp_path_factory.mktemp("server") / "vllm.log"
-    server = VLLMServer(folders["a"], log, environment, **few, **TOLD)
-    server.launch()
-    try:
-        server.wait()
+    with running(VLLMServer(folders["a"], log, environment, **few, **TOLD)) as server:
         yield server
-    finally:
-        server.end()
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ import pytest
 import tiny
 from recipes import tiny_recipe
 from served_models import recipe_tokenizer
-from sglang_server import install
+from sglang_server import install, running
 from vllm_server import CPU_SERVER, SERVE, VLLMServer, assert_own, write_vllm_models
 
 from opd.config.teachers import VLLMTeacherConfig
@@ -54,13 +54,9 @@ def vllm(models, tmp_path_factory):
     if reason is not None:
         pytest.skip(f"no vLLM server: {reason}")
     few = {"max-num-batched-tokens": 64, "max-num-seqs": 8, "max-logprobs": 8}
-    server = VLLMServer(models["a"], tmp_path_factory.mktemp("server") / "vllm.log", DEVELOPERS, **few)
-    server.launch()
-    try:
-        server.wait()
+    log = tmp_path_factory.mktemp("server") / "vllm.log"
+    with running(VLLMServer(models["a"], log, DEVELOPERS, **few)) as server:
         yield server
-    finally:
-        server.end()
 
 
 @pytest.fixture

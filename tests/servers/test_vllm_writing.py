@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from little_vllm import little_vllm
 from recipes import tiny_recipe
-from served_models import PADDED, write_model
+from served_models import PADDED
 from served_writing import requests, update, written_over_an_update
-from vllm_server import MODEL
+from vllm_server import write_vllm_models
 
 from opd.config.servers import ServerGroupConfig
 from opd.errors import RolloutError
@@ -33,11 +33,7 @@ QUICK = Patience(timeout=30.0, unreachable=30.0, retry=Retry(attempts=3, pause=0
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    root = tmp_path_factory.mktemp("vllm")
-    paths = {name: root / name for name in ("a", "b")}
-    for seed, path in enumerate(paths.values()):
-        write_model(path, seed=seed, **MODEL, vocab_size=PADDED)
-    return paths
+    return write_vllm_models(tmp_path_factory.mktemp("vllm"), vocab_size=PADDED)
 
 
 @pytest.fixture(scope="module")

