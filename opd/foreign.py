@@ -13,6 +13,7 @@ import os
 import re
 import struct
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NoReturn, TypeGuard
 
 from opd.errors import OpdError, StorageError
@@ -172,6 +173,16 @@ def require_memory(nbytes: int, what: str) -> None:
             f"{what} has {nbytes} bytes and this machine has {have} bytes of memory; check that it is the"
             " model you mean, or use a larger machine."
         )
+
+
+def cores() -> int:
+    """Processors that this process may use, within the limit of its group."""
+    found = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        return max(1, min(found, math.ceil(int(quota) / int(period))))
+    except (OSError, ValueError):  # no such group, or "max": no limit
+        return found
 
 
 def machine_memory() -> int:

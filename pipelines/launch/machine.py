@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import math
 import os
 import platform
 import subprocess
@@ -14,7 +13,7 @@ from typing import Any
 
 from opd.config import Recipe
 from opd.errors import OpdError, from_system, reason_of
-from opd.foreign import machine_memory
+from opd.foreign import cores, machine_memory
 
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3  # names of mallopt(3)
 
@@ -55,16 +54,6 @@ def threads_here(recipe: Recipe, *, alone: bool = False) -> int:
         return max(1, int(recipe.launch.trainer.cpus))
     ranks = recipe.train.ranks or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return max(1, cores() // (ranks if alone else recipe.runtime.workers * ranks))
-
-
-def cores() -> int:
-    """Processors that this process may use, within the limit of its group."""
-    found = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        return max(1, min(found, math.ceil(int(quota) / int(period))))
-    except (OSError, ValueError):  # no such group, or "max": no limit
-        return found
 
 
 def hardware() -> dict[str, Any]:

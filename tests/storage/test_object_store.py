@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from opd.errors import StorageError
 from opd.retry import Retry
+from opd.storage import object_store
 from opd.storage.object_store import (
     LEAST_BYTES,
     MAX_GAP,
@@ -103,6 +104,14 @@ def test_threads_share_a_store(store):
         found = list(pool.map(lambda i: store.get_range("a", i * 500, i * 500 + 9000), range(80)))
     assert found == [data[i * 500 : i * 500 + 9000] for i in range(80)]
     assert store.bytes_read == 80 * 9000
+
+
+@pytest.mark.parametrize(("cores", "ranks", "threads"), [(2, 1, 4), (16, 1, 8), (96, 1, 16), (96, 8, 6)])
+def test_a_folder_is_read_by_half_of_the_cores_of_its_rank(tmp_path, monkeypatch, cores, ranks, threads):
+    monkeypatch.setattr(object_store, "cores", lambda: cores)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+    assert ObjectStore.open(tmp_path).options.threads == threads
+    assert ObjectStore.open(tmp_path, options=StoreOptions(threads=2)).options.threads == 2
 
 
 def test_an_error_is_raised_only_when_no_read_is_running(tmp_path):
