@@ -329,9 +329,16 @@ class Skeleton:
             raise self._unusable("its layers and final norm are not one chain")
         work.hidden, work.calls = chain.first, chain.calls[:-1]
 
-    def layer(self, index: int, tensors: Mapping[str, Tensor], work: PackedWork) -> None:
-        """Run layer `index`, whose weights are `tensors`, on `work`."""
-        given = self._own(f"layers.{index}", tensors)
+    def layer(self, index: int, tensors: Mapping[str, Tensor], works: Sequence[PackedWork]) -> None:
+        """Run layer `index`, whose weights are `tensors`, on each of `works`."""
+
+        def run(layer: nn.Module) -> None:
+            for work in works:
+                self._attending(index, layer, work)
+
+        self._with_weights(f"layers.{index}", tensors, run)
+
+    def _attending(self, index: int, layer: nn.Module, work: PackedWork) -> None:
         work.attend.called = False
         # A layer's arguments are used once: what it alone needed is freed with them.
         arguments, work.calls[index] = work.calls[index], {}
@@ -339,8 +346,7 @@ class Skeleton:
         def run(hidden: Tensor | None, **options: Any) -> Any:
             # Whatever attends to a piece, the check of its kind stands before it.
             work.attend.attend = options["attend"] if work.pieces is not None else work.attend.attend
-            given_options = options | {"attend": work.attend}
-            return functional_call(self.layers[index], given, (hidden,), given_options, tie_weights=False)
+            return layer(hidden, **(options | {"attend": work.attend}))
 
         if work.pieces is not None and work.hidden is not None:
             output = work.pieces.prefill(work.hidden, arguments, run)
@@ -350,18 +356,29 @@ class Skeleton:
             raise self._unusable(f"layer {index} does not take hidden states to hidden states by attention")
         work.hidden = output
 
-    def norm(self, tensors: Mapping[str, Tensor], work: PackedWork) -> None:
-        """Run the final norm on `work`, which is then done."""
-        given = self._own(self._norm, tensors)
-        norm = getattr(self._decoder, self._norm)
+    def norm(self, tensors: Mapping[str, Tensor], works: Sequence[PackedWork]) -> None:
+        """Run the final norm on each of `works`, which are then done."""
 
-        def run(hidden: Tensor | None) -> Tensor:
-            return functional_call(norm, given, (hidden,), tie_weights=False)
+        def run(norm: nn.Module) -> None:
+            for work in works:
+                if work.pieces is not None and work.hidden is not None:
+                    work.pieces.prefill(work.hidden, {}, norm, attends=False)
+                else:
+                    work.hidden = norm(work.hidden)
 
-        if work.pieces is not None and work.hidden is not None:
-            work.pieces.prefill(work.hidden, {}, run, attends=False)
-        else:
-            work.hidden = run(work.hidden)
+        self._with_weights(self._norm, tensors, run)
+
+    def _with_weights(
+        self, path: str, tensors: Mapping[str, Tensor], call: Callable[[nn.Module], None]
+    ) -> None:
+        """`call` the submodule at `path` while `tensors` are its weights.
+
+        They are lent once for all that runs on it: for each micro-batch anew took a quarter of a layer's time
+        on the host.
+        """
+        given = {f"part.{name}": tensor for name, tensor in self._own(path, tensors).items()}
+        holder = _Holder(self._decoder.get_submodule(path))
+        functional_call(holder, given, (call,), tie_weights=False)
 
     def _own(self, path: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """`tensors` under the names they have inside the submodule at `path`, all of them and no others."""
@@ -403,6 +420,17 @@ def check_streams(config: PreTrainedConfig, tensors: Mapping[str, Sequence[int]]
         saved = revert_weight_conversion(module, module.state_dict())
         tensors = {name: tensor.shape for name, tensor in saved.items()}
     Skeleton.of_names(module).require(tensors)
+
+
+class _Holder(nn.Module):
+    """Lets a caller use `part` for as long as `functional_call` lends it weights."""
+
+    def __init__(self, part: nn.Module) -> None:
+        super().__init__()
+        self.part = part
+
+    def forward(self, call: Callable[[nn.Module], None]) -> None:
+        call(self.part)
 
 
 class _Chain:

@@ -155,6 +155,8 @@ class StreamedTeacher:
 
     def score_pieces(self, samples: Sequence[Sample]) -> RowPieces:
         """The rows of `score`, those of a long sample in pieces; each micro-batch keeps one [T, D]."""
+        if samples or self.collective:
+            self.prefetch()  # beside packing
         batches = self._pack(samples)
         if batches or self.collective:
             with torch.no_grad():
@@ -227,13 +229,13 @@ class StreamedTeacher:
         entry = self.published.manifest.units[unit]
         with self.stream.meter.held(converted_bytes(entry, self._dtype)):
             tensors = unit_tensors(entry, flat, self._dtype)
-            for work in batches:
-                if unit == "embedding":
+            if unit == "embedding":
+                for work in batches:
                     self.skeleton.embed(tensors, work)
-                elif unit == "norm":
-                    self.skeleton.norm(tensors, work)
-                else:
-                    self.skeleton.layer(int(unit.removeprefix("layer.")), tensors, work)
+            elif unit == "norm":
+                self.skeleton.norm(tensors, batches)
+            else:
+                self.skeleton.layer(int(unit.removeprefix("layer.")), tensors, batches)
 
     def _read_head(self, published: PublishedModel) -> Head:
         meter, entry = self.stream.meter, published.manifest.units[UNIT]
@@ -290,8 +292,7 @@ class SharedBase(StreamedTeacher):
                 own = teacher.adapter.merge(tensors)
                 added = sum(own[name].nbytes for name in tensors if own[name] is not tensors[name])
                 with self.stream.meter.held(added):
-                    for work in works:
-                        self.skeleton.layer(int(unit.removeprefix("layer.")), own, work)
+                    self.skeleton.layer(int(unit.removeprefix("layer.")), own, works)
 
     def _read_head(self, published: PublishedModel) -> Head:
         """The head, read unless one of the teachers still has it: adapters leave it as it is."""
