@@ -21,6 +21,7 @@ from opd.config import Recipe, TopKKL
 from opd.config.teachers import ServedTeacherConfig, ServerConfig
 from opd.errors import ConfigError, OpdError, TeacherError
 from opd.kernels.head import Head
+from opd.kernels.ops import linear_logprobs
 from opd.models.causal_lm import torch_device, torch_dtype
 from opd.progress import doing
 from opd.served.distinct import check_distinct
@@ -46,6 +47,8 @@ if TYPE_CHECKING:
     from opd.storage.shard_cache import ShardCache
 
 T = TypeVar("T")
+Rebuild = Callable[[np.ndarray, np.ndarray], np.ndarray]
+"""Log-probabilities [N] float32 of ids [N] from hidden rows [N, D], by the published head."""
 _LOOK = 0.5
 """Seconds between two looks at what the run was asked, while servers are waited for."""
 
@@ -84,13 +87,30 @@ def pool_options(config: ServerConfig, rank: int = 0, ranks: int = 1) -> PoolOpt
 def check_temperature(name: str, config: ServedTeacherConfig, temperature: float) -> None:
     """`ConfigError` if servers cannot give its signal at `temperature`: they score at 1 and say nothing."""
     if config.signal != "hidden" and temperature != 1.0:
-        mend = f"set teachers.{name}.signal to hidden, or the temperature to 1"
-        if config.type == "vllm":
-            mend = "set the temperature to 1, or take a teacher of another type"
         raise ConfigError(
             f"teacher {name}: servers give log-probabilities at temperature 1 only, but rollout.temperature"
-            f" is {temperature:g}; {mend}."
+            f" is {temperature:g}; set teachers.{name}.signal to hidden, or the temperature to 1."
         )
+
+
+def rebuild_with(published: PublishedModel) -> Rebuild:
+    """By the head of `published`, over all of its rows, as a server has them; read at each call."""
+
+    def rebuild(rows: np.ndarray, ids: np.ndarray) -> np.ndarray:
+        head = read_head(published, torch.float32, torch.device("cpu"))
+        with torch.no_grad():
+            hidden, tokens = torch.from_numpy(rows), torch.from_numpy(ids.astype(np.int64))
+            return linear_logprobs(hidden, head, tokens).float().numpy()
+
+    return rebuild
+
+
+def lost_weights(owner: str, url: str, sign: str) -> TeacherError:
+    """Of a server that answers as if all were well, such as one that was put to sleep and woken."""
+    return TeacherError(
+        f"{owner}: {url} has lost its weights ({sign}, whatever was asked); start it again, and continue with"
+        " --resume."
+    )
 
 
 class ServedTeacher(ABC):
@@ -128,14 +148,9 @@ class ServedTeacher(ABC):
         rows = self._head.vocabulary
         self._vocabulary = placement.vocabulary or rows
         if self.signal != "hidden" and rows != self._vocabulary:
-            mend = (
-                f"set teachers.{name}.signal to hidden"
-                if config.type == "sglang"
-                else "serve it with SGLang and signal hidden, or take type local or streamed"
-            )
             raise ConfigError(
                 f"teacher {name}: its head has {rows} rows for {self._vocabulary} tokens, and a server's"
-                f" log-probabilities count the padding; {mend}."
+                f" log-probabilities count the padding; set teachers.{name}.signal to hidden."
             )
         self.pool = HTTPPool(f"teacher {name}", pool_options(config), TeacherError, self._admit)
         self._begun: dict[str, tuple[Question, Future[Any]]] = {}
@@ -307,12 +322,9 @@ def check_signal(name: str, settings: ServedTeacherConfig, recipe: Recipe) -> No
     needed = "hidden" if distill.mixture == "geometric" else distill.loss.signal
     if signals.index(settings.signal) < signals.index(needed):
         what = f"distill.loss {distill.loss.type} with mixture {distill.mixture}"
-        mend = "set it to hidden,"
-        if settings.type == "vllm":
-            mend = "set it to topk," if needed == "topk" else "take a teacher of another type,"
         raise ConfigError(
-            f"teachers.{name}.signal is {settings.signal}, which is too little for {what}; {mend} or choose"
-            " another loss, such as topk."
+            f"teachers.{name}.signal is {settings.signal}, which is too little for {what}; set it to"
+            f" {needed}, or choose another loss."
         )
 
 

@@ -12,12 +12,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import torch
 
 from opd.config.teachers import SGLangTeacherConfig
 from opd.errors import TeacherError
 from opd.foreign import decoding
-from opd.kernels.ops import linear_logprobs
 from opd.served.hidden_segments import Plugin, Segment, most_answered, plugin_of, width_of
 from opd.served.http_pool import HTTPPool, RefusedError, Server, UnavailableError
 from opd.served.sglang_answers import (
@@ -35,11 +33,9 @@ from opd.served.sglang_answers import (
     versions_of,
 )
 from opd.storage.published import PublishedModel
-from opd.teachers.skeleton import read_head
+from opd.teachers.served_teacher import Rebuild, lost_weights, rebuild_with
 
 _log = logging.getLogger(__name__)
-
-Rebuild = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,14 +136,6 @@ async def hidden_states(
     if says_nothing(rows, question.tokens[:-1]):
         raise lost_weights(pool.owner, server.url, "all hidden states of an answer are the same")
     return rows
-
-
-def lost_weights(owner: str, url: str, sign: str) -> TeacherError:
-    """Of a server that answers as if all were well, such as one that was put to sleep and woken."""
-    return TeacherError(
-        f"{owner}: {url} has lost its weights ({sign}, whatever was asked); start it again, and continue with"
-        " --resume."
-    )
 
 
 async def checksum(pool: HTTPPool, server: Server) -> str:
@@ -286,15 +274,3 @@ def expected_of(model: PublishedModel | Mapping[str, Any], settings: SGLangTeach
         rebuild = None
     hidden = settings.signal == "hidden"
     return Expected(described, shape, hidden, rebuild, settings.weight_version, settings.checksum)
-
-
-def rebuild_with(published: PublishedModel) -> Rebuild:
-    """By the head of `published`, over all of its rows, as a server has them; read at each call."""
-
-    def rebuild(rows: np.ndarray, ids: np.ndarray) -> np.ndarray:
-        head = read_head(published, torch.float32, torch.device("cpu"))
-        with torch.no_grad():
-            hidden, tokens = torch.from_numpy(rows), torch.from_numpy(ids.astype(np.int64))
-            return linear_logprobs(hidden, head, tokens).float().numpy()
-
-    return rebuild

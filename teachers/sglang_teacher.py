@@ -25,7 +25,7 @@ from opd.served.sglang_answers import (
 )
 from opd.storage.published import PublishedModel
 from opd.teachers.kinds import TeacherKind
-from opd.teachers.served_teacher import ServedTeacher, Visit, opener, visits
+from opd.teachers.served_teacher import ServedTeacher, Visit, lost_weights, opener, visits
 from opd.teachers.sglang_admission import (
     Expected,
     admit,
@@ -33,7 +33,6 @@ from opd.teachers.sglang_admission import (
     checksum,
     expected_of,
     hidden_states,
-    lost_weights,
 )
 from opd.teachers.skeleton import is_published, small_files
 

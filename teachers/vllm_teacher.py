@@ -1,4 +1,5 @@
-"""A teacher behind HTTP: vLLM servers score the student's tokens, the published head stays here.
+"""A teacher behind HTTP: vLLM servers give hidden states of the student's tokens or score them, the published
+head stays here.
 
 A server says nothing of its weights that could be relied on, so it proves them: the log-probabilities of a
 probe must be those that the published weights give, read through once, layer by layer, when the first server
@@ -11,7 +12,7 @@ import asyncio
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,19 +24,63 @@ from opd.config import Recipe, TopKKL
 from opd.config.teachers import VLLMTeacherConfig
 from opd.errors import OpdError, TeacherError
 from opd.kernels.ops import linear_logprobs
+from opd.models.hf_folder import read_object
 from opd.served.http_pool import HTTPPool, RefusedError, Server
-from opd.served.sglang_answers import PROBE, Question
-from opd.served.vllm_answers import SCORE, model_of, most_bytes, scores_of, scoring_body
+from opd.served.plugin.opd_hidden_states import DTYPES
+from opd.served.sglang_answers import PROBE, Question, says_nothing
+from opd.served.vllm_answers import (
+    POOL,
+    SCORE,
+    hidden_body,
+    hidden_bytes,
+    hidden_of,
+    model_of,
+    most_bytes,
+    scores_of,
+    scoring_body,
+)
 from opd.served.vllm_server import OF_NOTHING, checksums, model_settings, probe, tolerance
 from opd.storage.published import PublishedModel
 from opd.teachers.kinds import Placement, TeacherKind
 from opd.teachers.layer_stream import LayerStream
-from opd.teachers.served_teacher import ServedTeacher, Visit, opener, visits
-from opd.teachers.skeleton import is_published
+from opd.teachers.served_teacher import (
+    Rebuild,
+    ServedTeacher,
+    Visit,
+    lost_weights,
+    opener,
+    rebuild_with,
+    visits,
+)
+from opd.teachers.skeleton import is_published, small_files
 from opd.teachers.streamed_teacher import StreamedTeacher
 from opd.types import Sample
 
 _log = logging.getLogger(__name__)
+
+
+_POOLER = VLLMTeacherConfig.POOLER
+_POOLING = f"--runner pooling --convert embed --pooler-config '{_POOLER}'"
+_WIDER = 64
+"""Of the probe so many times the bytes that are due are read, to say that hidden states are wider."""
+_STORED = {"BF16": "bfloat16", "F16": "float16"}
+
+
+@dataclass(slots=True)
+class Rows:
+    """The hidden states that are due."""
+
+    width: int
+    dtype: str
+    """By the published weights."""
+    rebuild: Rebuild | None = None
+    """`None` before the model is published: then nothing is compared."""
+    told: dict[str, str] = field(default_factory=dict)
+    """Of the servers, by URL, that tell what they compute in."""
+
+    def dtype_of(self, server: Server) -> str:
+        """In which `server` is asked for them."""
+        return self.told.get(server.url, self.dtype)
 
 
 @dataclass(slots=True)
@@ -43,6 +88,8 @@ class Expected:
     """What a server must be; what nothing else says is what the first server was."""
 
     vocabulary: int
+    rows: Rows | None = None
+    """`None`: log-probabilities are."""
     top_k: int = 0
     """How many of the most likely tokens are asked for; 0 asks for the given ones alone."""
     published: Callable[[], np.ndarray] | None = None
@@ -60,9 +107,12 @@ class Expected:
     """Held while the published weights are read."""
 
 
-async def admit(pool: HTTPPool, server: Server, expected: Expected) -> float:
-    """The most by which the probe's log-probabilities differ, in nats. Raises `TeacherError` if another model
-    or other weights answer, or the server lacks what is needed; `UnavailableError` if it does not answer.
+async def admit(pool: HTTPPool, server: Server, expected: Expected) -> float | None:
+    """The most by which the probe's log-probabilities differ, in nats; `None` before there are any to compare
+    with.
+
+    Raises `TeacherError` if another model or other weights answer, or the server lacks what is needed;
+    `UnavailableError` if it does not answer.
     """
     model, limit = model_of(await pool.ask(server, "GET", "/v1/models"))
     expected.model = expected.model or model
@@ -74,13 +124,16 @@ async def admit(pool: HTTPPool, server: Server, expected: Expected) -> float:
                 f"{pool.owner}: the weights of {server.url} have checksum {held or 'none that it tells'}, the"
                 f" recipe says {expected.checksum}; serve the right weights, with VLLM_SERVER_DEV_MODE=1."
             )
-    served = await _probe(pool, server, expected)
+    settings = await model_settings(pool, server)
+    served = await _probe(pool, server, expected, settings)
+    if served is None:
+        return None
     async with expected.lock:
         if expected.logprobs is None and expected.published is not None:
             await _read_published(pool, expected)
         if expected.logprobs is None:
             expected.logprobs = served
-    return await _compare(pool, server, served, expected)
+    return _compare(pool, server, served, expected, tolerance(settings))
 
 
 async def checksum(pool: HTTPPool, server: Server) -> str | None:
@@ -93,15 +146,52 @@ async def checksum(pool: HTTPPool, server: Server) -> str | None:
     return hashlib.sha256(json.dumps(sorted(found.items())).encode()).hexdigest()
 
 
-async def _probe(pool: HTTPPool, server: Server, expected: Expected) -> np.ndarray:
-    top_k = expected.top_k
+async def _probe(
+    pool: HTTPPool, server: Server, expected: Expected, settings: dict[str, Any] | None
+) -> np.ndarray | None:
+    top_k, rows = expected.top_k, expected.rows
     try:
-        return await probe(pool, server, top_k, expected.vocabulary)
+        if rows is None:
+            return await probe(pool, server, top_k, expected.vocabulary)
+        told = str((settings or {}).get("dtype")).removeprefix("torch.")
+        if told in DTYPES:
+            rows.told[server.url] = told
+        found = await hidden_states(pool, server, Question("probe", PROBE, 0), rows, _WIDER)
+        return None if rows.rebuild is None else await asyncio.to_thread(rows.rebuild, found, PROBE[1:])
     except RefusedError as refusal:
+        if rows is not None:
+            raise TeacherError(
+                f"{pool.owner}: {server.url} gives no hidden states ({refusal}); start it with {_POOLING}, or"
+                " set signal to topk, and check its URL and key."
+            ) from None
         raise TeacherError(
             f"{pool.owner}: {server.url} does not score a prompt with its {top_k} most likely tokens"
-            f" ({refusal}); start it with --max-logprobs {max(top_k, 1)} or more, and check its URL and key."
+            f" ({refusal}); start it with --max-logprobs {max(top_k, 1)} or more, and without --runner"
+            " pooling, and check its URL and key."
         ) from None
+
+
+async def hidden_states(
+    pool: HTTPPool, server: Server, question: Question, rows: Rows, wider: int = 1
+) -> np.ndarray:
+    """[count, D] float32: last hidden states at the positions of `question`, by one attempt at one server, of
+    whose answer `wider` times what is due is read.
+
+    Raises `UnavailableError`, `RefusedError`, and `TeacherError` for another width or weights that are lost.
+    """
+    dtype = rows.dtype_of(server)
+    body, due = hidden_body(question, dtype), hidden_bytes(question, rows.width, dtype)
+    _, content = await pool.fetch(server, "POST", POOL, body, wider * due)
+    found, odd = divmod(len(content), due // rows.width)
+    if wider > 1 and found != rows.width and not odd:
+        raise TeacherError(
+            f"{pool.owner}: {server.url} returns hidden states of width {found}, the published head takes"
+            f" {rows.width}; check which model is behind the URL."
+        )
+    states = await asyncio.to_thread(hidden_of, content, question, rows.width, dtype)
+    if says_nothing(states, question.tokens[:-1]):
+        raise lost_weights(pool.owner, server.url, "all hidden states of an answer are the same")
+    return states
 
 
 async def _read_published(pool: HTTPPool, expected: Expected) -> None:
@@ -114,15 +204,29 @@ async def _read_published(pool: HTTPPool, expected: Expected) -> None:
         _log.warning("%s: its servers are compared with each other alone, since %s", pool.owner, trouble)
 
 
-async def _compare(pool: HTTPPool, server: Server, served: np.ndarray, expected: Expected) -> float:
+def _compare(pool: HTTPPool, server: Server, served: np.ndarray, expected: Expected, most: float) -> float:
     assert expected.logprobs is not None
     apart = float(np.abs(served - expected.logprobs).max())
-    if not apart <= tolerance(await model_settings(pool, server)):
+    if not apart <= most:
         raise TeacherError(
             f"{pool.owner}: {server.url} serves another model, vocabulary or other weights than the recipe's:"
             f" its log-probabilities differ by up to {apart:.3g} nats from what {expected.source}."
         )
     return apart
+
+
+def rows_of(published: PublishedModel) -> Rows:
+    """Of the servers of a published model."""
+    head = published.manifest.head
+    stored = next(iter(published.manifest.units["head"].tensors.values())).dtype
+    return Rows(head.hidden, _STORED.get(stored, "float32"), rebuild_with(published))
+
+
+def _rows_described(config: Mapping[str, Any]) -> Rows:
+    """Of the servers of a model that is not published yet."""
+    text = config.get("text_config", config)
+    dtype = str(text.get("dtype", text.get("torch_dtype", "float32")))
+    return Rows(int(text["hidden_size"]), dtype if dtype in DTYPES else "float32")
 
 
 class VLLMTeacher(ServedTeacher):
@@ -133,7 +237,8 @@ class VLLMTeacher(ServedTeacher):
         super().__init__(name, url, config, **others)
         top_k = min(self._asked.top_k, self._vocabulary) if self.signal == "topk" else 0
         by_weights = _published(url, others.get("cache")) if self._asked.main else None
-        self._expected = Expected(self._vocabulary, top_k, by_weights, config.checksum)
+        rows = rows_of(self.published) if self.signal == "hidden" else None
+        self._expected = Expected(self._vocabulary, rows, top_k, by_weights, config.checksum)
 
     @property
     def served_as(self) -> str:
@@ -143,29 +248,36 @@ class VLLMTeacher(ServedTeacher):
     def connect(self) -> None:
         """Check one server now. Raises `TeacherError` if none answers or the wrong model does."""
         if self._expected.logprobs is None:
-            self._run(self._ask(Question("limits", np.array([1, 2], dtype=np.int32), 0)))
+            self._run(self._limits())
 
     async def _admit(self, server: Server) -> None:
         await admit(self.pool, server, self._expected)
 
+    async def _limits(self) -> None:
+        """One server must have told its limits before anything long is sent."""
+        await self._ask(Question("limits", np.array([1, 2], dtype=np.int32), 0))
+
     async def _score(self, question: Question) -> Any:
         if self._expected.logprobs is None:
-            # One server must have told its limits before anything long is sent.
-            await self._ask(Question("limits", np.array([1, 2], dtype=np.int32), 0))
+            await self._limits()
         length, limit = len(question.tokens), self._expected.context
-        if limit is not None and length >= limit:
+        # Of hidden states the last token is not asked for; with scores a server writes one more.
+        longest = None if limit is None else limit + (1 if self.signal == "hidden" else -1)
+        if longest is not None and length > longest:
             raise TeacherError(
                 f"sample {question.uid} has {length} tokens, the servers of teacher {self.name} take"
-                f" {limit - 1}; start them with a larger --max-model-len."
+                f" {longest}; start them with a larger --max-model-len."
             )
-        ids, values, own = await self._ask(question)
-        return (ids, values, own) if self.signal == "topk" else own
+        found = await self._ask(question)
+        return found[2] if self.signal == "sampled" else found
 
-    async def _ask(self, question: Question) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        top_k = self._expected.top_k
+    async def _ask(self, question: Question) -> Any:
+        rows, top_k = self._expected.rows, self._expected.top_k
         body, most = scoring_body(question, top_k), most_bytes(question, top_k)
 
-        async def attempt(server: Server) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        async def attempt(server: Server) -> Any:
+            if rows is not None:
+                return await hidden_states(self.pool, server, question, rows)
             answer = await self.pool.ask(server, "POST", SCORE, body, most)
             # A long sample's answer has some hundred thousand entries: other answers go on.
             return await asyncio.to_thread(scores_of, answer, question, top_k, self._vocabulary)
@@ -195,12 +307,17 @@ def _check(name: str, settings: VLLMTeacherConfig, recipe: Recipe) -> Iterator[s
 
     def prepare(stack: ExitStack) -> Visit:
         assert settings.path is not None
-        loss, by_weights, vocabulary = recipe.distill.loss, None, 2**31
+        loss, by_weights, vocabulary, rows = recipe.distill.loss, None, 2**31, None
         if is_published(settings.path):
-            vocabulary = stack.enter_context(PublishedModel.open(settings.path)).manifest.head.vocabulary
-            by_weights = _published(settings.path, None)
+            published = stack.enter_context(PublishedModel.open(settings.path))
+            vocabulary, by_weights = published.manifest.head.vocabulary, _published(settings.path, None)
+            rows = rows_of(published)
+        else:
+            with small_files(settings.path) as folder:
+                rows = _rows_described(read_object(folder / "config.json"))
+        rows = rows if settings.signal == "hidden" else None
         top_k = min(loss.k, vocabulary) if isinstance(loss, TopKKL) and settings.signal == "topk" else 0
-        expected = Expected(vocabulary, top_k, by_weights, settings.checksum)
+        expected = Expected(vocabulary, rows, top_k, by_weights, settings.checksum)
         return lambda pool, server: _visit(pool, server, expected)
 
     return visits(name, settings, recipe, prepare)
@@ -210,9 +327,10 @@ async def _visit(pool: HTTPPool, server: Server, expected: Expected) -> str:
     apart = await admit(pool, server, expected)
     held = await checksum(pool, server)
     told = "tells no checksum" if held is None else f"checksum {held}"
-    return (
-        f"{server.url}: {expected.model}, {told}, outputs within {apart:.2g} nats of what {expected.source}"
-    )
+    compared = f"outputs within {apart or 0.0:.2g} nats of what {expected.source}"
+    if apart is None:
+        compared = "hidden states as wide as the model's"
+    return f"{server.url}: {expected.model}, {told}, {compared}"
 
 
 KIND = TeacherKind(opener(VLLMTeacher), _check)

@@ -289,35 +289,30 @@ class SGLangTeacherConfig(ServedTeacherConfig):
 
 
 class VLLMTeacherConfig(ServedTeacherConfig):
-    """vLLM servers that run the model at `path` (extra `sglang`, which is what a client needs). They give
-    log-probabilities, not hidden states, so that `distill.loss` must be `topk`, `k1` or `k2`."""
+    """vLLM servers that run the model at `path` (extra `sglang`, which is what a client needs)."""
 
     type: Literal["vllm"] = "vllm"
-    signal: Literal["topk", "sampled"] = "topk"
-    """What is asked for. `topk`: the `distill.loss.k` most likely tokens, which the servers' `--max-logprobs`
-    must allow; `sampled`: the student's own tokens alone. A server gives log-probabilities at temperature 1
-    only, so both need `rollout.temperature: 1`."""
+    signal: Literal["hidden", "topk", "sampled"] = "hidden"
+    """What is asked for. `hidden`: last hidden states, from which the published head rebuilds the whole
+    vocabulary here, at any temperature, of servers that pool (`--runner pooling`) and do not write; `topk`:
+    the `distill.loss.k` most likely tokens, which the servers' `--max-logprobs` must allow; `sampled`: the
+    student's own tokens alone. A server gives log-probabilities at temperature 1 only, so the last two need
+    `rollout.temperature: 1`."""
     checksum: str | None = None
     """The servers' own checksum over all weights, which `opd doctor` prints and servers tell only with
     VLLM_SERVER_DEV_MODE=1; `null` compares the model's outputs alone."""
 
     program: ClassVar[str] = "vllm"
-
-    @field_validator("signal", mode="before")
-    @classmethod
-    def _not_hidden(cls, signal: Any) -> Any:
-        if signal == "hidden":
-            raise ValueError(
-                "vLLM servers give no hidden states; set signal to topk, with distill.loss topk, or serve"
-                " this teacher with SGLang"
-            )
-        return signal
+    POOLER: ClassVar[str] = '{"task": "token_embed", "use_activation": false}'
 
     @property
     def server_arguments(self) -> dict[str, bool | int | float | str]:
-        """A server gives 20 log-probabilities at most unless it is told otherwise when it starts; -1 is any
-        number."""
-        return {"max-logprobs": -1}
+        """A server either gives hidden states or log-probabilities, of these 20 at most unless it is told
+        otherwise when it starts; -1 is any number.
+        """
+        if self.signal != "hidden":
+            return {"max-logprobs": -1}
+        return {"runner": "pooling", "convert": "embed", "pooler-config": self.POOLER}
 
 
 def _named(value: Any) -> Any:

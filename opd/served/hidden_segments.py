@@ -168,13 +168,14 @@ def rows_of(content: bytes | bytearray, name: str, question: Question, width: in
     numbers = memoryview(content)[HEADER_BYTES:]
     if hashlib.sha256(numbers).digest() != header.digest:
         raise ValueError("they are damaged")
-    found = _floats(numbers, header.dtype).reshape(due)
+    found = floats_of(numbers, header.dtype).reshape(due)
     if not np.isfinite(found).all():
         raise ValueError("one of them is not finite")
     return found
 
 
-def _floats(numbers: memoryview, dtype: str) -> np.ndarray:
+def floats_of(numbers: memoryview, dtype: str) -> np.ndarray:
+    """Numbers of one of `DTYPES`, the lowest byte first, as float32."""
     if dtype == "bfloat16":
         return (np.frombuffer(numbers, "<u2").astype(np.uint32) << 16).view(np.float32)
     return np.frombuffer(numbers, "<f4" if dtype == "float32" else "<f2").astype(np.float32)

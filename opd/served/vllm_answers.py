@@ -2,7 +2,8 @@
 
 Token ids are sent, and come back as the keys of the log-probabilities at each position: an answer of another
 length or for other tokens is never taken for the right one. A server scores prompts at temperature 1 whatever
-it is told, and tells of the whole prompt.
+it is told, and tells of the whole prompt. One that pools instead of writing gives each token's last hidden
+state, after the final norm: as bytes, without a word of which tokens they are of.
 """
 
 from __future__ import annotations
@@ -12,10 +13,14 @@ from typing import Any
 import numpy as np
 
 from opd.foreign import decoding, shown
+from opd.served.hidden_segments import floats_of
 from opd.served.http_pool import UnavailableError
+from opd.served.plugin.opd_hidden_states import DTYPES
 from opd.served.sglang_answers import Question
 
-SCORE = "/v1/completions"
+SCORE, POOL = "/v1/completions", "/pooling"
+TASK = "token_embed"
+"""What vLLM calls it to give every token's hidden state."""
 _ENTRY_BYTES = 256
 """Most bytes of JSON for a token with its id, log-probability, rank and text."""
 _OTHER_BYTES = 2**20
@@ -41,6 +46,39 @@ def scoring_body(question: Question, top_k: int = 0) -> dict[str, Any]:
 def most_bytes(question: Question, top_k: int = 0) -> int:
     """Most bytes of a good answer to `scoring_body`."""
     return _OTHER_BYTES + len(question.tokens) * (1 + top_k) * _ENTRY_BYTES
+
+
+def hidden_body(question: Question, dtype: str) -> dict[str, Any]:
+    """Last hidden states of all tokens but the last one, which predicts nothing that is wanted."""
+    return {
+        "input": question.tokens[:-1].tolist(),
+        "task": TASK,
+        "use_activation": False,
+        "encoding_format": "bytes_only",
+        "embed_dtype": dtype,
+        "endianness": "little",
+        "add_special_tokens": False,
+    }
+
+
+def hidden_bytes(question: Question, width: int, dtype: str) -> int:
+    """Bytes of a good answer to `hidden_body`: the prompt's rows are among them."""
+    return (len(question.tokens) - 1) * width * DTYPES[dtype]
+
+
+def hidden_of(content: bytes, question: Question, width: int, dtype: str) -> np.ndarray:
+    """[count, D] float32: the rows of an answer to `hidden_body` that are wanted.
+
+    Raises `UnavailableError`.
+    """
+    due = hidden_bytes(question, width, dtype)
+    if len(content) != due:
+        raise UnavailableError(f"hidden states of {len(content)} bytes came, due are {due}", answered=True)
+    skipped = question.start * width * DTYPES[dtype]
+    found = floats_of(memoryview(content)[skipped:], dtype).reshape(question.count, width)
+    if not np.isfinite(found).all():
+        raise UnavailableError("a hidden state is not finite", answered=True)
+    return found
 
 
 @decoding(_unreadable)

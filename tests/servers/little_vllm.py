@@ -10,7 +10,7 @@ import http.server
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,10 @@ class LittleVLLM:
         """Whether it packs linear layers away, as on a CPU."""
         self.seconds = 0.0
         """Between two tokens."""
+        self.pools = False
+        """Whether it gives hidden states and writes nothing."""
+        self.change: Callable[[bytes], bytes] = lambda content: content
+        """Of hidden states, before they are sent."""
         self.reads = True
         """Whether it takes the weights that it is told to read."""
 
@@ -65,6 +69,14 @@ class LittleVLLM:
             hidden = self.model.hidden(tokens, torch.arange(len(ids)), [0, len(ids)])[-count:]
             every = torch.arange(rows).expand(len(hidden), rows)
             return linear_logprobs(hidden, self.model.head(), every, temperature=temperature).numpy()
+
+    def hidden(self, body: dict[str, Any]) -> bytes:
+        """Of every token that is sent."""
+        assert (body["task"], body["encoding_format"]) == ("token_embed", "bytes_only")
+        ids = torch.tensor(body["input"])
+        with torch.no_grad():
+            found = self.model.hidden(ids, torch.arange(len(ids)), [0, len(ids)])
+        return self.change(bytes(bytes_of(found.to(getattr(torch, body["embed_dtype"])))))
 
     def checksums(self) -> dict[str, str]:
         own, found = dict(self.model.weights()), {}
@@ -99,7 +111,9 @@ class LittleVLLM:
             return {"weight_version": self.version}
         if path == "/weight_checker":
             return {"checksums": self.checksums()}
-        if path == "/v1/completions":
+        if path == "/pooling" and self.pools:
+            return self.hidden(body)
+        if path == "/v1/completions" and not self.pools:
             assert not self.paused  # a real one would not answer
             ids = body["prompt"]
             rows = self.logprobs(ids, len(ids))
@@ -176,7 +190,7 @@ def little_vllm(folder: Path) -> Iterator[tuple[str, LittleVLLM]]:
                 self._say(404 if found is None else 200, found)
 
         def _say(self, status: int, answer: Any) -> None:
-            content = json.dumps(answer).encode()
+            content = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
             self.send_response(status)
             self.send_header("Content-Length", str(len(content)))
             self.end_headers()

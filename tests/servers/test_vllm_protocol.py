@@ -51,7 +51,9 @@ def served(published):
     made = []
 
     def make(url, model="a", *, asked=Asked(top_k=K), vocabulary=TOKENS, **settings):  # noqa: B008
-        config = VLLMTeacherConfig(path=published[model], urls=[url], **({"attempts": 1} | settings))
+        config = VLLMTeacherConfig(
+            path=published[model], urls=[url], **({"attempts": 1, "signal": "topk"} | settings)
+        )
         placement = Placement(vocabulary=vocabulary)
         made.append(VLLMTeacher(model, published[model], config, asked=asked, placement=placement))
         return made[-1]
@@ -93,9 +95,11 @@ def test_ranks_that_do_not_read_the_weights_compare_servers_with_each_other(serv
 
 def test_what_a_server_cannot_give_is_refused_before_it_is_asked(served):
     with recorded_server() as url:
-        with pytest.raises(ConfigError, match=r"temperature 1 only.*set the temperature to 1, or take"):
+        with pytest.raises(
+            ConfigError, match=r"temperature 1 only.*signal to hidden, or the temperature to 1"
+        ):
             served(url, asked=Asked(temperature=0.7))
-        with pytest.raises(ConfigError, match="count the padding; serve it with SGLang"):
+        with pytest.raises(ConfigError, match=r"count the padding; set teachers.a.signal to hidden"):
             served(url, vocabulary=TOKENS - 1)
         samples = tiny.samples([(2, 3)])
         samples[0].response_ids[1] = TOKENS
@@ -214,7 +218,10 @@ def recipe(path, entry, **changes):
     return tiny_recipe(
         model={"path": str(path)},
         base=None,
-        teachers={"sort": {"type": "vllm", "path": str(path)} | entry, "add3": {"path": str(path)}},
+        teachers={
+            "sort": {"type": "vllm", "signal": "topk", "path": str(path)} | entry,
+            "add3": {"path": str(path)},
+        },
         distill=settings | {"steps": 1},
         baselines={"methods": []},
         **changes,
@@ -240,7 +247,7 @@ def test_a_loss_over_the_whole_vocabulary_is_refused(models):
     )
     finding, *_ = check_kinds(full)
     assert "too little for distill.loss full" in finding.detail
-    assert "take a teacher of another type, or choose another loss, such as topk" in finding.detail
+    assert "set it to hidden, or choose another loss" in finding.detail
     finding, *_ = check_kinds(recipe(models["a"], asked | {"signal": "sampled"}))
     assert "set it to topk" in finding.detail
 
@@ -248,7 +255,6 @@ def test_a_loss_over_the_whole_vocabulary_is_refused(models):
 @pytest.mark.parametrize(
     ("entry", "changes", "sentence"),
     [
-        ({"urls": ["http://a:1"], "signal": "hidden"}, {}, "no hidden states; set signal to topk"),
         ({"servers": "own"}, {"servers": {"own": {}}}, "needs vllm servers, but servers.own.type is sglang"),
     ],
 )

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import tiny
+import torch
 from recipes import tiny_recipe
 from served_models import recipe_tokenizer
 from sglang_server import install, running
@@ -24,6 +25,7 @@ from opd.pipelines.doctor.checks import check_kinds
 from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.run import run_pipeline
 from opd.teachers.kinds import Placement
+from opd.teachers.local_teacher import LocalTeacher
 from opd.teachers.served_teacher import Asked
 from opd.teachers.vllm_teacher import VLLMTeacher
 
@@ -80,6 +82,27 @@ def test_log_probabilities_are_the_models_own(served, models):
     assert_own(models["a"], samples, *found)
 
 
+def test_hidden_states_are_the_models_own_however_it_prefills(models, published, tmp_path):
+    """A real server that pools a few tokens at once, asked twice: a cached prefix hides nothing."""
+    reason = install(CPU_SERVER)
+    if reason is not None:
+        pytest.skip(f"no vLLM server: {reason}")
+    few = {"max-num-batched-tokens": 64, "max-num-seqs": 8}
+    config = VLLMTeacherConfig(path=published["a"], urls=["http://127.0.0.1:1"])
+    samples = tiny.samples(SAMPLES)
+    with running(
+        VLLMServer(models["a"], tmp_path / "log", DEVELOPERS, **few | config.server_arguments)
+    ) as server:
+        config = config.model_copy(update={"urls": [server.url]})
+        placement = Placement(vocabulary=TOKENS)
+        teacher = VLLMTeacher("a", published["a"], config, asked=Asked(0.7), placement=placement)
+        found = [teacher.score(samples).rows for _ in range(2)]
+        teacher.close()
+    due = LocalTeacher("here", models["a"]).score(samples).rows
+    for rows in found:
+        torch.testing.assert_close(rows, due, atol=1e-4, rtol=1e-4)
+
+
 def test_what_is_wrong_is_said_in_one_sentence(served):
     with pytest.raises(TeacherError, match="what the published weights give"):
         served(model="b").score(tiny.samples([(2, 3)]))
@@ -91,7 +114,7 @@ def test_what_is_wrong_is_said_in_one_sentence(served):
 
 def test_the_doctor_visits_it(vllm, models, published):
     def found(**entry):
-        entry = {"type": "vllm", "urls": [vllm.url], "path": published["a"]} | entry
+        entry = {"type": "vllm", "signal": "topk", "urls": [vllm.url], "path": published["a"]} | entry
         recipe = tiny_recipe(
             model={"path": str(models["a"])},
             base=None,
@@ -126,7 +149,8 @@ def test_a_server_that_is_killed_is_asked_again_once_it_proves_its_weights(vllm,
         served(patience=0.1).score(samples)
 
 
-def test_a_merge_starts_its_vllm_teacher_and_ends_it(models, tmp_path):
+@pytest.mark.parametrize("loss", [{"type": "topk", "k": 5}, {"type": "full"}])
+def test_a_merge_starts_its_vllm_teacher_and_ends_it(models, tmp_path, loss):
     """Beside one in this process: what is learned is what two teachers in this process teach."""
     reason = install(CPU_SERVER)
     if reason is not None:
@@ -134,7 +158,8 @@ def test_a_merge_starts_its_vllm_teacher_and_ends_it(models, tmp_path):
     group = {"type": "vllm", "command": SERVE, "arguments": {"max-model-len": 64, "max-num-seqs": 8}}
     found = []
     for server in (False, True):
-        own = {"type": "vllm", "servers": "own"} if server else {}
+        signal = "topk" if loss["type"] == "topk" else "hidden"
+        own = {"type": "vllm", "servers": "own", "signal": signal} if server else {}
         recipe = tiny_recipe(
             model={"path": str(models["b"])},
             base=None,
@@ -144,7 +169,7 @@ def test_a_merge_starts_its_vllm_teacher_and_ends_it(models, tmp_path):
             distill={
                 "steps": 2,
                 "prompts_per_domain": 4,
-                "loss": {"type": "topk", "k": 5},
+                "loss": loss,
                 "teachers": "local",
             },
             baselines={"methods": []},

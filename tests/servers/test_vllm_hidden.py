@@ -1,0 +1,170 @@
+"""Hidden states of a vLLM server that pools: they are its model's, or the answer is not used."""
+
+import contextlib
+
+import numpy as np
+import pytest
+import tiny
+import torch
+from little_vllm import little_vllm
+from recipes import tiny_recipe
+from served_models import recipe_tokenizer
+from vllm_server import write_vllm_models
+
+from opd.config.servers import ServerGroupConfig
+from opd.config.teachers import VLLMTeacherConfig
+from opd.errors import TeacherError
+from opd.kernels.head import Head
+from opd.pipelines.commands.publish import publish_checkpoint
+from opd.pipelines.doctor.checks import check_kinds
+from opd.teachers.kinds import Placement
+from opd.teachers.local_teacher import LocalTeacher
+from opd.teachers.served_teacher import Asked
+from opd.teachers.vllm_teacher import VLLMTeacher
+
+pytest.importorskip("aiohttp", reason="needs the extra sglang")
+TOKENS = len(recipe_tokenizer())
+SAMPLES = [(3, 4), (1, 1), (5, 0), (9, 7), (100, 100)]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    return write_vllm_models(tmp_path_factory.mktemp("vllm"))
+
+
+@pytest.fixture(scope="module")
+def published(models, tmp_path_factory):
+    root = tmp_path_factory.mktemp("published")
+    for name, path in models.items():
+        publish_checkpoint(path, root / name)
+    return {name: str(root / name) for name in models}
+
+
+def samples_of(shapes):
+    """Without the last token, which is one too many for the teachers here."""
+    made = tiny.samples(shapes)
+    for sample in made:
+        for ids in (sample.prompt_ids, sample.response_ids):
+            np.minimum(ids, TOKENS - 2, out=ids)
+    return made
+
+
+@pytest.fixture
+def pooling(models):
+    with little_vllm(models["a"]) as (url, server):
+        server.pools = True
+        yield url, server
+
+
+@contextlib.contextmanager
+def teacher_of(published, url, model="a", **settings):
+    asked = Asked(temperature=0.7)
+    config = VLLMTeacherConfig(path=published[model], urls=[url], **({"attempts": 1} | settings))
+    teacher = VLLMTeacher(
+        model, published[model], config, asked=asked, placement=Placement(vocabulary=TOKENS - 1)
+    )
+    try:
+        yield teacher
+    finally:
+        teacher.close()
+
+
+def test_they_are_the_models_own_at_any_temperature_and_padding(pooling, published, models):
+    samples = samples_of(SAMPLES)
+    with teacher_of(published, pooling[0]) as teacher:
+        found, head = teacher.score(samples).rows, teacher.load_head()
+        assert isinstance(head, Head)
+        assert teacher.pool.counters.requests > 0
+    torch.testing.assert_close(found, LocalTeacher("here", models["a"]).score(samples).rows)
+
+
+def test_in_bfloat16_as_the_server_tells(pooling, published, models):
+    url, server = pooling
+    server.settings["dtype"] = "torch.bfloat16"
+    samples = samples_of(SAMPLES)
+    with teacher_of(published, url) as teacher:
+        found = teacher.score(samples).rows
+    due = LocalTeacher("here", models["a"]).score(samples).rows
+    assert torch.equal(found, due.bfloat16().float())
+
+
+def test_a_server_that_tells_nothing_is_asked_in_the_dtype_of_the_weights(pooling, published, models):
+    url, server = pooling
+    server.settings = None
+    samples = samples_of(SAMPLES)
+    with teacher_of(published, url) as teacher:
+        found = teacher.score(samples).rows
+    torch.testing.assert_close(found, LocalTeacher("here", models["a"]).score(samples).rows)
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (lambda content: content[:-4], r"hidden states of \d+ bytes came, due are"),
+        (lambda content: b"", "hidden states of 0 bytes came"),
+        (lambda content: content * 3, "more than the"),
+        (lambda content: np.full(len(content) // 4, np.nan, "<f4").tobytes(), "is not finite"),
+        (lambda content: bytes(len(content)), "has lost its weights"),
+    ],
+)
+def test_what_is_damaged_is_never_used(pooling, published, change, sentence):
+    url, server = pooling
+    with teacher_of(published, url, patience=0.1) as teacher:
+        teacher.connect()
+        server.change = change
+        with pytest.raises(TeacherError, match=sentence):
+            teacher.score(samples_of([(3, 4)]))
+
+
+def test_another_model_another_width_and_a_server_that_writes_are_found(pooling, published, models):
+    url, server = pooling
+    with (
+        teacher_of(published, url, "b") as teacher,
+        pytest.raises(TeacherError, match="published weights give"),
+    ):
+        teacher.score(samples_of(SAMPLES))
+    server.change = lambda content: content * 2
+    with (
+        teacher_of(published, url) as teacher,
+        pytest.raises(TeacherError, match=r"of width 64, .* takes 32"),
+    ):
+        teacher.score(samples_of(SAMPLES))
+    server.change, server.pools = lambda content: content, False
+    with (
+        teacher_of(published, url) as teacher,
+        pytest.raises(TeacherError, match="start it with --runner pooling"),
+    ):
+        teacher.score(samples_of(SAMPLES))
+    server.pools = True
+    with teacher_of(published, url) as teacher, pytest.raises(TeacherError, match=r"258 tokens.* take 257"):
+        teacher.score(samples_of([(200, 58)]))
+
+
+def test_the_doctor_asks_for_them(pooling, published, models):
+    url, server = pooling
+
+    def visited(path):
+        entry = {"type": "vllm", "path": str(path), "urls": [url]}
+        recipe = tiny_recipe(
+            model={"path": str(models["a"])},
+            base=None,
+            teachers={"sort": entry, "add3": {"path": str(models["a"])}},
+            distill={"steps": 1},
+            baselines={"methods": []},
+        )
+        return next(iter(check_kinds(recipe)))
+
+    assert "of what the published weights give" in visited(published["a"]).detail
+    assert "hidden states as wide as the model's" in visited(models["a"]).detail
+    assert "serves another model" in visited(published["b"]).detail
+    server.pools = False
+    assert "--pooler-config" in visited(models["a"]).detail
+
+
+def test_a_group_is_started_to_pool():
+    group = ServerGroupConfig(
+        type="vllm", arguments=VLLMTeacherConfig(path="a", urls=["http://a:1"]).server_arguments
+    )
+    assert group.words[:4] == ["--runner", "pooling", "--convert", "embed"]
+    scores = VLLMTeacherConfig(path="a", urls=["http://a:1"], signal="topk").server_arguments
+    assert scores == {"max-logprobs": -1}
