@@ -5,6 +5,7 @@ stays here. How servers are asked, and how they prove what they serve, is their 
 from __future__ import annotations
 
 import hashlib
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
@@ -94,11 +95,14 @@ def check_temperature(name: str, config: ServedTeacherConfig, temperature: float
 
 
 def rebuild_with(published: PublishedModel) -> Rebuild:
-    """By the head of `published`, over all of its rows, as a server has them; read at each call."""
+    """By the head of `published`, over all of its rows, as a server has them; read at each call, by one
+    thread at a time.
+    """
+    reading = threading.Lock()  # servers are admitted side by side, whose heads would be here at once
 
     def rebuild(rows: np.ndarray, ids: np.ndarray) -> np.ndarray:
-        head = read_head(published, torch.float32, torch.device("cpu"))
-        with torch.no_grad():
+        with reading, torch.no_grad():
+            head = read_head(published, torch.float32, torch.device("cpu"))
             hidden, tokens = torch.from_numpy(rows), torch.from_numpy(ids.astype(np.int64))
             return linear_logprobs(hidden, head, tokens).float().numpy()
 

@@ -262,6 +262,8 @@ class SharedBase(StreamedTeacher):
     @torch.no_grad()
     def score_all(self, asked: Mapping[LoRATeacher, Sequence[Sample]]) -> dict[LoRATeacher, list[Tensor]]:
         """Hidden states `[R, D]` of each teacher's samples, all in one pass over the layers."""
+        if self.collective or any(asked.values()):
+            self.prefetch()  # beside packing
         packed = {teacher: self._pack(samples) for teacher, samples in asked.items()}
         self._works = {teacher: [work for work, _ in batches] for teacher, batches in packed.items()}
         everything = [work for works in self._works.values() for work in works]

@@ -12,7 +12,7 @@ import asyncio
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,7 +22,8 @@ import torch
 
 from opd.config import Recipe, TopKKL
 from opd.config.teachers import VLLMTeacherConfig
-from opd.errors import OpdError, TeacherError
+from opd.errors import ConfigError, OpdError, TeacherError
+from opd.foreign import decoding, whole
 from opd.kernels.ops import linear_logprobs
 from opd.models.hf_folder import read_object
 from opd.served.http_pool import HTTPPool, RefusedError, Server
@@ -63,7 +64,6 @@ _POOLER = VLLMTeacherConfig.POOLER
 _POOLING = f"--runner pooling --convert embed --pooler-config '{_POOLER}'"
 _WIDER = 64
 """Of the probe so many times the bytes that are due are read, to say that hidden states are wider."""
-_STORED = {"BF16": "bfloat16", "F16": "float16"}
 
 
 @dataclass(slots=True)
@@ -71,16 +71,14 @@ class Rows:
     """The hidden states that are due."""
 
     width: int
-    dtype: str
-    """By the published weights."""
     rebuild: Rebuild | None = None
     """`None` before the model is published: then nothing is compared."""
     told: dict[str, str] = field(default_factory=dict)
-    """Of the servers, by URL, that tell what they compute in."""
+    """What the servers compute in, by URL; of one that does not tell, float32 holds what any gives."""
 
     def dtype_of(self, server: Server) -> str:
         """In which `server` is asked for them."""
-        return self.told.get(server.url, self.dtype)
+        return self.told.get(server.url, "float32")
 
 
 @dataclass(slots=True)
@@ -122,7 +120,8 @@ async def admit(pool: HTTPPool, server: Server, expected: Expected) -> float | N
         if held != expected.checksum:
             raise TeacherError(
                 f"{pool.owner}: the weights of {server.url} have checksum {held or 'none that it tells'}, the"
-                f" recipe says {expected.checksum}; serve the right weights, with VLLM_SERVER_DEV_MODE=1."
+                f" recipe says {expected.checksum}; serve the right weights, with VLLM_SERVER_DEV_MODE=1, or"
+                " take what `opd doctor` prints (a server that pools leaves out the head)."
             )
     settings = await model_settings(pool, server)
     served = await _probe(pool, server, expected, settings)
@@ -154,8 +153,7 @@ async def _probe(
         if rows is None:
             return await probe(pool, server, top_k, expected.vocabulary)
         told = str((settings or {}).get("dtype")).removeprefix("torch.")
-        if told in DTYPES:
-            rows.told[server.url] = told
+        rows.told[server.url] = told if told in DTYPES else "float32"
         found = await hidden_states(pool, server, Question("probe", PROBE, 0), rows, _WIDER)
         return None if rows.rebuild is None else await asyncio.to_thread(rows.rebuild, found, PROBE[1:])
     except RefusedError as refusal:
@@ -183,13 +181,18 @@ async def hidden_states(
     body, due = hidden_body(question, dtype), hidden_bytes(question, rows.width, dtype)
     _, content = await pool.fetch(server, "POST", POOL, body, wider * due)
     found, odd = divmod(len(content), due // rows.width)
-    if wider > 1 and found != rows.width and not odd:
+    if wider > 1 and 0 < found != rows.width and not odd:
         raise TeacherError(
             f"{pool.owner}: {server.url} returns hidden states of width {found}, the published head takes"
             f" {rows.width}; check which model is behind the URL."
         )
-    states = await asyncio.to_thread(hidden_of, content, question, rows.width, dtype)
-    if says_nothing(states, question.tokens[:-1]):
+
+    def checked() -> tuple[np.ndarray, bool]:
+        states = hidden_of(content, question, rows.width, dtype)
+        return states, says_nothing(states, question.tokens[:-1])
+
+    states, nothing = await asyncio.to_thread(checked)  # some megabytes: other answers go on
+    if nothing:
         raise lost_weights(pool.owner, server.url, "all hidden states of an answer are the same")
     return states
 
@@ -200,6 +203,12 @@ async def _read_published(pool: HTTPPool, expected: Expected) -> None:
         expected.logprobs = await asyncio.to_thread(expected.published)
         expected.source = "the published weights give"
     except TeacherError as trouble:  # an architecture that is not read layer by layer
+        if expected.rows is not None and expected.checksum is None:
+            raise TeacherError(
+                f"{pool.owner}: nothing proves that hidden states of its servers are of the published model,"
+                f" since {str(trouble).rstrip('.')}; set signal to topk, give checksum, or serve it with"
+                " SGLang."
+            ) from None
         expected.published = None
         _log.warning("%s: its servers are compared with each other alone, since %s", pool.owner, trouble)
 
@@ -217,16 +226,15 @@ def _compare(pool: HTTPPool, server: Server, served: np.ndarray, expected: Expec
 
 def rows_of(published: PublishedModel) -> Rows:
     """Of the servers of a published model."""
-    head = published.manifest.head
-    stored = next(iter(published.manifest.units["head"].tensors.values())).dtype
-    return Rows(head.hidden, _STORED.get(stored, "float32"), rebuild_with(published))
+    return Rows(published.manifest.head.hidden, rebuild_with(published))
 
 
-def _rows_described(config: Mapping[str, Any]) -> Rows:
-    """Of the servers of a model that is not published yet."""
-    text = config.get("text_config", config)
-    dtype = str(text.get("dtype", text.get("torch_dtype", "float32")))
-    return Rows(int(text["hidden_size"]), dtype if dtype in DTYPES else "float32")
+def _rows_described(path: str) -> Rows:
+    """Of the servers of a model that is not published yet. Raises `ConfigError`."""
+    with small_files(path) as folder:
+        config = read_object(folder / "config.json")
+    with decoding(lambda cause: ConfigError(f"{path}/config.json does not say hidden_size ({cause}).")):
+        return Rows(whole(config.get("text_config", config)["hidden_size"], 1, 2**31, "hidden_size"))
 
 
 class VLLMTeacher(ServedTeacher):
@@ -273,11 +281,13 @@ class VLLMTeacher(ServedTeacher):
 
     async def _ask(self, question: Question) -> Any:
         rows, top_k = self._expected.rows, self._expected.top_k
+        if rows is not None:
+            return await self.pool.call(
+                len(question.tokens), lambda server: hidden_states(self.pool, server, question, rows)
+            )
         body, most = scoring_body(question, top_k), most_bytes(question, top_k)
 
         async def attempt(server: Server) -> Any:
-            if rows is not None:
-                return await hidden_states(self.pool, server, question, rows)
             answer = await self.pool.ask(server, "POST", SCORE, body, most)
             # A long sample's answer has some hundred thousand entries: other answers go on.
             return await asyncio.to_thread(scores_of, answer, question, top_k, self._vocabulary)
@@ -308,14 +318,13 @@ def _check(name: str, settings: VLLMTeacherConfig, recipe: Recipe) -> Iterator[s
     def prepare(stack: ExitStack) -> Visit:
         assert settings.path is not None
         loss, by_weights, vocabulary, rows = recipe.distill.loss, None, 2**31, None
+        hidden = settings.signal == "hidden"
         if is_published(settings.path):
             published = stack.enter_context(PublishedModel.open(settings.path))
             vocabulary, by_weights = published.manifest.head.vocabulary, _published(settings.path, None)
-            rows = rows_of(published)
-        else:
-            with small_files(settings.path) as folder:
-                rows = _rows_described(read_object(folder / "config.json"))
-        rows = rows if settings.signal == "hidden" else None
+            rows = rows_of(published) if hidden else None
+        elif hidden:
+            rows = _rows_described(settings.path)
         top_k = min(loss.k, vocabulary) if isinstance(loss, TopKKL) and settings.signal == "topk" else 0
         expected = Expected(vocabulary, rows, top_k, by_weights, settings.checksum)
         return lambda pool, server: _visit(pool, server, expected)

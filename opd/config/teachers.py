@@ -314,6 +314,11 @@ class VLLMTeacherConfig(ServedTeacherConfig):
             return {"max-logprobs": -1}
         return {"runner": "pooling", "convert": "embed", "pooler-config": self.POOLER}
 
+    @property
+    def server_environment(self) -> dict[str, str]:
+        """The developers' mode, in which a server tells what it computes in."""
+        return {"VLLM_SERVER_DEV_MODE": "1"}
+
 
 def _named(value: Any) -> Any:
     """`streamed` is short for `{type: streamed}`."""

@@ -72,11 +72,17 @@ class LittleVLLM:
 
     def hidden(self, body: dict[str, Any]) -> bytes:
         """Of every token that is sent."""
-        assert (body["task"], body["encoding_format"]) == ("token_embed", "bytes_only")
-        ids = torch.tensor(body["input"])
+        ids, dtype = torch.tensor(body.pop("input")), body.pop("embed_dtype")
+        assert body == {
+            "task": "token_embed",
+            "use_activation": False,
+            "encoding_format": "bytes_only",
+            "endianness": "little",
+            "add_special_tokens": False,
+        }
         with torch.no_grad():
             found = self.model.hidden(ids, torch.arange(len(ids)), [0, len(ids)])
-        return self.change(bytes(bytes_of(found.to(getattr(torch, body["embed_dtype"])))))
+        return self.change(bytes(bytes_of(found.to(getattr(torch, dtype)))))
 
     def checksums(self) -> dict[str, str]:
         own, found = dict(self.model.weights()), {}

@@ -17,6 +17,7 @@ from opd.errors import TeacherError
 from opd.kernels.head import Head
 from opd.pipelines.commands.publish import publish_checkpoint
 from opd.pipelines.doctor.checks import check_kinds
+from opd.teachers import vllm_teacher
 from opd.teachers.kinds import Placement
 from opd.teachers.local_teacher import LocalTeacher
 from opd.teachers.served_teacher import Asked
@@ -78,6 +79,18 @@ def test_they_are_the_models_own_at_any_temperature_and_padding(pooling, publish
     torch.testing.assert_close(found, LocalTeacher("here", models["a"]).score(samples).rows)
 
 
+def test_what_nothing_proves_is_refused(pooling, published, monkeypatch):
+    def not_read(*_):
+        raise TeacherError("it is a mixture of experts.")
+
+    monkeypatch.setattr(vllm_teacher.StreamedTeacher, "score", not_read)
+    with (
+        teacher_of(published, pooling[0]) as teacher,
+        pytest.raises(TeacherError, match=r"nothing proves .* since it is a mixture of experts; set signal"),
+    ):
+        teacher.score(samples_of(SAMPLES))
+
+
 def test_in_bfloat16_as_the_server_tells(pooling, published, models):
     url, server = pooling
     server.settings["dtype"] = "torch.bfloat16"
@@ -88,7 +101,7 @@ def test_in_bfloat16_as_the_server_tells(pooling, published, models):
     assert torch.equal(found, due.bfloat16().float())
 
 
-def test_a_server_that_tells_nothing_is_asked_in_the_dtype_of_the_weights(pooling, published, models):
+def test_a_server_that_tells_nothing_is_asked_in_float32(pooling, published, models):
     url, server = pooling
     server.settings = None
     samples = samples_of(SAMPLES)
