@@ -116,11 +116,15 @@ COLDEST = 0.01
 """The lowest temperature above 0: vLLM takes it in place of a lower one."""
 
 
+SPECULATES = "vLLM 0.32 tells log-probabilities of what is left after its drafts, not those it draws by"
+
+
 class VLLMEngineConfig(ServedEngineConfig):
     """The student writes on vLLM workers, as on those of SGLang. They are started with VLLM_SERVER_DEV_MODE=1
     (on an address that only this run's machines reach), `--enable-scale-out` and `--logprobs-mode
     processed_logprobs`, or `raw_logprobs` where the recipe has a `top_p` or `top_k`; groups of `servers` are.
-    Temperatures below 0.01, and others than 1 in a recipe with a `top_p` or `top_k`, are refused."""
+    Temperatures below 0.01, others than 1 in a recipe with a `top_p` or `top_k`, and speculative decoding are
+    refused."""
 
     type: Literal["vllm"]
     sync: Literal["folder"] = "folder"

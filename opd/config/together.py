@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING
 
 from opd.config.servers import shared_devices
 from opd.config.specialist import SpecialistConfig
-from opd.config.teachers import COLDEST, ServedEngineConfig, ServerConfig, TorchEngineConfig
+from opd.config.teachers import (
+    COLDEST,
+    SPECULATES,
+    ServedEngineConfig,
+    ServerConfig,
+    TorchEngineConfig,
+    VLLMEngineConfig,
+)
 from opd.config.watch import check_metrics
 
 if TYPE_CHECKING:
@@ -158,8 +165,13 @@ def _one_stage_for_the_workers(recipe: Recipe) -> None:
 
 def _vllm_tells_what_it_draws(recipe: Recipe) -> None:
     """Its log-probabilities are at the temperature and after cuts, or at 1 and before them."""
-    if recipe.rollout.engine.type != "vllm":
+    engine = recipe.rollout.engine
+    if not isinstance(engine, VLLMEngineConfig):
         return
+    if engine.servers in recipe.servers and "speculative-config" in recipe.servers[engine.servers].arguments:
+        raise ValueError(
+            f"servers.{engine.servers}.arguments has speculative-config: {SPECULATES}; leave it out"
+        )
     for where, rollout in recipe.rollouts().items():
         heat = rollout.temperature
         if heat < COLDEST:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from opd.config.teachers import SPECULATES
 from opd.errors import RolloutError
 from opd.foreign import decoding, shown
 from opd.kernels.ops import linear_logprobs
@@ -27,7 +28,7 @@ from opd.rollout.weight_proof import check_config, check_form
 from opd.served.http_pool import RefusedError, Server, UnavailableError
 from opd.served.sglang_answers import PROBE
 from opd.served.vllm_answers import model_of
-from opd.served.vllm_server import OF_NOTHING, checksums, model_settings, probe, tolerance
+from opd.served.vllm_server import OF_NOTHING, checksums, model_settings, probe, server_settings, tolerance
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -148,12 +149,17 @@ class VLLMVerbs(Verbs):
         """Whether it tells what it holds, as many tokens as a request may have, and log-probabilities as they
         are needed.
         """
-        told = await model_settings(self.pool, server)
-        if told is None:
+        config = await server_settings(self.pool, server)
+        if config is None:
             raise RolloutError(
                 f"{server.url} tells nothing of its settings and takes no weights; start it with"
                 " VLLM_SERVER_DEV_MODE=1 in its environment."
             )
+        if config.get("speculative_config") is not None:
+            raise RolloutError(
+                f"{server.url} speculates: {SPECULATES}; start it without --speculative-config."
+            )
+        told = config["model_config"]
         if (mode := told.get("logprobs_mode")) != self._mode:
             raise RolloutError(
                 f"{server.url} tells {shown(mode)}, and the recipe's temperature, top_p and top_k need"

@@ -20,14 +20,23 @@ OF_NOTHING = hashlib.sha256(b"").hexdigest()
 """What a server on a CPU tells of a tensor that it has packed away."""
 
 
-async def model_settings(pool: HTTPClient, server: Server) -> dict[str, Any] | None:
-    """How it serves its model, as it calls that; `None` if it does not tell. Raises `UnavailableError`."""
+async def server_settings(pool: HTTPClient, server: Server) -> dict[str, Any] | None:
+    """All that it tells of itself, in its own words, `model_config` in it; `None` if it does not tell. Raises
+    `UnavailableError`.
+    """
     try:
         told = await pool.ask(server, "GET", "/server_info?config_format=json")
     except RefusedError:
         return None
     with decoding(lambda cause: UnavailableError(f"{server.url}/server_info: {cause}", answered=True)):
-        return dict(told["vllm_config"]["model_config"])
+        config = dict(told["vllm_config"])
+        return config | {"model_config": dict(config["model_config"])}
+
+
+async def model_settings(pool: HTTPClient, server: Server) -> dict[str, Any] | None:
+    """How it serves its model, as it calls that; `None` if it does not tell. Raises `UnavailableError`."""
+    told = await server_settings(pool, server)
+    return None if told is None else told["model_config"]
 
 
 def tolerance(settings: dict[str, Any] | None) -> float:

@@ -44,6 +44,7 @@ class LittleVLLM:
         """Whether it packs linear layers away, as on a CPU."""
         self.seconds = 0.0
         """Between two tokens."""
+        self.speculates: dict[str, Any] | None = None
         self.pools = False
         """Whether it gives hidden states and writes nothing."""
         self.change: Callable[[bytes], bytes] = lambda content: content
@@ -108,6 +109,7 @@ class LittleVLLM:
         """To anything but what is written; `None` if it knows no such path."""
         if path == "/server_info":
             config = {"model_config": self.settings, "instance_id": str(id(self))}
+            config["speculative_config"] = self.speculates
             return None if self.settings is None else {"vllm_config": config}
         if path == "/v1/models":
             return {

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -129,10 +130,24 @@ class SGLangServer:
     def kill(self) -> None:
         """Kill it and all it has started, at once; it can be launched again at its port."""
         guard = self._server._guard
+        left: set[str] = set()
         if guard is not None:
             with contextlib.suppress(ProcessLookupError):
+                left = _shared_memory(guard.pid)  # which nobody is left to remove
                 os.killpg(guard.pid, signal.SIGKILL)
         self.end()
+        for path in left:
+            Path(path).unlink(missing_ok=True)
+
+
+def _shared_memory(group: int) -> set[str]:
+    """Files that processes of a group have mapped."""
+    found = set()
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if os.getpgid(int(folder.name)) == group:
+                found |= set(re.findall(r"/dev/shm/\S+", (folder / "maps").read_text()))
+    return found
 
 
 Server = TypeVar("Server", bound=SGLangServer)

@@ -224,6 +224,21 @@ def test_what_it_was_started_with_has_to_fit(engine, models):
             update(engine(**settings), models["a"], 1)
 
 
+def test_a_server_that_speculates_is_refused(folders, models, tmp_path):
+    """Its log-probabilities would be 0 and -9999."""
+    own = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 2}
+    environment, told = {"VLLM_SERVER_DEV_MODE": "1"}, {"speculative-config": json.dumps(own), **TOLD}
+    with running(VLLMServer(folders["a"], tmp_path / "log", environment, **told)) as server:
+        push = FolderPush(WeightFolder(tmp_path / "weights", folders["a"]))
+        options = PoolOptions([server.url], patience=QUICK)
+        served = VLLMEngine(options, ALL_ROWS, push, version=-1, outputs=Outputs(folders["a"], "float32"))
+        try:
+            with pytest.raises(RolloutError, match="start it without --speculative-config"):
+                update(served, models["a"], 0)
+        finally:
+            served.close()
+
+
 def test_another_architecture_is_refused_before_it_is_given(vllm, engine, models, tmp_path):
     write_model(tmp_path / "other", seed=0, **(MODEL | {"num_hidden_layers": 3}), vocab_size=PADDED)
     other = CausalLM.from_pretrained(tmp_path / "other")

@@ -253,13 +253,14 @@ def test_what_is_packed_away_is_found_in_the_outputs(engine, little, models, mon
         ({"settings": None}, "start it with VLLM_SERVER_DEV_MODE=1"),
         ({"closed": {"/inference/v1/generate": 403}}, "start it with --enable-scale-out"),
         ({"mode": "raw_logprobs"}, "start it with --logprobs-mode processed_logprobs"),
+        ({"speculates": {"method": "ngram"}}, "speculates: .*; start it without --speculative-config"),
         ({"length": 100}, "takes 100 tokens a request, and responses may need 250"),
     ],
 )
 def test_what_it_was_started_with_is_said(engine, little, models, change, words):
     little.settings["logprobs_mode"] = change.get("mode", "processed_logprobs")
     little.settings["max_model_len"] = change.get("length", 256)
-    little.closed = change.get("closed", {})
+    little.closed, little.speculates = change.get("closed", {}), change.get("speculates")
     little.settings = change.get("settings", little.settings)
     with pytest.raises(RolloutError, match=words):
         update(engine(), models["a"], 1)
@@ -303,6 +304,11 @@ OWN = {"type": "vllm", "servers": "own"}
         ({"engine": HERE | {"sync": "tensors"}}, {}, "sync cannot be tensors; leave it out"),
         ({"engine": HERE, "temperature": 0.005}, {}, "in place of which vLLM takes 0.01"),
         ({"engine": HERE, "temperature": 0.7, "top_p": 0.9}, {}, "set every temperature to 1"),
+        (
+            {"engine": OWN},
+            {"servers": {"own": {"type": "vllm", "arguments": {"speculative-config": "{}"}}}},
+            "tells log-probabilities of what is left after its drafts",
+        ),
         (
             {"engine": HERE},
             {"runtime": {"workers": 2}},
