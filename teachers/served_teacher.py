@@ -109,6 +109,22 @@ def rebuild_with(published: PublishedModel) -> Rebuild:
     return rebuild
 
 
+def compare(who: str, served: np.ndarray, due: np.ndarray, most: float, source: str) -> float:
+    """By how much the probe's log-probabilities differ, in nats. Raises `TeacherError` above `most`.
+
+    Args:
+        who: The teacher and the server.
+        source: Where the ones that are `due` come from: what follows "from what".
+    """
+    apart = float(np.abs(served - due).max())
+    if not apart <= most:
+        raise TeacherError(
+            f"{who} serves another model, vocabulary or other weights than the recipe's: its"
+            f" log-probabilities differ by up to {apart:.3g} nats from what {source}."
+        )
+    return apart
+
+
 def lost_weights(owner: str, url: str, sign: str) -> TeacherError:
     """Of a server that answers as if all were well, such as one that was put to sleep and woken."""
     return TeacherError(

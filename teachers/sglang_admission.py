@@ -33,7 +33,7 @@ from opd.served.sglang_answers import (
     versions_of,
 )
 from opd.storage.published import PublishedModel
-from opd.teachers.served_teacher import Rebuild, lost_weights, rebuild_with
+from opd.teachers.served_teacher import Rebuild, compare, lost_weights, rebuild_with
 
 _log = logging.getLogger(__name__)
 
@@ -227,14 +227,18 @@ async def _check_outputs(
         served = found[0]
         if expected.logprobs is None and expected.rebuild is not None:
             rebuilt = await asyncio.to_thread(expected.rebuild, rows[:-1], PROBE[1:-1])
-            _compare(pool.owner, server, served, rebuilt, expected.tolerance, "the published head gives")
+            compare(
+                f"{pool.owner}: {server.url}", served, rebuilt, expected.tolerance, "the published head gives"
+            )
     else:
         body = logprob_body(Question("probe", PROBE[:-1], 0))
         answer = await pool.ask(server, "POST", "/generate", body, most_bytes(body))
         served = logprobs_of(answer, PROBE[:-1], 0, head.rows)
     if expected.logprobs is None:
         expected.logprobs = served
-    _compare(pool.owner, server, served, expected.logprobs, expected.tolerance, "the first server gave")
+    compare(
+        f"{pool.owner}: {server.url}", served, expected.logprobs, expected.tolerance, "the first server gave"
+    )
 
 
 def check_width(owner: str, server: Server, answer: dict[str, Any], width: int) -> None:
@@ -248,17 +252,6 @@ def check_width(owner: str, server: Server, answer: dict[str, Any], width: int) 
         raise TeacherError(
             f"{owner}: {server.url} returns hidden states of width {found}, the published head takes {width};"
             " check which model is behind the URL."
-        )
-
-
-def _compare(
-    owner: str, server: Server, served: np.ndarray, due: np.ndarray, tolerance: float, source: str
-) -> None:
-    apart = float(np.abs(served - due).max())
-    if not apart <= tolerance:
-        raise TeacherError(
-            f"{owner}: {server.url} serves another model, vocabulary or other weights than the recipe's: its"
-            f" log-probabilities differ by up to {apart:.3g} nats from what {source}."
         )
 
 

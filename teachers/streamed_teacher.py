@@ -155,12 +155,12 @@ class StreamedTeacher:
 
     def score_pieces(self, samples: Sequence[Sample]) -> RowPieces:
         """The rows of `score`, those of a long sample in pieces; each micro-batch keeps one [T, D]."""
-        if samples or self.collective:
-            self.prefetch()  # beside packing
+        if not samples and not self.collective:
+            return
+        self.prefetch()  # beside packing
         batches = self._pack(samples)
-        if batches or self.collective:
-            with torch.no_grad():
-                self._pass_by([work for work, _ in batches])
+        with torch.no_grad():
+            self._pass_by([work for work, _ in batches])
         while batches:
             work, part = batches.pop(0)  # its hidden states go with it
             yield from row_pieces(part, work.last_hidden(), self.sequence_chunk)
@@ -211,8 +211,7 @@ class StreamedTeacher:
         return batches
 
     def _pass_by(self, batches: list[PackedWork]) -> None:
-        """Take every unit once, in order, and run it over all micro-batches."""
-        self.prefetch()
+        """Take every unit of what was prefetched once, in order, and run it over all micro-batches."""
         asked, self._pass = self._pass, None
         assert asked is not None
         before = self.stream.stall_seconds
@@ -262,13 +261,14 @@ class SharedBase(StreamedTeacher):
     @torch.no_grad()
     def score_all(self, asked: Mapping[LoRATeacher, Sequence[Sample]]) -> dict[LoRATeacher, list[Tensor]]:
         """Hidden states `[R, D]` of each teacher's samples, all in one pass over the layers."""
-        if self.collective or any(asked.values()):
+        reads = self.collective or any(asked.values())
+        if reads:
             self.prefetch()  # beside packing
         packed = {teacher: self._pack(samples) for teacher, samples in asked.items()}
         self._works = {teacher: [work for work, _ in batches] for teacher, batches in packed.items()}
         everything = [work for works in self._works.values() for work in works]
         try:
-            if everything or self.collective:
+            if reads:
                 self._pass_by(everything)
         finally:
             self._works = {}

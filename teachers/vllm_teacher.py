@@ -12,6 +12,7 @@ import asyncio
 import hashlib
 import json
 import logging
+import shlex
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ import numpy as np
 import torch
 
 from opd.config import Recipe, TopKKL
+from opd.config.servers import ServerGroupConfig
 from opd.config.teachers import VLLMTeacherConfig
 from opd.errors import ConfigError, OpdError, TeacherError
 from opd.foreign import decoding, whole
@@ -48,6 +50,7 @@ from opd.teachers.served_teacher import (
     Rebuild,
     ServedTeacher,
     Visit,
+    compare,
     lost_weights,
     opener,
     rebuild_with,
@@ -60,8 +63,7 @@ from opd.types import Sample
 _log = logging.getLogger(__name__)
 
 
-_POOLER = VLLMTeacherConfig.POOLER
-_POOLING = f"--runner pooling --convert embed --pooler-config '{_POOLER}'"
+_POOLING = shlex.join(ServerGroupConfig(type="vllm", arguments=VLLMTeacherConfig.POOLING).words)
 _WIDER = 64
 """Of the probe so many times the bytes that are due are read, to say that hidden states are wider."""
 
@@ -132,7 +134,8 @@ async def admit(pool: HTTPPool, server: Server, expected: Expected) -> float | N
             await _read_published(pool, expected)
         if expected.logprobs is None:
             expected.logprobs = served
-    return _compare(pool, server, served, expected, tolerance(settings))
+    who, most = f"{pool.owner}: {server.url}", tolerance(settings)
+    return compare(who, served, expected.logprobs, most, expected.source)
 
 
 async def checksum(pool: HTTPPool, server: Server) -> str | None:
@@ -211,17 +214,6 @@ async def _read_published(pool: HTTPPool, expected: Expected) -> None:
             ) from None
         expected.published = None
         _log.warning("%s: its servers are compared with each other alone, since %s", pool.owner, trouble)
-
-
-def _compare(pool: HTTPPool, server: Server, served: np.ndarray, expected: Expected, most: float) -> float:
-    assert expected.logprobs is not None
-    apart = float(np.abs(served - expected.logprobs).max())
-    if not apart <= most:
-        raise TeacherError(
-            f"{pool.owner}: {server.url} serves another model, vocabulary or other weights than the recipe's:"
-            f" its log-probabilities differ by up to {apart:.3g} nats from what {expected.source}."
-        )
-    return apart
 
 
 def rows_of(published: PublishedModel) -> Rows:

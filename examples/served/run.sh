@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Trains three specialists and merges them, with the student on two SGLang servers, two teachers on one each and the
-# third on a vLLM server, on this machine's CPU: the run starts and ends the servers itself. Arguments go to `opd run`; --out DIR, default runs/served.
+# third on a vLLM server, on this machine's CPU: the run starts and ends the servers itself. Arguments go to `opd run`;
+# --out DIR, default runs/served.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 source examples/install.sh

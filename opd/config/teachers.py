@@ -307,16 +307,18 @@ class VLLMTeacherConfig(ServedTeacherConfig):
     VLLM_SERVER_DEV_MODE=1; `null` compares the model's outputs alone."""
 
     program: ClassVar[str] = "vllm"
-    POOLER: ClassVar[str] = '{"task": "token_embed", "use_activation": false}'
+    POOLING: ClassVar[dict[str, bool | int | float | str]] = {
+        "runner": "pooling",
+        "convert": "embed",
+        "pooler-config": '{"task": "token_embed", "use_activation": false}',
+    }
 
     @property
     def server_arguments(self) -> dict[str, bool | int | float | str]:
         """A server either gives hidden states or log-probabilities, of these 20 at most unless it is told
         otherwise when it starts; -1 is any number.
         """
-        if self.signal != "hidden":
-            return {"max-logprobs": -1}
-        return {"runner": "pooling", "convert": "embed", "pooler-config": self.POOLER}
+        return dict(self.POOLING) if self.signal == "hidden" else {"max-logprobs": -1}
 
     @property
     def server_environment(self) -> dict[str, str]:

@@ -13,6 +13,9 @@ from hub_fixtures import hub, hub_model
 from seaweedfs import BUCKET, S3Server, aws_environment, seaweedfs, weed
 from served_models import write_served_models
 from sglang_server import SGLangServer, installing, sglang_server
+from vllm_server import write_vllm_models
+
+from opd.pipelines.commands.publish import publish_checkpoint
 
 __all__ = ["hub", "hub_model"]
 CHUNK = {"chunked-prefill-size": 16}
@@ -78,3 +81,18 @@ def sglang(
         pytest.skip(f"no SGLang server: {reason}")
     with sglang_server(served_models["a"], tmp_path_factory.mktemp("sglang"), CHUNK) as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def vllm_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Folders of two models that a vLLM server can have on a CPU, by name."""
+    return write_vllm_models(tmp_path_factory.mktemp("vllm"))
+
+
+@pytest.fixture(scope="session")
+def vllm_published(vllm_models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The same, published."""
+    root = tmp_path_factory.mktemp("published")
+    for name, path in vllm_models.items():
+        publish_checkpoint(path, root / name)
+    return {name: str(root / name) for name in vllm_models}

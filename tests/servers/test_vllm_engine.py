@@ -15,9 +15,9 @@ import tiny
 from recipes import tiny_recipe, write_recipe
 from served_models import PADDED, recipe_tokenizer, write_model
 from served_writing import Corrupting, prompts, requests, rescored, update, written_over_an_update
-from sglang_server import install, running
+from sglang_server import running
 from test_served_run import Run, assert_nothing_is_left
-from vllm_server import CPU_SERVER, MODEL, SERVE, VLLMServer, write_vllm_models
+from vllm_server import MODEL, SERVE, VLLMServer, require_vllm, write_vllm_models
 
 from opd.errors import RolloutError
 from opd.models.causal_lm import CausalLM
@@ -51,9 +51,7 @@ def models(folders):
 @pytest.fixture(scope="module")
 def vllm(folders, tmp_path_factory):
     """A real server of model `a`, which prefills a few tokens at once: what is longer comes in chunks."""
-    reason = install(CPU_SERVER)
-    if reason is not None:
-        pytest.skip(f"no vLLM server: {reason}")
+    require_vllm()
     few = {"max-num-batched-tokens": 64, "max-num-seqs": 12}
     environment = {"VLLM_SERVER_DEV_MODE": "1"}
     log = tmp_path_factory.mktemp("server") / "vllm.log"
@@ -226,6 +224,7 @@ def test_what_it_was_started_with_has_to_fit(engine, models):
 
 def test_a_server_that_speculates_is_refused(folders, models, tmp_path):
     """Its log-probabilities would be 0 and -9999."""
+    require_vllm()
     own = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 2}
     environment, told = {"VLLM_SERVER_DEV_MODE": "1"}, {"speculative-config": json.dumps(own), **TOLD}
     with running(VLLMServer(folders["a"], tmp_path / "log", environment, **told)) as server:

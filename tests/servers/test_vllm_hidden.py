@@ -9,13 +9,11 @@ import torch
 from little_vllm import little_vllm
 from recipes import tiny_recipe
 from served_models import recipe_tokenizer
-from vllm_server import write_vllm_models
 
 from opd.config.servers import ServerGroupConfig
 from opd.config.teachers import VLLMTeacherConfig
 from opd.errors import TeacherError
 from opd.kernels.head import Head
-from opd.pipelines.commands.publish import publish_checkpoint
 from opd.pipelines.doctor.checks import check_kinds
 from opd.teachers import vllm_teacher
 from opd.teachers.kinds import Placement
@@ -28,19 +26,6 @@ TOKENS = len(recipe_tokenizer())
 SAMPLES = [(3, 4), (1, 1), (5, 0), (9, 7), (100, 100)]
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory):
-    return write_vllm_models(tmp_path_factory.mktemp("vllm"))
-
-
-@pytest.fixture(scope="module")
-def published(models, tmp_path_factory):
-    root = tmp_path_factory.mktemp("published")
-    for name, path in models.items():
-        publish_checkpoint(path, root / name)
-    return {name: str(root / name) for name in models}
-
-
 def samples_of(shapes):
     """Without the last token, which is one too many for the teachers here."""
     made = tiny.samples(shapes)
@@ -51,18 +36,18 @@ def samples_of(shapes):
 
 
 @pytest.fixture
-def pooling(models):
-    with little_vllm(models["a"]) as (url, server):
+def pooling(vllm_models):
+    with little_vllm(vllm_models["a"]) as (url, server):
         server.pools = True
         yield url, server
 
 
 @contextlib.contextmanager
-def teacher_of(published, url, model="a", **settings):
+def teacher_of(vllm_published, url, model="a", **settings):
     asked = Asked(temperature=0.7)
-    config = VLLMTeacherConfig(path=published[model], urls=[url], **({"attempts": 1} | settings))
+    config = VLLMTeacherConfig(path=vllm_published[model], urls=[url], **({"attempts": 1} | settings))
     teacher = VLLMTeacher(
-        model, published[model], config, asked=asked, placement=Placement(vocabulary=TOKENS - 1)
+        model, vllm_published[model], config, asked=asked, placement=Placement(vocabulary=TOKENS - 1)
     )
     try:
         yield teacher
@@ -70,44 +55,44 @@ def teacher_of(published, url, model="a", **settings):
         teacher.close()
 
 
-def test_they_are_the_models_own_at_any_temperature_and_padding(pooling, published, models):
+def test_they_are_the_models_own_at_any_temperature_and_padding(pooling, vllm_published, vllm_models):
     samples = samples_of(SAMPLES)
-    with teacher_of(published, pooling[0]) as teacher:
+    with teacher_of(vllm_published, pooling[0]) as teacher:
         found, head = teacher.score(samples).rows, teacher.load_head()
         assert isinstance(head, Head)
         assert teacher.pool.counters.requests > 0
-    torch.testing.assert_close(found, LocalTeacher("here", models["a"]).score(samples).rows)
+    torch.testing.assert_close(found, LocalTeacher("here", vllm_models["a"]).score(samples).rows)
 
 
-def test_what_nothing_proves_is_refused(pooling, published, monkeypatch):
+def test_what_nothing_proves_is_refused(pooling, vllm_published, monkeypatch):
     def not_read(*_):
         raise TeacherError("it is a mixture of experts.")
 
     monkeypatch.setattr(vllm_teacher.StreamedTeacher, "score", not_read)
     with (
-        teacher_of(published, pooling[0]) as teacher,
+        teacher_of(vllm_published, pooling[0]) as teacher,
         pytest.raises(TeacherError, match=r"nothing proves .* since it is a mixture of experts; set signal"),
     ):
         teacher.score(samples_of(SAMPLES))
 
 
-def test_in_bfloat16_as_the_server_tells(pooling, published, models):
+def test_in_bfloat16_as_the_server_tells(pooling, vllm_published, vllm_models):
     url, server = pooling
     server.settings["dtype"] = "torch.bfloat16"
     samples = samples_of(SAMPLES)
-    with teacher_of(published, url) as teacher:
+    with teacher_of(vllm_published, url) as teacher:
         found = teacher.score(samples).rows
-    due = LocalTeacher("here", models["a"]).score(samples).rows
+    due = LocalTeacher("here", vllm_models["a"]).score(samples).rows
     assert torch.equal(found, due.bfloat16().float())
 
 
-def test_a_server_that_tells_nothing_is_asked_in_float32(pooling, published, models):
+def test_a_server_that_tells_nothing_is_asked_in_float32(pooling, vllm_published, vllm_models):
     url, server = pooling
     server.settings = None
     samples = samples_of(SAMPLES)
-    with teacher_of(published, url) as teacher:
+    with teacher_of(vllm_published, url) as teacher:
         found = teacher.score(samples).rows
-    torch.testing.assert_close(found, LocalTeacher("here", models["a"]).score(samples).rows)
+    torch.testing.assert_close(found, LocalTeacher("here", vllm_models["a"]).score(samples).rows)
 
 
 @pytest.mark.parametrize(
@@ -120,58 +105,61 @@ def test_a_server_that_tells_nothing_is_asked_in_float32(pooling, published, mod
         (lambda content: bytes(len(content)), "has lost its weights"),
     ],
 )
-def test_what_is_damaged_is_never_used(pooling, published, change, sentence):
+def test_what_is_damaged_is_never_used(pooling, vllm_published, change, sentence):
     url, server = pooling
-    with teacher_of(published, url, patience=0.1) as teacher:
+    with teacher_of(vllm_published, url, patience=0.1) as teacher:
         teacher.connect()
         server.change = change
         with pytest.raises(TeacherError, match=sentence):
             teacher.score(samples_of([(3, 4)]))
 
 
-def test_another_model_another_width_and_a_server_that_writes_are_found(pooling, published, models):
+def test_another_model_another_width_and_a_server_that_writes_are_found(pooling, vllm_published, vllm_models):
     url, server = pooling
     with (
-        teacher_of(published, url, "b") as teacher,
+        teacher_of(vllm_published, url, "b") as teacher,
         pytest.raises(TeacherError, match="published weights give"),
     ):
         teacher.score(samples_of(SAMPLES))
     server.change = lambda content: content * 2
     with (
-        teacher_of(published, url) as teacher,
+        teacher_of(vllm_published, url) as teacher,
         pytest.raises(TeacherError, match=r"of width 64, .* takes 32"),
     ):
         teacher.score(samples_of(SAMPLES))
     server.change, server.pools = lambda content: content, False
     with (
-        teacher_of(published, url) as teacher,
+        teacher_of(vllm_published, url) as teacher,
         pytest.raises(TeacherError, match="start it with --runner pooling"),
     ):
         teacher.score(samples_of(SAMPLES))
     server.pools = True
-    with teacher_of(published, url) as teacher, pytest.raises(TeacherError, match=r"258 tokens.* take 257"):
+    with (
+        teacher_of(vllm_published, url) as teacher,
+        pytest.raises(TeacherError, match=r"258 tokens.* take 257"),
+    ):
         teacher.score(samples_of([(200, 58)]))
 
 
-def test_the_doctor_asks_for_them(pooling, published, models):
+def test_the_doctor_asks_for_them(pooling, vllm_published, vllm_models):
     url, server = pooling
 
     def visited(path):
         entry = {"type": "vllm", "path": str(path), "urls": [url]}
         recipe = tiny_recipe(
-            model={"path": str(models["a"])},
+            model={"path": str(vllm_models["a"])},
             base=None,
-            teachers={"sort": entry, "add3": {"path": str(models["a"])}},
+            teachers={"sort": entry, "add3": {"path": str(vllm_models["a"])}},
             distill={"steps": 1},
             baselines={"methods": []},
         )
         return next(iter(check_kinds(recipe)))
 
-    assert "of what the published weights give" in visited(published["a"]).detail
-    assert "hidden states as wide as the model's" in visited(models["a"]).detail
-    assert "serves another model" in visited(published["b"]).detail
+    assert "of what the published weights give" in visited(vllm_published["a"]).detail
+    assert "hidden states as wide as the model's" in visited(vllm_models["a"]).detail
+    assert "serves another model" in visited(vllm_published["b"]).detail
     server.pools = False
-    assert "--pooler-config" in visited(models["a"]).detail
+    assert "--pooler-config" in visited(vllm_models["a"]).detail
 
 
 def test_a_group_is_started_to_pool():

