@@ -6,11 +6,11 @@ wrong. Nothing that the recipe holds out is in them.
 
 from __future__ import annotations
 
+import argparse
 import json
 import multiprocessing
 import os
 import random
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -190,4 +190,6 @@ HELD_OUT = 0.25
 """Share of the games that nobody learns from, as in the recipe."""
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("folder", type=Path, help="where all of it is written")
+    main(options.parse_args().folder)

@@ -90,6 +90,14 @@ class EnvironmentConfig(Config):
         return str(self.params["run"]) if self.type == AGENT else LIBRARIES.get(self.type)
 
     @property
+    def image(self) -> str | None:
+        """Of the containers in which its tools run; `None` where they run in none."""
+        sandbox = self.params.get("sandbox")
+        if not isinstance(sandbox, dict) or sandbox.get("substrate") != "container":
+            return None
+        return str(sandbox.get("image"))
+
+    @property
     def code(self) -> str | None:
         """Dotted path of the user's own code in it."""
         if self.type == AGENT:

@@ -29,7 +29,7 @@ from opd.environments.episodes import EPISODE, assemble, ended_groups, task_of
 from opd.environments.gateway import Gateway, Session, require_server
 from opd.environments.kinds import agent_function
 from opd.environments.protocol import Task
-from opd.environments.world import MOST_INFO, FailedError, Loop, in_thread, number_of
+from opd.environments.world import MOST_INFO, FailedError, Loop, given_up, in_thread, number_of
 from opd.errors import RolloutError
 from opd.foreign import MAX_DEPTH, depth_exceeds, shown
 from opd.own_code import confined, raised, told
@@ -243,9 +243,7 @@ class _Batch:
                     self._without_room.append(f"{episode.task.uid} {error}")
                     return Outcome(0.0)
                 if failures == retry.attempts:
-                    raise RolloutError(
-                        f"{where}: {error}, {failures} times; mend it and restart with --resume."
-                    ) from error
+                    raise given_up(where, error, failures) from error
                 _log.warning("%s: %s; it is called again, and given the same answers", where, error)
             finally:
                 self._gateway.expel(key)

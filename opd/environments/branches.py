@@ -237,14 +237,7 @@ class Branches:
         finish = "stop" if turn.status is Status.COMPLETED else "length"
         calls: list[dict[str, Any]] = []
         if asked.calls:
-            read, broken = parse(text, self._config.tool_format)
-            self.calls += len(read)
-            self.broken += len(broken)
-            for place, call in enumerate(read):
-                told = {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)}
-                calls.append(
-                    {"id": f"call_{name[-16:]}_{choice}_{place}", "type": "function", "function": told}
-                )
+            calls = self._calls(asked, text, f"call_{name[-16:]}_{choice}")
             if calls:
                 text, finish = without_calls(text, self._config.tool_format), "tool_calls"
         said = Said(text, calls, finish)
@@ -256,6 +249,22 @@ class Branches:
         elif isinstance(asked.prompt, str):
             self._texts[turn] = tuple(asked.prompt + whole for whole in wholes)
         return said
+
+    def _calls(self, asked: Asked, text: str, name: str) -> list[dict[str, Any]]:
+        """The calls in `text`, for a client. One with a token of the chat template's own in it is broken: it
+        would be refused when it is brought back.
+        """
+        read, broken = parse(text, self._config.tool_format)
+        special_in, found = self.conversation(asked).special_in, []
+        for place, call in enumerate(read):
+            told = {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)}
+            if special_in(json.dumps([call.name, call.arguments], ensure_ascii=False)):
+                broken.append(f"call {place + 1} holds a token of the chat template's own")
+            else:
+                found.append({"id": f"{name}_{place}", "type": "function", "function": told})
+        self.calls += len(found)
+        self.broken += len(broken)
+        return found
 
     def _most(self, asked: Asked, parent: Turn | None, added: np.ndarray) -> int:
         """Tokens that may follow."""

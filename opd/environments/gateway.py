@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any
 from opd.environments.asked import MOST_BODY, Asked, RefusedError, read_asked
 from opd.environments.branches import Branches, Said, Turn
 from opd.environments.world import Loop
-from opd.errors import MissingExtraError
+from opd.errors import MissingExtraError, reason_of
+from opd.foreign import visible
 from opd.rollout.ledger import StopStrings
 
 if TYPE_CHECKING:
@@ -168,8 +169,8 @@ class Gateway:
                 raise
             except ConnectionError:  # nobody will read this: raised on, it would be a traceback in the log
                 return _refusal(web, RefusedError("the client has gone.", "gone"))
-            except Exception:
-                _log.exception("gateway: %s", request.path)
+            except Exception as error:
+                _log.exception("gateway: %s failed (%s)", visible(request.path, ""), reason_of(error))
                 return _refusal(web, RefusedError("the gateway failed.", "internal", status=500))
 
         return guard

@@ -45,12 +45,27 @@ def opening(boxes: Sandboxes, name: str, files: Mapping[str, str]) -> Open:
 
 def settings_of(boxes: Sandboxes, files: Mapping[str, str]) -> dict[str, Any]:
     """What a log keeps of an episode's sandbox, to open such a one again."""
+    container = boxes.substrate.container
     return {
         "substrate": boxes.substrate.kind,
+        **({} if container is None else {"image": container.image, "image_digest": container.digest}),
         "limits": asdict(boxes.limits),
         "reads": list(boxes.reads),
         "files": dict(files),
     }
+
+
+def image_in(settings: Mapping[str, Any]) -> tuple[str, str] | None:
+    """The name of the image, and what it was, of what a log keeps; `None` where commands ran in no container.
+    Raises `ValueError` or `LookupError` for what no recipe gives.
+    """
+    if settings["substrate"] != "container":
+        return None
+    try:
+        config = SandboxConfig(substrate="container", image=settings["image"])
+    except ValidationError as error:
+        raise ValueError(f"image: {error.errors()[0]['msg']}") from None
+    return str(config.image), str(settings["image_digest"])
 
 
 def limits_in(settings: Mapping[str, Any]) -> Limits:

@@ -36,7 +36,7 @@ def parse(text: str, form: ToolFormat) -> Found:
             break
         try:
             calls += _read(piece) if isinstance(piece, str) else [_call(piece)]
-        except (ValueError, SyntaxError, RecursionError, MemoryError) as error:
+        except (TypeError, ValueError, SyntaxError, RecursionError, MemoryError) as error:
             broken.append(f"call {number} cannot be read: {str(error)[:200]}")
     return calls, broken
 
@@ -59,7 +59,7 @@ _DEEPSEEK = re.compile(
 )
 _DEEPSEEK_BEGIN = ("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>")  # noqa: RUF001
 _DEEPSEEK_SEP = "<｜tool▁sep｜>"  # noqa: RUF001
-_FENCE = re.compile(r"\A\s*```(?:json)?\s*(.*?)\s*```\s*\Z", re.DOTALL)
+_FENCE = "```"
 
 
 def _hermes(text: str) -> Iterator[str]:
@@ -89,8 +89,14 @@ def _deepseek(text: str) -> Iterator[str | dict[str, Any]]:
             continue
         # V3 and R1 write `function<sep>NAME\n```json ...```, V3.1 `NAME<sep>{...}`.
         name, _, body = rest.partition("\n") if head.strip() == "function" else (head, "", rest)
-        fenced = _FENCE.match(body)
-        yield {"name": name.strip(), "arguments": fenced[1] if fenced else body}
+        yield {"name": name.strip(), "arguments": _unfenced(body.strip())}
+
+
+def _unfenced(text: str) -> str:
+    """What is in a fence, or all. By no pattern: one with three runs of blanks takes their number cubed."""
+    if len(text) < 2 * len(_FENCE) or not (text.startswith(_FENCE) and text.endswith(_FENCE)):
+        return text
+    return text[len(_FENCE) : -len(_FENCE)].removeprefix("json").strip()
 
 
 _FORMATS: dict[str, Callable[[str], Iterator[Any]]] = {
@@ -138,9 +144,19 @@ def _call(said: Any) -> ToolCall:
         arguments = {}
     if not isinstance(arguments, dict):
         raise ValueError(f"the arguments of {said['name'][:100]} are not an object")
+    return _checked(said["name"], arguments)
+
+
+def _checked(name: str, arguments: dict[str, Any]) -> ToolCall:
+    """Raises `ValueError` or `TypeError` for what is no JSON, or no text: no client could send it back."""
     if depth_exceeds(arguments, MAX_DEPTH):
-        raise ValueError(f"the arguments of {said['name'][:100]} are nested deeper than {MAX_DEPTH}")
-    return ToolCall(said["name"], arguments)
+        raise ValueError(f"the arguments of {name[:100]} are nested deeper than {MAX_DEPTH}")
+    try:
+        plain = json.dumps([name, arguments], ensure_ascii=False, allow_nan=False)
+        plain.encode()
+    except UnicodeEncodeError:
+        raise ValueError("its name or arguments hold halves of characters") from None
+    return ToolCall(*json.loads(plain))
 
 
 def _pythonic(text: str) -> list[ToolCall]:
@@ -153,5 +169,5 @@ def _pythonic(text: str) -> list[ToolCall]:
         if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name)) or node.args:
             raise ValueError("a call is `name(argument=value, ...)`")
         arguments = {str(given.arg): ast.literal_eval(given.value) for given in node.keywords if given.arg}
-        found.append(ToolCall(node.func.id, arguments))
+        found.append(_checked(node.func.id, arguments))
     return found

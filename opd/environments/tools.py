@@ -13,7 +13,7 @@ import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import ValidationError
 
@@ -21,6 +21,7 @@ from opd.config.sandbox import SandboxConfig
 from opd.environments.protocol import Action, Message, Observation, Step, Task, ToolCall
 from opd.environments.recorded import RecordedSandbox, opening, settings_of
 from opd.environments.sandbox.local import Sandboxes
+from opd.environments.sandbox.owners import is_left, owner
 from opd.environments.sandbox.protocol import Limits, Outcome, Sandbox, SandboxError
 from opd.environments.sandbox.snapshots import SnapshotStore
 from opd.environments.sandbox.substrates import find_substrate
@@ -71,19 +72,20 @@ print(f"{len(found)} rows")
 """
 
 
-def _schema(name: str, told: str, **arguments: str) -> dict[str, Any]:
+def schema(name: str, told: str, **arguments: str) -> dict[str, Any]:
+    """JSON schema of a tool as chat templates take it, whose `arguments`, each with what it is, are texts."""
     properties = {key: {"type": "string", "description": what} for key, what in arguments.items()}
     parameters = {"type": "object", "properties": properties, "required": list(arguments)}
     return {"type": "function", "function": {"name": name, "description": told, "parameters": parameters}}
 
 
 SCHEMAS = {
-    "python": _schema("python", "Run a Python program; what it prints comes back.", code="The program"),
-    "shell": _schema("shell", "Run a command of the shell.", command="The command"),
-    "calculator": _schema(
+    "python": schema("python", "Run a Python program; what it prints comes back.", code="The program"),
+    "shell": schema("shell", "Run a command of the shell.", command="The command"),
+    "calculator": schema(
         "calculator", "The value of an expression of numbers.", expression="Such as 2*(3+4)"
     ),
-    "table": _schema(
+    "table": schema(
         "table",
         "Rows of a CSV file whose column has a value.",
         file="Name of the file",
@@ -94,7 +96,8 @@ SCHEMAS = {
 _PYTHON = ("python3", "-I", "-S", "-c")
 
 
-def _limits(config: SandboxConfig) -> Limits:
+def limits_of(config: SandboxConfig) -> Limits:
+    """What a recipe allows a sandbox."""
     return Limits(
         config.seconds,
         config.cpu_seconds,
@@ -108,13 +111,17 @@ def _limits(config: SandboxConfig) -> Limits:
 class Tools:
     """Calls are answered by what their commands say; a turn without one is the answer, right (reward 1) where
     it ends with the prompt's label. A row's `files`, text by path, are in the home when an episode begins.
+
+    A class of your own has more of them in `known`, by `schema`, and says their `command`.
     """
 
+    known: ClassVar[Mapping[str, dict[str, Any]]] = SCHEMAS
+    """Tools by name, of which `params.tools` chooses."""
     log: TrajectoryLog | None = None
     """Of the stage, where it logs its rollouts."""
 
     def __init__(self, tools: Sequence[str] = ("python",), sandbox: Mapping[str, Any] | None = None) -> None:
-        self._names, self._config = _checked(tools, sandbox)
+        self._names, self.sandbox = _checked(self.known, tools, sandbox)
         self._boxes: Sandboxes | None = None
         self._recorded: RecordedSandbox | None = None
         self._box: Sandbox | None = None
@@ -124,14 +131,14 @@ class Tools:
         cls, tools: Sequence[str] = ("python",), sandbox: Mapping[str, Any] | None = None
     ) -> list[dict[str, Any]]:
         """What the chat template is given. Raises `ConfigError` for a tool or setting that there is not."""
-        return [SCHEMAS[name] for name in _checked(tools, sandbox)[0]]
+        return [cls.known[name] for name in _checked(cls.known, tools, sandbox)[0]]
 
     def reset(self, task: Task) -> Observation:
         """See `Environment`."""
         self._task, self._files = task, _files(task)
-        self._boxes = shared(self._config, self.log)
+        self._boxes = shared(self.sandbox, self.log)
         kept = not self._boxes.substrate.open
-        self._repeat = kept if self._config.repeat is None else self._config.repeat
+        self._repeat = kept if self.sandbox.repeat is None else self.sandbox.repeat
         opened = opening(self._boxes, f"{next(_numbers)}", self._files)
         if self.log is not None:
             settings = {"type": "tools", "tools": self._names, "task": _digest(task, type(self))}
@@ -182,7 +189,7 @@ class Tools:
         words = self._words(call)
         if isinstance(words, str):
             return f"error: {words}"
-        fixed = call.name in self._config.deterministic
+        fixed = call.name in self.sandbox.deterministic
         return _told(
             await self._run(Command(words, repeatable=self._repeat or fixed, deterministic=fixed), turn)
         )
@@ -202,7 +209,7 @@ class Tools:
         """The command of a call; or what is wrong with it."""
         if call.name not in self._names:
             return f"there is no tool {shown(call.name)}; there are {', '.join(self._names)}"
-        wanted = SCHEMAS[call.name]["function"]["parameters"]["required"]
+        wanted = self.known[call.name]["function"]["parameters"]["required"]
         given = [call.arguments.get(name) for name in wanted]
         texts = [str(one) if isinstance(one, int | float) else one for one in given]
         if not all(isinstance(one, str) and "\0" not in one and len(one) < 1 << 16 for one in texts):
@@ -212,12 +219,31 @@ class Tools:
             b"".join(one.encode() for one in arguments)
         except UnicodeEncodeError:
             return f"the arguments of {call.name} are no text"
+        return tuple(self.command(call.name, arguments))
+
+    def command(self, tool: str, arguments: Sequence[str]) -> Sequence[str]:
+        """A program and its arguments: what answers a call by what it prints. `arguments`: those that the
+        tool's schema has, in its order.
+        """
         return {
             "python": ("python3", "-c", *arguments),
             "shell": ("/bin/sh", "-c", *arguments),
             "calculator": (*_PYTHON, _CALCULATE, *arguments),
             "table": (*_PYTHON, _LOOK_UP, *arguments),
-        }[call.name]
+        }[tool]
+
+    async def missing(self) -> dict[str, list[str]]:
+        """Programs that its tools run and the sandbox does not have -> those tools."""
+        wanted: dict[str, list[str]] = {}
+        for name in self._names:
+            arguments = [""] * len(self.known[name]["function"]["parameters"]["required"])
+            wanted.setdefault(self.command(name, arguments)[0], []).append(name)
+        box = await opening(shared(self.sandbox, None), f"{next(_numbers)}", {})(None)
+        try:
+            asked = {one: await box.exec(("/bin/sh", "-c", 'command -v "$0"', one)) for one in wanted}
+        finally:
+            await box.close()
+        return {one: wanted[one] for one, outcome in asked.items() if outcome.exit not in (0, None)}
 
     async def close(self) -> None:
         """See `Environment`."""
@@ -247,17 +273,25 @@ def _ending(text: str, label: str) -> bool:
     return bool(label) and answer.endswith(label) and not before.isalnum() and before not in ("-", ".")
 
 
-def _checked(tools: Sequence[str], sandbox: Mapping[str, Any] | None) -> tuple[list[str], SandboxConfig]:
-    unknown = next((name for name in tools if name not in SCHEMAS), None)
+def _checked(
+    known: Mapping[str, Any], tools: Sequence[str], sandbox: Mapping[str, Any] | None
+) -> tuple[list[str], SandboxConfig]:
+    unknown = next((name for name in tools if name not in known), None)
     if isinstance(tools, str) or not tools or unknown is not None:
         wrong = "a list of tools is needed" if unknown is None else f"there is no tool {shown(unknown)}"
-        raise ConfigError(f"environment tools: {wrong}; give some of {', '.join(SCHEMAS)} as params.tools")
+        raise ConfigError(f"environment tools: {wrong}; give some of {', '.join(known)} as params.tools")
     try:
         config = SandboxConfig(**(sandbox or {}))
     except (ValidationError, TypeError) as error:
         first = error.errors()[0] if isinstance(error, ValidationError) else {"loc": ("",), "msg": str(error)}
         where = ".".join(map(str, ("params", "sandbox", *first["loc"])))
         raise ConfigError(f"environment tools: {where}: {first['msg']}; mend it") from None
+    unknown = next((name for name in config.deterministic if name not in tools), None)
+    if unknown is not None:
+        raise ConfigError(
+            f"environment tools: params.sandbox.deterministic names {shown(unknown)}, which is none of"
+            f" params.tools; give some of {', '.join(tools)}"
+        )
     return list(dict.fromkeys(tools)), config
 
 
@@ -294,12 +328,12 @@ def shared(config: SandboxConfig, log: TrajectoryLog | None) -> Sandboxes:
     with _lock:
         if key not in _shared:
             _remove_left()
-            folder = Path(tempfile.mkdtemp(prefix=f"{_FOLDER}{os.getpid()}-"))
+            folder = Path(tempfile.mkdtemp(prefix=f"{_FOLDER}{owner()}-"))
             atexit.register(shutil.rmtree, folder, ignore_errors=True)
             store = log.store if log is not None else SnapshotStore(folder / "snapshots")
-            substrate = find_substrate(config.substrate)
+            substrate = find_substrate(config.substrate, config.image)
             _shared[key] = Sandboxes(
-                folder / "homes", store, _limits(config), substrate=substrate, reads=config.reads
+                folder / "homes", store, limits_of(config), substrate=substrate, reads=config.reads
             )
         return _shared[key]
 
@@ -307,7 +341,7 @@ def shared(config: SandboxConfig, log: TrajectoryLog | None) -> Sandboxes:
 def _remove_left() -> None:
     """Homes of processes of this user that were killed."""
     for path in Path(tempfile.gettempdir()).glob(f"{_FOLDER}*-*"):
-        pid = path.name.removeprefix(_FOLDER).partition("-")[0]
-        with contextlib.suppress(OSError):
-            if pid.isdecimal() and not Path(f"/proc/{pid}").exists() and path.stat().st_uid == os.getuid():
-                remove_tree(path)
+        if is_left(path.name.removeprefix(_FOLDER).rpartition("-")[0]):
+            with contextlib.suppress(OSError):
+                if path.stat().st_uid == os.getuid():
+                    remove_tree(path)

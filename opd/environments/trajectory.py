@@ -20,15 +20,16 @@ import base64
 import contextlib
 import hashlib
 import json
+import re
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from enum import IntEnum
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, get_args
 
-from opd.environments.sandbox.protocol import Limits, Outcome
+from opd.environments.sandbox.protocol import KilledBy, Limits, Outcome
 from opd.environments.sandbox.snapshots import SnapshotStore
 from opd.errors import StorageError, way_out
 from opd.foreign import read_document, shown, whole
@@ -36,6 +37,7 @@ from opd.storage.framed_log import Frame, FrameReport, LogIO, read_beside_writer
 from opd.storage.framed_log_writer import Content, FramedLog, LogPolicy, SyncPolicy, WriteGuard
 
 _LOCK, _STORE = "LOCK", "snapshots"
+_DIGEST = re.compile(r"[0-9a-f]{64}")
 _INLINE = 1 << 14
 """Bytes of an input or output; longer ones are kept beside the log."""
 _LONGEST = 1 << 26
@@ -197,7 +199,7 @@ class TrajectoryTable:
             None if status is None else whole(status, -255, 255, "an exit status"),
             self._bytes(record["stdout"]),
             self._bytes(record["stderr"]),
-            record["killed_by"],
+            _killed_by(record["killed_by"]),
             tuple(_texts(record["files_changed"])),
             whole(record["cut"], 0, 1 << 62, "what was cut"),
             record["interrupted"] is True,
@@ -534,4 +536,12 @@ def _seconds(said: Any) -> float | None:
 
 
 def _state(said: Any) -> str | None:
-    return None if said is None else _text(said)
+    if said is None or _DIGEST.fullmatch(_text(said)):
+        return said
+    raise ValueError(f"{shown(said)} is no digest of a state")
+
+
+def _killed_by(said: Any) -> KilledBy | None:
+    if said is None or said in get_args(KilledBy):
+        return said
+    raise ValueError(f"{shown(said)} is no quota")

@@ -14,6 +14,7 @@ import json
 import logging
 import os
 import queue
+import re
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -22,13 +23,14 @@ from typing import Any, ClassVar
 from opd.config.environments import EnvironmentConfig
 from opd.environments.protocol import Action, Environment, Observation, Step, Task
 from opd.errors import RolloutError
-from opd.foreign import MAX_DEPTH, depth_exceeds
+from opd.foreign import MAX_DEPTH, depth_exceeds, shown
 from opd.own_code import confined, raised
 from opd.retry import Retry
 from opd.rollout.rewards import LARGEST
 
 _log = logging.getLogger(__name__)
 
+_ROLE = re.compile(r"[a-z_]{1,32}")
 MOST_MESSAGES = 1000
 """Of an observation."""
 MOST_INFO = 1 << 16
@@ -37,6 +39,12 @@ MOST_INFO = 1 << 16
 
 class FailedError(Exception):
     """An environment raised or took too long: the text is a part of a sentence."""
+
+
+def given_up(where: str, error: FailedError, failures: int) -> RolloutError:
+    """What ends the run after so many `failures`, of which `error` is the last."""
+    often = "" if failures == 1 else f", {failures} times"
+    return RolloutError(f"{where}: {error}{often}; mend it (a run that has begun goes on with --resume).")
 
 
 @dataclass(slots=True)
@@ -113,9 +121,7 @@ class World:
                 await self.close()
                 where = f"environment {self.config.type} (domain {self.name}, {self.task.uid}), {what}"
                 if failures == retry.attempts:
-                    raise RolloutError(
-                        f"{where}: {error}, {failures} times; mend it and restart with --resume."
-                    ) from error
+                    raise given_up(where, error, failures) from error
                 _log.warning("%s: %s; it is made anew", where, error)
                 await asyncio.sleep(retry.seconds(failures))
         raise AssertionError("a retry has at least one attempt")
@@ -236,16 +242,22 @@ def _observation(said: Any, where: str) -> Observation:
             f"{where} returned {len(said):,} messages; {MOST_MESSAGES:,} at most are one answer"
         )
     for one in said:
-        if not (isinstance(one, dict) and isinstance(one.get("role"), str)):
-            raise FailedError(f"{where}: a message is a dict with role and content")
-        if one["role"] == "assistant" or not isinstance(one.get("content"), str):
-            raise FailedError(f"{where}: messages have a content of text, and none is the assistant's")
+        _check_message(one, where)
     try:
         if depth_exceeds(list(said), MAX_DEPTH):
             raise ValueError(f"nested deeper than {MAX_DEPTH}")
         return json.loads(json.dumps(list(said), allow_nan=False))
     except (TypeError, ValueError, RecursionError) as error:
         raise FailedError(f"{where}: messages are objects of JSON ({error})") from error
+
+
+def _check_message(one: Any, where: str) -> None:
+    if not (isinstance(one, dict) and isinstance(one.get("role"), str)):
+        raise FailedError(f"{where}: a message is a dict with role and content")
+    if one["role"] == "assistant" or not isinstance(one.get("content"), str):
+        raise FailedError(f"{where}: messages have a content of text, and none is the assistant's")
+    if not _ROLE.fullmatch(one["role"]):  # templates write it as it is: it could begin another turn
+        raise FailedError(f"{where}: a role is one word of letters, not {shown(one['role'])!r}")
 
 
 def number_of(reward: Any) -> float:

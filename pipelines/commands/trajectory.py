@@ -6,16 +6,18 @@ import asyncio
 import signal
 import tempfile
 import threading
-from collections.abc import Coroutine, Sequence
-from dataclasses import dataclass
+from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from opd.environments.recorded import limits_in, opening
+from opd.config.sandbox import SandboxConfig
+from opd.environments.recorded import image_in, limits_in, opening
 from opd.environments.sandbox.local import Sandboxes
-from opd.environments.sandbox.protocol import Outcome
+from opd.environments.sandbox.protocol import Limits, Outcome
 from opd.environments.sandbox.snapshots import SnapshotStore
 from opd.environments.sandbox.substrates import KINDS, Kind, Substrate, find_substrate
+from opd.environments.tools import limits_of
 from opd.environments.trajectory import LoggedCommand, LoggedEpisode, LoggedStep, read_trajectories
 from opd.errors import StorageError
 from opd.foreign import decoding, shown, visible
@@ -37,6 +39,10 @@ class Allowed:
     """Paths that commands may read beside the system."""
     substrate: str | None = None
     """A weaker substrate than the strongest that works here."""
+    image: str | None = None
+    """Of containers."""
+    quotas: bool = False
+    """More time, memory, processes and files than a recipe's own defaults."""
 
 
 def trajectory_command(action: str, run: Path, uid: str | None, allowed: Allowed) -> int:
@@ -83,7 +89,8 @@ def _logs(run: Path) -> list[Path]:
 
 def _overview(folder: Path) -> int:
     episodes, report = read_trajectories(folder)
-    print(f"log       {folder}: {number_of(len(report.files), 'file')}, {report.stored_bytes:,} bytes")
+    stored = f"{number_of(len(report.files), 'file')}, {report.stored_bytes:,} bytes"
+    print(f"log       {visible(str(folder), '')}: {stored}")
     commands = [one for episode in episodes.values() for one in episode.commands]
     print(f"episodes  {len(episodes):,}, {number_of(len(commands), 'command')}")
     for episode in episodes.values():
@@ -169,11 +176,12 @@ async def _stoppable(replay: Coroutine[Any, Any, int]) -> int | None:
     """
     if threading.current_thread() is not threading.main_thread():
         return await replay
-    loop, task, stopped = asyncio.get_running_loop(), asyncio.ensure_future(replay), threading.Event()
+    loop, task = asyncio.get_running_loop(), asyncio.ensure_future(replay)
+    stopped: list[bool] = []  # no `Event`, whose lock a second signal may find taken by the first
 
     def stop(*_: object) -> None:
-        if not stopped.is_set():
-            stopped.set()
+        stopped.append(True)
+        if len(stopped) == 1:
             loop.call_soon_threadsafe(task.cancel)
 
     before = signal.signal(signal.SIGTERM, stop)
@@ -181,22 +189,26 @@ async def _stoppable(replay: Coroutine[Any, Any, int]) -> int | None:
         await asyncio.wait([task])
     finally:
         signal.signal(signal.SIGTERM, before)
-    if not stopped.is_set():
+    if not stopped:
         return task.result()
     if not task.cancelled():
         task.exception()  # else it is told as one that nobody has looked at
     return None
 
 
-def _substrate(kind: Kind, reads: Sequence[str], allowed: Allowed) -> Substrate:
-    """What the commands run in. Raises `StorageError` for what is not `allowed`, `SandboxError` where it does
-    not work.
+def _substrate(
+    kind: Kind, image: tuple[str, str] | None, reads: Sequence[str], allowed: Allowed
+) -> Substrate:
+    """What the commands run in. Raises `StorageError` for what is not `allowed`, and for an image that is no
+    longer what it was; `SandboxError` where it does not work.
     """
     if more := [path for path in reads if path not in allowed.reads]:
         raise StorageError(
             f"the log lets commands read {shown(more[0])}; if that is meant, give --reads for each of"
             f" {number_of(len(reads), 'path')}"
         )
+    if image is not None:
+        return _container(*image, allowed)
     strongest = find_substrate()
     if kind == strongest.kind:
         return strongest
@@ -208,6 +220,34 @@ def _substrate(kind: Kind, reads: Sequence[str], allowed: Allowed) -> Substrate:
     return find_substrate(kind)
 
 
+def _container(image: str, digest: str, allowed: Allowed) -> Substrate:
+    if allowed.image != image:
+        raise StorageError(
+            f"the log says that its commands ran in the image {shown(image)}; if they are to run in what this"
+            f" machine has of that name, give --image {shown(image)}"
+        )
+    found = find_substrate("container", image)
+    assert found.container is not None
+    if found.container.digest != digest:
+        raise StorageError(
+            f"the image {shown(image)} is {found.container.digest[:19]} here, and the log's commands ran in"
+            f" {shown(digest, 19)}; give that one its name back"
+        )
+    return found
+
+
+def _limits(settings: Mapping[str, Any], allowed: Allowed) -> Limits:
+    """The quotas of a log. Raises `StorageError` for more than is `allowed`, and as `limits_in`."""
+    found, usual = limits_in(settings), limits_of(SandboxConfig())
+    more = [name for name, most in asdict(usual).items() if getattr(found, name) > most]
+    if more and not allowed.quotas:
+        raise StorageError(
+            f"the log gives its commands {' and '.join(f'{name} {getattr(found, name):,}' for name in more)},"
+            " which is more than a recipe's default; if that is meant, give --quotas"
+        )
+    return found
+
+
 async def _replay(episode: LoggedEpisode, allowed: Allowed) -> int:
     """Run an episode's commands in a fresh sandbox, and say the first thing that is not as it was."""
     with tempfile.TemporaryDirectory(prefix="opd-replay-") as folder:
@@ -217,11 +257,11 @@ async def _replay(episode: LoggedEpisode, allowed: Allowed) -> int:
             )
         ):
             settings, place = episode.settings, Path(folder)
-            limits = limits_in(settings)
+            limits, image = _limits(settings, allowed), image_in(settings)
             kind = KINDS[KINDS.index(settings["substrate"])]
             files = {str(path): str(text) for path, text in settings["files"].items()}
             reads = [str(path) for path in settings["reads"]]
-        store, substrate = SnapshotStore(place / "store"), _substrate(kind, reads, allowed)
+        store, substrate = SnapshotStore(place / "store"), _substrate(kind, image, reads, allowed)
         boxes = Sandboxes(place / "boxes", store, limits, substrate=substrate, reads=reads)
         sandbox = await opening(boxes, "replay", files)(None)
         done = 0
@@ -258,7 +298,7 @@ def _difference(one: LoggedCommand, found: Outcome, state: str | None) -> str | 
                 at = min(len(was), len(now)) if at is None else at
                 return f"{name} at byte {at}: {_near(was, at)} before, {_near(now, at)} now"
             return f"{name} was {shown(was)}, is {shown(now)}"
-    return None if state == one.state else f"files: {one.state} before, {state} now"
+    return None if state == one.state else f"files: {shown(one.state)} before, {shown(state)} now"
 
 
 def _near(data: bytes, at: int) -> str:

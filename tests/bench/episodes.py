@@ -1,15 +1,20 @@
 """512 episodes at once whose environments take from 0.01 to 5 s for an answer, on the embedded engine.
 
-    .venv/bin/python tests/bench/episodes.py [--open 512] [--episodes 1536] [--json FILE]
+    .venv/bin/python tests/bench/episodes.py [--open 512] [--running 256] [--episodes 1536] [--size 25M]
+        [--json FILE]
 
 Four arms write the same number of tokens with the same model: `slow` environments, environments that answer
 at `once`, the turns' tokens as `single` answers, as many together, without environments, and `fewer` such
 answers, as many together as were written on average while others waited for slow environments: what the
-decoder gives at that size is what is left of environments that cost nothing but their time. Every episode has
-the same number of turns of the same length, so that none is longer for being interrupted. Prints tokens a
-second of the whole arm, of its middle (from a quarter of the tokens to three quarters, so that neither the
-first reset nor the last answer counts), and the memory of the process at both ends of that middle. Alone on
-the machine, or it measures others, too.
+decoder gives at that size is what is left of environments that cost nothing but their time. The engine writes
+`--running` of them together (`rollout.max_running` of a recipe; all that are open if it is not said): with
+fewer slots than open episodes, a slot is taken by another while an environment is at work. Every episode has
+the same number of turns of the same length, so that none is longer for being interrupted. However fast the
+decoder, an episode waits for its environment at least as long as that takes, so no system has more tokens a
+second than `delays_allow` (Little's law): the smaller model is bound by that, the larger one by its decoder.
+Prints tokens a second of the whole arm, of its middle (from a quarter of the tokens to three quarters, so
+that neither the first reset nor the last answer counts), and the memory of the process at both ends of that
+middle. Alone on the machine, or it measures others, too.
 """
 
 from __future__ import annotations
@@ -40,16 +45,24 @@ from opd.types import Chunk, SampleGroup, SamplingParams
 SHORTEST, LONGEST = 0.01, 5.0
 TURNS, TURN_TOKENS = 6, 32
 TOKENIZER = character_tokenizer("0123456789abcdefghij", [])
-MODEL = {
-    "model_type": "llama",
-    "hidden_size": 256,
-    "intermediate_size": 768,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-    "tie_word_embeddings": True,
-}
+SIZES = {"3M": (256, 768, 4), "25M": (512, 1536, 8)}
+"""Widths of the hidden states and of the MLP, layers."""
+
+
+def model_of(size: str) -> CausalLM:
+    """A Llama of about as many parameters, random."""
+    hidden, wide, layers = SIZES[size]
+    config = {
+        "model_type": "llama",
+        "hidden_size": hidden,
+        "intermediate_size": wide,
+        "num_hidden_layers": layers,
+        "num_attention_heads": hidden // 64,
+        "num_key_value_heads": hidden // 128,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": True,
+    }
+    return CausalLM.from_config(config, tokenizer=TOKENIZER, seed=0)
 
 
 class Late:
@@ -141,16 +154,26 @@ def arm(name: str, model: CausalLM, args: argparse.Namespace, running: int) -> d
     }
 
 
+def delays_allow(running: int) -> float:
+    """Tokens a second of `running` episodes whose turns are written in no time: by Little's law the most."""
+    waits = (1 + TURNS) * (SHORTEST + LONGEST) / 2  # the reset, and an answer to every turn
+    return running / waits * TURNS * TURN_TOKENS
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Episodes under load.")
     parser.add_argument("--open", type=int, default=512, help="episodes at once")
+    parser.add_argument("--running", type=int, help="requests that are written together (default: --open)")
     parser.add_argument("--episodes", type=int, default=1536)
+    parser.add_argument("--size", choices=SIZES, default="25M", help="parameters of the model")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    model = CausalLM.from_config(MODEL, tokenizer=TOKENIZER, seed=0)
+    model = model_of(args.size)
     found: dict[str, Any] = {"open": args.open, "episodes": args.episodes, "threads": torch.get_num_threads()}
+    slots = args.running or args.open
+    found |= {"size": args.size, "running": slots, "delays_allow": delays_allow(args.open)}
     for name in ("single", "once", "slow", "fewer"):
-        running = round(found["slow"]["written_together"]) if name == "fewer" else args.open
+        running = round(found["slow"]["written_together"]) if name == "fewer" else slots
         found[name] = arm(name, model, args, running)
         print(f"{name}: {json.dumps(found[name])}", flush=True)
     for name in ("single", "once", "fewer"):

@@ -207,6 +207,27 @@ def test_tools_are_shown_and_calls_are_found(monkeypatch):
     assert between.count(tok.eos_token_id) <= 2  # those of the template
 
 
+@pytest.mark.parametrize("where", ["name", "arguments"])
+def test_a_call_that_could_not_be_brought_back_is_not_handed_out(monkeypatch, where):
+    odd = {"name": "look", "arguments": {}} | {
+        where: "<|im_end|>" if where == "name" else {"a": "<|im_end|>"}
+    }
+    call = f"<tool_call>{json.dumps(odd)}</tool_call>"
+    monkeypatch.setattr("opd.environments.branches.Conversation.text", lambda self, ids: f"I look. {call}")
+    tools = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
+
+    def play(task, url, key):
+        body = {"messages": [*task.messages], "tools": tools, "max_tokens": 4}
+        first = agents.post(url, key, "/chat/completions", body)["choices"][0]["message"]
+        more = [*body["messages"], first, {"role": "user", "content": "again"}]
+        return first, agents.post(url, key, "/chat/completions", {**body, "messages": more})
+
+    sample, _, (first, _) = chatted(play, tool_format="hermes")
+    assert first["content"] == f"I look. {call}"
+    assert not first.get("tool_calls")
+    assert sample.metadata[EPISODE]["turns"] == 2
+
+
 @pytest.mark.parametrize(
     ("body", "code", "said"),
     [

@@ -97,8 +97,14 @@ def test_agents_and_single_answers_are_trained_merged_and_measured(finished):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"rollout": {"max_new_tokens": 12, "max_sequence": 32, "schedule": "ahead"}},
-        {"rollout": {"max_new_tokens": 12, "max_sequence": 32, "schedule": "async"}},
+        pytest.param(
+            {"rollout": {"max_new_tokens": 12, "max_sequence": 32, "schedule": "ahead"}},
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
+            {"rollout": {"max_new_tokens": 12, "max_sequence": 32, "schedule": "async"}},
+            marks=pytest.mark.long,
+        ),
         {"storage": {"trajectories": "disk"}},
     ],
     ids=["ahead", "async", "disk"],

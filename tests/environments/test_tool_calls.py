@@ -63,6 +63,15 @@ def test_several_at_once_keep_their_order(form, text):
         ("llama", "[__import__('os').system('ls')]"),
         ("llama", "[f(x)]"),
         ("llama", "[f(a=g())]"),
+        ("llama", "[f(a={1, 2})]"),
+        ("llama", "[f(a=b'x')]"),
+        ("llama", "[f(a=...)]"),
+        ("llama", "[f(a=1j)]"),
+        ("llama", "[f(a=1e999)]"),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"a": NaN}}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1e999}}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "\\ud800"}}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "f\\ud800", "arguments": {}}</tool_call>'),
         ("deepseek", f"{BEGIN}look"),
         ("deepseek", f"{BEGIN}look{SEP}nonsense{END}"),
     ],
@@ -78,6 +87,13 @@ def test_plain_text_has_no_calls():
     for form in ("hermes", "llama", "deepseek", "none"):
         assert parse("go north, then {look} [around]", form) == ([], [])
     assert parse('<tool_call>{"name": "look"}</tool_call>', "none") == ([], [])
+
+
+def test_blanks_without_end_are_read_at_once():
+    """A pattern with three runs of blanks would be at it for years."""
+    calls, broken = parse(f"{BEGIN}f{SEP}```json{' ' * 500_000}x", "deepseek")
+    assert calls == []
+    assert len(broken) == 1
 
 
 def test_only_so_many_calls_of_a_turn_count():

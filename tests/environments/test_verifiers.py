@@ -99,7 +99,7 @@ def test_what_the_recipe_does_not_allow_ends_the_episode_and_what_fails_stops_th
             3, "turns", 0.0, Status.TRUNCATED,
         )  # fmt: skip
     failing = {"agent": {"harness": {"id": "spoken-digits", "fails": "out of luck"}}}
-    with pytest.raises(RolloutError, match=r"out of luck.*, 2 times; mend it and restart with --resume"):
+    with pytest.raises(RolloutError, match=r"out of luck.*, 2 times; mend it .*--resume"):
         made(failing, attempts=2)(chat_engine(), tasks(0), 1, chat_sampling(), 0)
     for label, said in ((10, "there is no task 10"), ("3", "is no number of a task")):
         with pytest.raises(RolloutError, match=said):

@@ -11,7 +11,7 @@ from pathlib import Path
 from opd.environments.sandbox.local import LocalSandbox, Sandboxes
 from opd.environments.sandbox.protocol import Limits
 from opd.environments.sandbox.snapshots import SnapshotStore
-from opd.environments.sandbox.substrates import Substrate
+from opd.environments.sandbox.substrates import Substrate, find_substrate
 
 SMALL = Limits(
     seconds=300.0, cpu_seconds=200, memory=1 << 28, processes=24, disk=8 << 20, files=200, output=1000
@@ -28,6 +28,16 @@ async def opened(folder: Path, substrate: Substrate, limits: Limits = SMALL) -> 
     finally:
         await box.close()
         boxes.close()
+
+
+def named(substrate: Substrate) -> str:
+    """What `found` in another process makes it of."""
+    return f"{substrate.kind} {substrate.container.image if substrate.container else ''}".strip()
+
+
+def found(name: str) -> Substrate:
+    """The substrate that `named` has named."""
+    return find_substrate(*name.split())  # type: ignore[arg-type]
 
 
 def running(mark: str) -> list[int]:

@@ -85,11 +85,12 @@ def test_hostile_agents_end_with_a_reason_and_the_good_one_is_rewarded(tmp_path,
     ids = np.array(tok(text, add_special_tokens=False)["input_ids"], np.int32)
     prompts = [EncodedPrompt(name, "a", ids, "42", {"messages": messages}) for name in AGENTS]
     limits = {"seconds": 15, "memory_mb": 256, "processes": 16, "disk_mb": 8, "output": 500}
+    image = {} if substrate.container is None else {"image": substrate.container.image}
     config = EnvironmentConfig(
         type="tools",
         params={
             "tools": ["python", "shell", "calculator"],
-            "sandbox": {**limits, "substrate": substrate.kind},
+            "sandbox": {**limits, "substrate": substrate.kind, **image},
         },
         tool_format="hermes",
         max_turns=4,

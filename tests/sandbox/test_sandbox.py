@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import resource
 import subprocess
 import sys
+import tempfile
 import uuid
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
-from boxes import SMALL, gone, opened, running
+from boxes import SMALL, gone, named, opened, running
 
-from opd.environments.sandbox import substrates
+from opd.environments.sandbox import inside, substrates
 from opd.environments.sandbox.protocol import Entry, SandboxError
 from opd.environments.sandbox.substrates import find_substrate
 from opd.errors import StorageError
@@ -54,9 +57,10 @@ def test_no_variable_of_this_process_reaches_a_command(tmp_path, substrate, monk
         async with opened(tmp_path, substrate) as box:
             return await box.exec(["env"])
 
-    assert {line.split(b"=")[0] for line in asyncio.run(steps()).stdout.splitlines()} == {
-        b"PATH", b"HOME", b"TMPDIR", b"LANG", b"PYTHONDONTWRITEBYTECODE", b"PYTHONHASHSEED",
-    }  # fmt: skip
+    known = {b"PATH", b"HOME", b"TMPDIR", b"LANG", b"PYTHONDONTWRITEBYTECODE", b"PYTHONHASHSEED"}
+    if substrate.container:  # the engine's and the shell's own
+        known |= {b"container", b"HOSTNAME", b"TERM", b"PWD", b"SHLVL"}
+    assert {line.split(b"=")[0] for line in asyncio.run(steps()).stdout.splitlines()} == known
 
 
 def test_files_are_written_read_and_listed(tmp_path, substrate):
@@ -169,11 +173,10 @@ def test_other_sandboxes_go_on_while_one_waits(tmp_path, substrate):
 KILLED = """
 import asyncio, sys
 from pathlib import Path
-from boxes import opened
-from opd.environments.sandbox.substrates import find_substrate
+from boxes import found, opened
 
 async def steps():
-    async with opened(Path(sys.argv[1]), find_substrate(sys.argv[2])) as box:
+    async with opened(Path(sys.argv[1]), found(sys.argv[2])) as box:
         code = "import os, sys, time\\nif os.fork() == 0: os.setsid()\\nprint(1); time.sleep(900)"
         await box.exec(["python3", "-c", code, "in", sys.argv[3]])
 
@@ -183,9 +186,10 @@ asyncio.run(steps())
 
 def test_commands_end_with_the_process_that_runs_them(tmp_path, substrate):
     mark = f"mark-{uuid.uuid4().hex}"
-    process = subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path), substrate.kind, mark])
+    process = subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path), named(substrate), mark])
+    beside = 2 if substrate.container else 0  # the engine's client and the container's shell
     try:
-        while len([pid for pid in running(f"in\0{mark}")]) < 2:
+        while len([pid for pid in running(f"in\0{mark}")]) < 2 + beside:
             assert process.poll() is None
     finally:
         process.kill()
@@ -227,7 +231,7 @@ def test_processor_time_is_a_quota_of_its_own(tmp_path, substrate):
         async with opened(tmp_path, substrate, replace(SMALL, cpu_seconds=1)) as box:
             return await box.exec(["sh", "-c", "while :; do :; done"])
 
-    assert asyncio.run(steps()).exit == -9
+    assert asyncio.run(steps()).exit == (137 if substrate.container else -9)
 
 
 def test_folders_that_are_named_can_be_read_and_not_written(tmp_path, substrate):
@@ -252,3 +256,39 @@ def test_folders_that_are_named_can_be_read_and_not_written(tmp_path, substrate)
     assert outcome.stdout == b"a,b\n"
     assert outcome.exit != 0
     assert os.listdir(place) == ["table.csv"]
+
+
+QUOTA = {"kind": "process", "disk": 4 << 20, "files": 1000, "processes": 9, "memory": 1 << 30}
+
+
+def as_nobody(call) -> int:
+    """The status with which `call` ends in a process without root's rights, and with few open files."""
+    child = os.fork()
+    if child == 0:
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (200, 200))
+            if os.getuid() == 0:
+                os.setgid(65534)
+                os.setuid(65534)
+            os._exit(call())
+        finally:
+            os._exit(99)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+@pytest.mark.parametrize("hidden", ["names alone", "deep"])
+def test_no_folder_hides_files_from_the_quota(hidden):
+    def count() -> int:
+        place = home
+        for _ in range(150 if hidden == "deep" else 1):
+            place = place / "d"
+            place.mkdir()
+        (place / "large").write_bytes(bytes(8 << 20))
+        if hidden == "names alone":
+            place.chmod(0o400)
+        return int(inside.Usage(QUOTA | {"filled": [str(home)]})._too_much())
+
+    with tempfile.TemporaryDirectory() as folder:  # which nobody can reach
+        os.chmod(folder, 0o777)
+        home = Path(folder)
+        assert as_nobody(count) == 1

@@ -3,26 +3,38 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import time
 from dataclasses import asdict, fields, replace
+from typing import ClassVar
 
+import images
 import pytest
 from boxes import gone, running
+from recipes import tiny_recipe
 
 from opd.config.environments import EnvironmentConfig
+from opd.config.sandbox import SandboxConfig
+from opd.environments import trajectory
 from opd.environments.kinds import tools_of
 from opd.environments.protocol import Action, Task, ToolCall
-from opd.environments.sandbox.protocol import Limits, Outcome
+from opd.environments.sandbox import owners
+from opd.environments.sandbox.owners import own_user, owner
+from opd.environments.sandbox.protocol import Limits, Outcome, SandboxError
 from opd.environments.sandbox.substrates import find_substrate
-from opd.environments.tools import Tools
+from opd.environments.tools import Tools, _remove_left, limits_of, schema
 from opd.environments.trajectory import Command, TrajectoryLog, read_trajectories
 from opd.errors import ConfigError, StorageError
 from opd.pipelines.cli import main
+from opd.pipelines.doctor.checks import Finding
+from opd.pipelines.doctor.environments import check_environments
+from opd.rollout.prompts import Domain, Prompt
 
+USUAL = asdict(limits_of(SandboxConfig()))
 TABLE = "town,people\nUlm,126000\nBonn,330000\n"
 ALL = ["python", "shell", "calculator", "table"]
 
@@ -213,14 +225,14 @@ def test_what_cannot_be_shown_is_said(tmp_path, capsys):
 
 def logged(folder, words, **limits):
     """A log of one command, with limits that somebody wrote."""
-    written(folder, Command(words), limits={**asdict(Limits()), **limits})
+    written(folder, Command(words), limits={**USUAL, **limits})
 
 
 def written(folder, command, **settings):
     """A log of one command, and what somebody wrote of its sandbox."""
     usual = {"type": "tools", "substrate": find_substrate().kind, "reads": [], "files": {"f": "text"}}
     with TrajectoryLog(folder) as log:
-        log.begin("e", {**usual, "limits": asdict(Limits()), **settings})
+        log.begin("e", {**usual, "limits": USUAL, **settings})
         number = log.intend("e", 0, command).number
         log.finish("e", number, Outcome(0, stdout=b""), None)
 
@@ -267,12 +279,118 @@ def test_limits_in_a_log_that_no_recipe_gives_are_refused(tmp_path, capsys, name
     assert f"make no sense (limits.{name}" in line
 
 
+def test_a_replay_takes_no_more_than_a_recipe_by_default_because_a_log_says_so(tmp_path, capsys):
+    logged(tmp_path / "log", ("true",), disk=1 << 40, seconds=3600.0)
+    replay = ["trajectory", "replay", str(tmp_path / "log"), "--episode", "e"]
+    assert main(replay) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "seconds 3,600.0 and disk 1,099,511,627,776" in line
+    assert "give --quotas" in line
+    assert main([*replay, "--quotas"]) == 0
+    assert main(["trajectory", "show", str(tmp_path / "log"), "--quotas"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("killed_by", "state"), [("\x1b[2J", None), (None, "\x1b[2J" * 16), (None, 3), (["wall"], None)]
+)
+def test_what_ended_a_command_and_its_state_are_read_as_what_they_are(tmp_path, capsys, killed_by, state):
+    with TrajectoryLog(tmp_path / "log") as log:
+        log.begin("e", {})
+        number = log.intend("e", 0, Command(("true",))).number
+        record = trajectory._result("e", number, Outcome(0, killed_by=killed_by), state)
+        record |= {"stdout": log._packed(b""), "stderr": log._packed(b""), "order": log._table.order}
+        log._files.append(trajectory.RecordKind.RESULT, trajectory._encoded(record))
+    assert main(["trajectory", "show", str(tmp_path / "log"), "--episode", "e"]) == 2
+    said = capsys.readouterr()
+    assert "\x1b" not in said.out + said.err
+
+
+def test_a_tool_of_its_own_runs_in_the_sandbox_as_the_others_do(tmp_path):
+    class Counting(Tools):
+        known: ClassVar = {**Tools.known, "count": schema("count", "Lines of a file.", file="Its name")}
+
+        def command(self, tool, arguments):
+            return ("wc", "-l", *arguments) if tool == "count" else super().command(tool, arguments)
+
+    async def life():
+        environment = Counting(["count", "shell"])
+        environment.reset(task(files={"towns.csv": TABLE}))
+        calls = [call("count", file="towns.csv"), call("shell", command="echo on"), call("count", file=["x"])]
+        try:
+            return await environment.step(Action("0", calls, turn=0))
+        finally:
+            await environment.close()
+
+    assert said(asyncio.run(life())) == ["3 towns.csv", "on", "error: count takes file, each a text"]
+    assert [one["function"]["name"] for one in Counting.schemas(["count"])] == ["count"]
+    with pytest.raises(ConfigError, match="no tool count"):
+        Tools(["count"])
+
+
+def found_of(tools, within=60.0, **sandbox) -> list[Finding]:
+    """What the doctor says of them."""
+    params = {"tools": tools, "sandbox": sandbox}
+    environment = EnvironmentConfig(type="tools", params=params, seconds=within)
+    domain = tiny_recipe().domains["sort"].model_copy(update={"environment": environment})
+    recipe = tiny_recipe().model_copy(update={"domains": {"sort": domain}})
+    train = [Prompt.of([{"role": "user", "content": "?"}], "1", "sort")]
+    return check_environments(recipe, {"sort": Domain("sort", train, [])})
+
+
+def test_an_image_without_what_a_tool_runs_is_found_before_the_run(podman):
+    image = {"substrate": "container", "image": images.SHELL}
+    found = found_of(["python", "shell", "table"], **image)
+    (error,) = [one.detail for one in found if one.level == "error"]
+    assert f"image {images.SHELL} (" in error
+    assert "has no python3 for python and table; put it into the image" in error
+    assert "error" not in [one.level for one in found_of(["shell"], **image)]
+
+
+def test_a_turn_whose_commands_may_outlast_the_environments_step_is_found_before_the_run():
+    (error,) = [one.detail for one in found_of(["shell"], within=30.0) if one.level == "error"]
+    assert "4 commands may take 10 s each" in error
+    assert "set domains.sort.environment.seconds above 40" in error
+    assert "error" not in [one.level for one in found_of(["shell"], within=30.0, seconds=5)]
+
+
+def test_a_deterministic_tool_is_one_that_there_is():
+    with pytest.raises(ConfigError, match="deterministic names nosuch"):
+        Tools(["shell"], {"deterministic": ["nosuch"]})
+
+
+def test_homes_of_another_pid_namespace_are_not_taken_for_left(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    mine = owner()
+    place, uid, pid, started = mine.split("-")
+    kept = [mine, f"{'0' * 8}-{uid}-{pid}-1", f"{place}-{int(uid) + 1}-{pid}-1"]
+    left = [f"{place}-{uid}-{pid}-{int(started) + 1}", f"{place}-{uid}-{1 << 22}-1"]
+    for name in kept + left:
+        (tmp_path / f"opd-sandboxes-{name}-abc").mkdir()
+    _remove_left()
+    assert {path.name for path in tmp_path.iterdir()} == {f"opd-sandboxes-{name}-abc" for name in kept}
+
+
+def test_commands_at_the_same_time_are_users_of_their_own(tmp_path, monkeypatch):
+    """Of ids that no other process of this machine takes meanwhile."""
+    monkeypatch.setattr(owners, "_FIRST_USER", 10_000_000 + os.getpid())
+    monkeypatch.setattr(owners, "_USERS", 50)
+    with contextlib.ExitStack() as stack:
+        users = [stack.enter_context(own_user(tmp_path)) for _ in range(50)]
+        assert len(set(users)) == 50
+        with pytest.raises(SandboxError, match="no more can"):
+            stack.enter_context(own_user(tmp_path))
+    with own_user(tmp_path) as again:
+        assert again == users[0]
+
+
 def test_a_replay_that_is_asked_twice_to_stop_ends_its_command_and_says_so(tmp_path):
     mark = f"opd-replay-{os.getpid()}"
     logged(tmp_path / "log", ("/bin/sh", "-c", f"sleep 1000; : {mark}"), seconds=3600.0)
     command = [sys.executable, "-m", "opd.pipelines.cli", "trajectory", "replay", str(tmp_path / "log")]
     place = {**os.environ, "TMPDIR": str(tmp_path)}
-    process = subprocess.Popen([*command, "--episode", "e"], stderr=subprocess.PIPE, text=True, env=place)
+    process = subprocess.Popen(
+        [*command, "--episode", "e", "--quotas"], stderr=subprocess.PIPE, text=True, env=place
+    )
     try:
         while not running(mark):
             assert process.poll() is None

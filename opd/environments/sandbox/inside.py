@@ -1,9 +1,11 @@
 """The program beside a command: starts it within limits, watches what it starts, ends it all, and reports.
 
 In bubblewrap it is process 1 of a namespace of its own: what it starts cannot end it, and its end is the end
-of everything. Without, it adopts what its command leaves behind and ends that too. Imports the standard
-library alone, and runs with `python -I -S`. Its job is JSON in a descriptor; the report is JSON of so many
-bytes as the number before it says, then what was kept of the two standard outputs.
+of everything. Without, it adopts what its command leaves behind and ends that too. Of a container it is
+outside: its command is the engine's client, and its last act that the container is removed.
+
+Imports the standard library alone, and runs with `python -I -S`. Its job is JSON in a descriptor; the report
+is JSON of so many bytes as the number before it says, then what was kept of the two standard outputs.
 """
 
 from __future__ import annotations
@@ -31,22 +33,42 @@ _TICK = 0.1
 """Seconds between two looks at memory, processes and disk."""
 _DRAINED = 1 << 26
 """Bytes of output that a command may write beyond what is kept."""
+_DEEPEST = 128
+"""Folders within folders that are looked into: each is open twice meanwhile."""
+_CLIENTS = 16
+"""Processes of a container's engine beside those in the container."""
+_GRACE = 2.0
+"""Seconds in which those end by themselves, once a container is removed."""
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class Output:
-    """The first bytes of a stream."""
+    """The first bytes of a stream; of a container those behind the line `begin`, which says that its command
+    starts: what comes before is the engine's.
+    """
 
-    def __init__(self, place: int, most: int) -> None:
+    def __init__(self, place: int, most: int, begin: bytes = b"") -> None:
         self.place, self.kept, self.lost = place, bytearray(), 0
-        self._most = most
+        self.since, self.before = None if begin else time.monotonic(), b""
+        self._most, self._begin = most, begin
+
+    @property
+    def begun(self) -> bool:
+        """Whether the command starts."""
+        return self.since is not None
 
     def take(self) -> bool:
         """Read what is there; False at the end."""
         data = os.read(self.place, 1 << 16)
+        more = bool(data)
+        if not self.begun:
+            self.before, begun, data = (self.before + data).partition(self._begin)
+            self.since = time.monotonic() if begun else None
+            self.before = self.before[-(1 << 14) :]
         room = self._most - len(self.kept)
         self.kept += data[:room]
         self.lost += max(0, len(data) - room)
-        return bool(data)
+        return more
 
 
 def _descendants(most: int | None = None) -> list[int]:
@@ -69,15 +91,21 @@ class Usage:
     def __init__(self, job: Mapping[str, Any]) -> None:
         self._job = job
         self._page = resource.getpagesize()
+        self._beside = _CLIENTS if job["kind"] == "container" else 0
+        self._depth = _namespaces("self") if self._beside else -1
 
-    def over(self) -> str | None:
-        """The quota that is used up."""
+    def over(self, begun: bool) -> str | None:
+        """The quota that is used up. `begun`: whether the command has: before, the group is another's."""
         memory = count = 0
         most = self._job["processes"]
-        pids = _descendants(most)
-        if len(pids) > most:
+        pids = _descendants(most + self._beside)
+        if len(pids) > most + self._beside:
             return "processes"
         for pid in pids:
+            if self._beside and _namespaces(pid) <= self._depth:
+                continue  # the engine's own
+            if self._beside and begun and self._job["grouped"] and _killed_for_memory(pid):
+                return "memory"
             with contextlib.suppress(OSError, ValueError, IndexError):
                 with open(f"/proc/{pid}/statm") as file:
                     resident, shared = map(int, file.read().split()[1:3])
@@ -90,27 +118,37 @@ class Usage:
         return "disk" if self._too_much() else None
 
     def _too_much(self) -> bool:
-        """Whether the files are more or larger than they may be."""
-        size, files, waiting = self._deleted(), 0, [self._job["home"]]
-        while waiting:
-            folder = waiting.pop()
-            try:
-                with os.scandir(folder) as entries:
-                    for entry in entries:
-                        files += 1
-                        found = entry.stat(follow_symlinks=False)
-                        size += found.st_blocks * 512
-                        if stat.S_ISDIR(found.st_mode):
-                            waiting.append(entry.path)
-                        if size > self._job["disk"] or files > self._job["files"]:
-                            return True
-            except PermissionError:  # nothing is kept from being counted
-                with contextlib.suppress(OSError):
-                    os.chmod(folder, 0o700)
-            except OSError as error:
-                if error.errno == errno.ENAMETOOLONG:
+        """Whether the files are more or larger than they may be. No link is followed: a command may put one
+        anywhere at any time.
+        """
+        self._size, self._files = self._deleted(), 0
+        for folder in self._job["filled"]:
+            with contextlib.suppress(OSError):  # it was removed meanwhile
+                if self._fills(folder, None, 0):
                     return True
-        return size > self._job["disk"]
+        return False
+
+    def _fills(self, name: str, above: int | None, depth: int) -> bool:
+        if depth > _DEEPEST:
+            return True
+        place = _opened(name, above)
+        try:
+            with os.scandir(place) as entries:
+                for entry in entries:
+                    self._files += 1
+                    try:
+                        found = _seen(entry, place)
+                        self._size += found.st_blocks * 512
+                        if self._size > self._job["disk"] or self._files > self._job["files"]:
+                            return True
+                        if stat.S_ISDIR(found.st_mode) and self._fills(entry.name, place, depth + 1):
+                            return True
+                    except OSError as error:  # it was removed meanwhile, or no more can be opened
+                        if error.errno in (errno.EMFILE, errno.ENFILE):
+                            return True
+        finally:
+            os.close(place)
+        return self._size > self._job["disk"]
 
     @staticmethod
     def _deleted() -> int:
@@ -126,6 +164,51 @@ class Usage:
         return sum(found.values())
 
 
+def _opened(name: str, above: int | None) -> int:
+    """A folder of the one `above`; nothing keeps it from being counted. Raises `OSError`."""
+    try:
+        return os.open(name, _FOLDER, dir_fd=above)
+    except PermissionError:
+        found = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=above)
+        try:
+            if not stat.S_ISDIR(os.fstat(found).st_mode):
+                raise
+            os.chmod(f"/proc/self/fd/{found}", 0o700)
+        finally:
+            os.close(found)
+        return os.open(name, _FOLDER, dir_fd=above)
+
+
+def _seen(entry: os.DirEntry[str], folder: int) -> os.stat_result:
+    """What an entry of an open folder is, also where the folder was made one that shows its names alone."""
+    try:
+        return entry.stat(follow_symlinks=False)
+    except PermissionError:
+        os.fchmod(folder, 0o700)
+        return entry.stat(follow_symlinks=False)
+
+
+def _namespaces(pid: int | str) -> int:
+    """How many pid namespaces a process is in; 0 once it has ended."""
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/status") as file:
+        return next((len(line.split()) - 1 for line in file if line.startswith("NSpid:")), 0)
+    return 0
+
+
+def _killed_for_memory(pid: int) -> bool:
+    """Whether the kernel has killed a process of this one's control group for its memory."""
+    with contextlib.suppress(OSError, ValueError), open(f"/proc/{pid}/cgroup") as file:
+        for line in file:
+            _, controllers, path = line.rstrip("\n").split(":", 2)
+            events = f"/sys/fs/cgroup{path}/memory.events"
+            if "memory" in controllers.split(","):
+                events = f"/sys/fs/cgroup/memory{path}/memory.oom_control"
+            with contextlib.suppress(OSError), open(events) as told:
+                if any(line.split()[0] == "oom_kill" and line.split()[1] != "0" for line in told):
+                    return True
+    return False
+
+
 def _start(job: Mapping[str, Any], output: int, error: int) -> int:
     """The command's process, in a session of its own."""
     child = os.fork()
@@ -137,6 +220,8 @@ def _start(job: Mapping[str, Any], output: int, error: int) -> int:
         os.dup2(output, 1)
         os.dup2(error, 2)
         os.closerange(3, 1 << 16)
+        if job["kind"] == "container":
+            _start_client(job)
         os.chdir(job["home"])
         os.umask(0o022)
         if job["kind"] == "process":
@@ -164,6 +249,16 @@ def _start(job: Mapping[str, Any], output: int, error: int) -> int:
         os._exit(127)
 
 
+def _start_client(job: Mapping[str, Any]) -> None:
+    """Become the engine's client, which starts the container of the command."""
+    if job["uid"]:
+        _give(job["home"], job["uid"])
+    lockdown.end_with_parent()
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):
+        signal.signal(number, signal.SIG_DFL)
+    os.execve(job["command"][0], job["command"], job["environment"])
+
+
 def _give(folder: str, uid: int) -> None:
     """Let all of `folder` belong to `uid`."""
     os.lchown(folder, uid, uid)
@@ -172,9 +267,9 @@ def _give(folder: str, uid: int) -> None:
             os.lchown(os.path.join(above, name), uid, uid)
 
 
-def _watch(job: Mapping[str, Any], child: int, outputs: list[Output]) -> str | None:
+def _watch(job: dict[str, Any], child: int, outputs: list[Output]) -> str | None:
     """Read what the command writes until it ends; why it must be ended, if it must."""
-    usage, until = Usage(job), time.monotonic() + job["seconds"]
+    usage, start = Usage(job), time.monotonic()
     ended = os.pidfd_open(child)
     places = {output.place: output for output in outputs}
     waiting = select.poll()
@@ -183,17 +278,18 @@ def _watch(job: Mapping[str, Any], child: int, outputs: list[Output]) -> str | N
     waiting.register(job["alive"], 0)  # hung up when who asked has ended
     look = time.monotonic() + _TICK
     while True:
+        until = _until(job, outputs[0], start)
         for place, _ in waiting.poll(1000 * max(0.0, min(until, look) - time.monotonic())):
             if place == job["alive"]:
-                os._exit(_end(child))
+                os._exit(_end(job, child, outputs[0].begun))
             if place == ended:
-                return "disk" if usage.over() == "disk" else None
+                return "disk" if usage.over(False) == "disk" else None
             if not places[place].take():
                 waiting.unregister(place)
         now = time.monotonic()
-        over = "wall" if now >= until else usage.over() if now >= look else None
-        if sum(output.lost for output in outputs) > _DRAINED:
-            return "output"
+        over = _spent(job, outputs, start)
+        if over is None and now >= look:
+            over = usage.over(outputs[0].begun)
         if over:
             return over
         if now >= look:
@@ -201,12 +297,49 @@ def _watch(job: Mapping[str, Any], child: int, outputs: list[Output]) -> str | N
             look = time.monotonic() + _TICK + 2 * (time.monotonic() - now)
 
 
-def _end(child: int) -> int:
-    """Kill the command and whatever it has started; its status as `os.waitstatus_to_exitcode` has it."""
-    status = 0
+def _spent(job: Mapping[str, Any], outputs: list[Output], start: float) -> str | None:
+    """Whether there was too much output, or no time is left."""
+    if sum(output.lost for output in outputs) > _DRAINED:
+        return "output"
+    return "wall" if time.monotonic() >= _until(job, outputs[0], start) else None
+
+
+def _until(job: Mapping[str, Any], output: Output, start: float) -> float:
+    """When the command has to have ended; a container's, to have begun."""
+    return start + job["starting"] if output.since is None else output.since + job["seconds"]
+
+
+def _end(job: dict[str, Any], child: int, begun: bool) -> int:
+    """Kill the command and whatever it has started; its status as `os.waitstatus_to_exitcode` has it. A
+    container is removed first, and once more where that failed or its command had not `begun`, as its client
+    may have been making it.
+    """
+    if job["kind"] != "container":
+        return _kill(child)
+    removed = _asked(job, "remove") is not None
+    status = _kill(child, _GRACE if removed and begun else 0.0)
+    job["left"] = not (removed and begun) and _asked(job, "remove") is None
+    return status
+
+
+def _asked(job: Mapping[str, Any], what: str) -> bytes | None:
+    """What the engine says; `None` where it fails or takes too long."""
+    import subprocess
+
+    words, given = job[what], {"env": job["environment"], "cwd": "/", "stdin": subprocess.DEVNULL}
+    try:
+        done = subprocess.run(words, capture_output=True, timeout=job["answering"], check=True, **given)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout
+
+
+def _kill(child: int, grace: float = 0.0) -> int:
+    """Kill it and all descendants, unless they end by themselves within `grace` seconds; its status."""
+    status, until = 0, time.monotonic() + grace
     while True:
         for number in (signal.SIGSTOP, signal.SIGKILL):  # what is stopped starts no other
-            for pid in _descendants():
+            for pid in _descendants() if time.monotonic() >= until else ():
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, number)
         try:
@@ -228,25 +361,58 @@ def _drain(outputs: list[Output]) -> None:
                 pass
 
 
+def _container_end(job: dict[str, Any], killed_by: str | None, outputs: list[Output]) -> str | None:
+    """What ended a container's command, once its engine was asked too."""
+    if killed_by is None:
+        _drain(outputs)
+    if killed_by not in (None, "wall") or not outputs[0].begun:
+        return killed_by
+    said = (_asked(job, "inspect") or b"").split()
+    if len(said) != 2:
+        job["unsaid"] = None if killed_by else "it does not say how its command ended"
+        return killed_by or "sandbox"
+    return "memory" if said[0] == b"true" and (killed_by or said[1] != b"0") else killed_by
+
+
+def _fault(job: Mapping[str, Any], killed_by: str | None, outputs: list[Output], begun: bool) -> str | None:
+    """Why a container's command did not run, or may still do so: the engine's last words."""
+    if begun:
+        return "the container cannot be removed" if job["left"] else job.get("unsaid")
+    if killed_by is None:
+        said = outputs[1].before.decode(errors="replace").strip().splitlines()
+        return said[-1] if said else "it says nothing"
+    return {
+        "wall": f"no container starts within {job['starting']:g} s",
+        "sandbox": "its client was killed",
+    }.get(killed_by)
+
+
 def main() -> None:
     """Do the job in the descriptor that the first word names."""
     with os.fdopen(int(sys.argv[1]), "rb") as file:
         job = json.load(file)
     lockdown.adopt_orphans()
     lockdown.hide()
-    pipes = [os.pipe() for _ in range(2)]
-    outputs = [Output(read, job["output"]) for read, _ in pipes]
-    child = _start(job, pipes[0][1], pipes[1][1])
+    pipes, contained = [os.pipe() for _ in range(2)], job["kind"] == "container"
+    outputs = [Output(read, job["output"], job["token"].encode()) for read, _ in pipes]
+    child, begun = _start(job, pipes[0][1], pipes[1][1]), True
     try:
         for _, write in pipes:
             os.close(write)
         killed_by = _watch(job, child, outputs)
+        if contained:
+            killed_by = _container_end(job, killed_by, outputs)
+            begun = outputs[0].begun  # not what is read of it while it is ended
     finally:
-        status = _end(child)
+        status = _end(job, child, begun)
     _drain(outputs)
+    if contained and status < 0:
+        killed_by = killed_by or "sandbox"
+    fault = _fault(job, killed_by, outputs, begun) if contained else None
     report = {
         "exit": None if killed_by else status,
         "killed_by": killed_by,
+        "fault": fault,
         "sizes": [len(output.kept) for output in outputs],
         "cut": sum(output.lost for output in outputs),
     }

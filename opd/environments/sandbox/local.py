@@ -52,7 +52,7 @@ class Sandboxes:
         folder = self._folder / name
         if folder.exists():
             remove_tree(folder)
-        place = Place(folder / "home", folder / "tmp", self.limits, self.reads)
+        place = Place(folder / "home", folder / "tmp", self.limits, self.reads, self.substrate.container)
         for path in (place.home, place.temporary):
             path.mkdir(parents=True)
         return LocalSandbox(folder, place, self.substrate, self.store, self._threads)

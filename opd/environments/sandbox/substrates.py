@@ -1,4 +1,5 @@
-"""What keeps a command apart: bubblewrap where user namespaces work, else a process within limits.
+"""What keeps a command apart: bubblewrap where user namespaces work, else a process within limits; or a
+container, where an image is named (`containers.py`).
 
 Each command is a process tree of its own, which begins and ends with it: `inside.py` beside it watches over
 its quotas, kills all of it, and reports. What a command leaves is files. Who is root is exempt from the limit
@@ -15,36 +16,35 @@ import json
 import logging
 import os
 import select
+import socket
 import subprocess
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from threading import Event
 from typing import Any, Literal
-from zlib import crc32
 
 from opd import lockdown
 from opd.bubblewrap import DEVICES, interpreter, isolated, library
+from opd.environments.sandbox import containers, engines
+from opd.environments.sandbox.containers import HOME, SHARED, TEMPORARY, VARIABLES, Container, Place
 from opd.environments.sandbox.inside import LENGTH
+from opd.environments.sandbox.owners import is_left, own_user, owner
 from opd.environments.sandbox.protocol import Limits, Outcome, SandboxError
 from opd.foreign import decoding, read_document, shown, whole
 from opd.storage.files import remove_tree
 
-Kind = Literal["bubblewrap", "process"]
-KINDS: tuple[Kind, ...] = ("bubblewrap", "process")
+Kind = Literal["bubblewrap", "process", "container"]
+KINDS: tuple[Kind, ...] = ("bubblewrap", "process", "container")
+_AUTO: tuple[Kind, ...] = ("bubblewrap", "process")
 _log = logging.getLogger(__name__)
 _INSIDE = Path(__file__).with_name("inside.py")
 _AROUND = Path(__file__).parents[2]
 _PROGRAMS = (_INSIDE, _AROUND / "lockdown.py")
 _THERE = "/opd"
-_HOME = "/home/agent"
-_TEMPORARY, _SHARED = 1 << 26, 1 << 24
-"""Bytes of /tmp and of /dev/shm in bubblewrap."""
-_FIRST_USER, _USERS = 61_000, 4_000
-"""Of nobody: those that root's commands run as without bubblewrap, one a home."""
 _PATIENCE = 30.0
 """Seconds beyond its time in which what watches a command must have ended it."""
 _REPORT = 1 << 16
@@ -59,25 +59,14 @@ class Substrate:
     kind: Kind
     keeps: Mapping[str, bool]
     """What was tried in it -> whether it was refused: `network`, `reading` and `writing` elsewhere, `signals`
-    to others.
+    to others; of a container also `privileges`, and whether control groups hold `memory` and `processes`.
     """
+    container: Container | None = None
 
     @property
     def open(self) -> list[str]:
         """What it does not keep commands from."""
         return [what for what, kept in self.keeps.items() if not kept]
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where commands run, and what they may have there."""
-
-    home: Path
-    temporary: Path
-    """An empty folder for what no state keeps, where /tmp is not of the sandbox's own."""
-    limits: Limits
-    reads: tuple[str, ...] = ()
-    """Files and folders that commands can read, beside the system's and Python's library."""
 
 
 def run(
@@ -88,6 +77,8 @@ def run(
 
     Raises `SandboxError` if it cannot be started, and `OSError` as the system does.
     """
+    if kind == "container" and containers.too_long(command):
+        return Outcome(127, stderr=f"{shown(command[0])}: Argument list too long\n".encode())
     with ExitStack() as stack:
         if kind == "process":
             stack.callback(_emptied, place.temporary)
@@ -96,13 +87,15 @@ def run(
         given.seek(0)
         report, tell = (stack.enter_context(os.fdopen(end, "rb", 0)) for end in os.pipe())
         alive, hold = (stack.enter_context(os.fdopen(end, "rb", 0)) for end in os.pipe())
-        job = _job(kind, place, command, seconds)
-        job |= {"stdin": given.fileno(), "report": tell.fileno(), "alive": alive.fileno()}
+        uid = stack.enter_context(_user(kind, place))
+        job = _job(kind, place, command, uid)
+        job |= {"seconds": seconds, "stdin": given.fileno(), "report": tell.fileno(), "alive": alive.fileno()}
         asked = stack.enter_context(tempfile.TemporaryFile())
         asked.write(json.dumps(job).encode())
         asked.seek(0)
         kept = (asked.fileno(), given.fileno(), tell.fileno(), alive.fileno())
-        counted = stack.enter_context(_counted(place.limits.processes))
+        patience = _PATIENCE if kind != "container" else containers.STARTING + 3 * engines.ANSWERING
+        counted = stack.enter_context(_counted(kind, place.limits.processes))
         process = subprocess.Popen(
             [*counted, *_argv(kind, place), str(asked.fileno())],
             stdin=subprocess.DEVNULL,
@@ -117,14 +110,17 @@ def run(
         alive.close()
         try:
             most = LENGTH.size + _REPORT + 2 * place.limits.output
-            data = _read(report.fileno(), most, seconds + _PATIENCE, cancelled)
+            data = _read(report.fileno(), most, seconds + patience, cancelled)
         finally:
             hold.close()  # what watches ends everything at once, and then itself
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(_PATIENCE)
+                process.wait(patience)
             process.kill()
             process.wait()
-    return _outcome(data, place.limits)
+            if kind == "container" and process.returncode != 0:
+                with contextlib.suppress(SandboxError):  # most often it is gone
+                    engines.ask(job["remove"][0], job["remove"][1:])
+    return _outcome(data, place)
 
 
 def _read(place: int, most: int, seconds: float, cancelled: Event) -> bytes:
@@ -141,8 +137,11 @@ def _read(place: int, most: int, seconds: float, cancelled: Event) -> bytes:
     return bytes(found)
 
 
-def _outcome(data: bytes, limits: Limits) -> Outcome:
-    """What `inside.py` reports; where it does not, that."""
+def _outcome(data: bytes, place: Place) -> Outcome:
+    """What `inside.py` reports; where it does not, that. Raises `SandboxError` where a container's engine
+    failed.
+    """
+    limits = place.limits
     if len(data) < LENGTH.size:
         return Outcome(None, killed_by="sandbox")
     with decoding(lambda cause: SandboxError(f"the report on a command makes no sense ({cause})")):
@@ -152,29 +151,46 @@ def _outcome(data: bytes, limits: Limits) -> Outcome:
         sizes = [whole(size, 0, limits.output, "an output's size") for size in said["sizes"]]
         outputs = data[start : start + sizes[0]], data[start + sizes[0] : start + sum(sizes)]
         killed, status = said["killed_by"], said["exit"]
+        if said["fault"] is not None:
+            raise SandboxError(
+                f"a command did not run as it should in {place.container} ({shown(said['fault'], 300)}); see"
+                " that its engine works and the image is there"
+            )
         if killed is None:
             whole(status, -255, 255, "an exit status")
-        elif killed not in ("wall", "memory", "processes", "disk", "output"):
+        elif killed not in ("wall", "memory", "processes", "disk", "output", "sandbox"):
             raise ValueError(f"a quota {shown(killed)}")
         cut = whole(said["cut"], 0, 1 << 62, "what was cut")
         return Outcome(status, *outputs, killed_by=killed, cut=cut)
     raise AssertionError
 
 
-def _job(kind: Kind, place: Place, command: Sequence[str], seconds: float) -> dict[str, Any]:
-    """What `inside.py` is told."""
+@contextlib.contextmanager
+def _user(kind: Kind, place: Place) -> Iterator[int]:
+    """Who a command of root's is meanwhile; 0 where it need not be another. Raises as `own_user`."""
+    same = kind == "bubblewrap" or (place.container is not None and place.container.engine.rootless)
+    if same or os.getuid():
+        yield 0
+        return
+    with own_user(place.home) as uid:
+        yield uid
+
+
+def _job(kind: Kind, place: Place, command: Sequence[str], uid: int) -> dict[str, Any]:
+    """What `inside.py` is told, but for how long. `uid`: whose the command is."""
     words = [*command]
     if not words or any("\0" in word for word in words):
         raise SandboxError("a command is a program and its arguments, without NUL characters")
+    usual = {**asdict(place.limits), "token": ""}
+    if place.container is not None:
+        return usual | containers.job(place, words, uid)
     bubble, landlock = kind == "bubblewrap", bool(lockdown.landlock_version())
-    uid = 0 if bubble or os.getuid() else _FIRST_USER + crc32(str(place.home).encode()) % _USERS
-    home, temporary = (_HOME, "/tmp") if bubble else (str(place.home), str(place.temporary))
-    return {
-        **asdict(place.limits),
-        "seconds": seconds,
+    home, temporary = (HOME, "/tmp") if bubble else (str(place.home), str(place.temporary))
+    return usual | {
         "kind": kind,
         "command": words,
         "home": home,
+        "filled": [home] if bubble else [home, temporary],
         "others": 1 if bubble or uid else _own_processes(),
         "uid": uid,
         "landlock": not bubble and landlock,
@@ -185,25 +201,23 @@ def _job(kind: Kind, place: Place, command: Sequence[str], seconds: float) -> di
             "PATH": os.pathsep.join([os.path.dirname(interpreter()), "/usr/local/bin", "/usr/bin", "/bin"]),
             "HOME": home,
             "TMPDIR": temporary,
-            "LANG": "C.UTF-8",
-            "PYTHONDONTWRITEBYTECODE": "1",
-            "PYTHONHASHSEED": "0",
+            **VARIABLES,
         },
     }
 
 
 def _argv(kind: Kind, place: Place) -> list[str]:
     python = [interpreter(), "-I", "-S"]
-    if kind == "process":
+    if kind != "bubblewrap":
         return [*python, str(_INSIDE)]
     reads = [word for path in place.reads for word in ("--ro-bind", path, path)]
     inside = [(file, f"{_THERE}/{file.relative_to(_AROUND)}") for file in _PROGRAMS]
     return [
         *isolated(inside, ("/etc/alternatives",)), "--disable-userns", "--as-pid-1",
-        "--hostname", "sandbox", "--proc", "/proc", "--dev", "/dev",
-        "--size", str(_SHARED), "--tmpfs", "/dev/shm", "--remount-ro", "/dev",
-        "--size", str(_TEMPORARY), "--tmpfs", "/tmp", *reads, "--bind", str(place.home), _HOME,
-        "--remount-ro", "/", "--chdir", _HOME, *python, f"{_THERE}/{_INSIDE.relative_to(_AROUND)}",
+        "--hostname", "sandbox", "--proc", "/proc", "--remount-ro", "/proc", "--dev", "/dev",
+        "--size", str(SHARED), "--tmpfs", "/dev/shm", "--remount-ro", "/dev",
+        "--size", str(TEMPORARY), "--tmpfs", "/tmp", *reads, "--bind", str(place.home), HOME,
+        "--remount-ro", "/", "--chdir", HOME, *python, f"{_THERE}/{_INSIDE.relative_to(_AROUND)}",
     ]  # fmt: skip
 
 
@@ -212,13 +226,14 @@ _names = itertools.count()
 
 
 @contextlib.contextmanager
-def _counted(processes: int) -> Iterator[list[str]]:
+def _counted(kind: Kind, processes: int) -> Iterator[list[str]]:
     """Words before a command that puts it where the kernel counts root's processes too; none where no control
-    group can be made, and for who is not root, whose processes it counts anyway.
+    group can be made, for who is not root, whose processes it counts anyway, and for a container, whose
+    engine sees to it.
     """
     group = None
-    for above in _GROUPS if os.getuid() == 0 else ():
-        made = f"{above}/opd-{os.getpid()}-{next(_names)}"
+    for above in _GROUPS if os.getuid() == 0 and kind != "container" else ():
+        made = f"{above}/opd-{owner()}-{next(_names)}"
         with contextlib.suppress(OSError):
             os.mkdir(made)
             group = made
@@ -245,8 +260,7 @@ def _remove_left_groups() -> None:
     """Those of processes that were killed: an empty control group is all that can be removed."""
     for above in _GROUPS if os.getuid() == 0 else ():
         for path in Path(above).glob("opd-*-*"):
-            pid = path.name.split("-")[1]
-            if pid.isdecimal() and not os.path.exists(f"/proc/{pid}"):
+            if is_left(path.name.removeprefix("opd-").rpartition("-")[0]):
                 with contextlib.suppress(OSError):
                     path.rmdir()
 
@@ -268,7 +282,7 @@ def _emptied(folder: Path) -> None:
 
 _PROBE = """
 import contextlib, os, socket, sys
-path, victim = sys.argv[1], int(sys.argv[2])
+path, victim, kernel = sys.argv[1], int(sys.argv[2]), "/proc/sys/kernel/core_pattern"
 def tried(attempt):
     try:
         attempt()
@@ -278,7 +292,7 @@ def tried(attempt):
 print(
     tried(lambda: socket.create_connection(("127.0.0.1", int(sys.argv[3])), timeout=2)),
     tried(lambda: open(path).read()),
-    tried(lambda: open(path, "a").write("x")),
+    min(tried(lambda: open(path, "a").write("x")), tried(lambda: open(kernel, "r+").close())),
     tried(lambda: os.kill(victim, 0)),
     open("note", "w").write("written"),
 )
@@ -286,15 +300,17 @@ print(
 
 
 @functools.cache
-def find_substrate(wanted: Kind | Literal["auto"] = "auto") -> Substrate:
+def find_substrate(wanted: Kind | Literal["auto"] = "auto", image: str | None = None) -> Substrate:
     """The strongest that works here, or the one that is `wanted`; tried once a process. With `auto` and no
-    bubblewrap one warning says what is not kept apart.
+    bubblewrap one warning says what is not kept apart. `image`: of the containers.
 
     Raises `SandboxError` where none works, or not that one.
     """
+    if wanted == "container":
+        return _find_container(image)
     why = "tried none"
     _remove_left_groups()
-    for kind in KINDS if wanted == "auto" else (wanted,):
+    for kind in _AUTO if wanted == "auto" else (wanted,):
         try:
             found = _tried(kind)
         except (OSError, SandboxError) as error:
@@ -315,24 +331,82 @@ def find_substrate(wanted: Kind | Literal["auto"] = "auto") -> Substrate:
     )
 
 
-def _tried(kind: Kind) -> Substrate:
-    """What this kind keeps a command from, tried. Raises `SandboxError` or `OSError` if it does not work."""
-    import socket
+def _find_container(image: str | None) -> Substrate:
+    """An engine that has the image and runs it; without control groups where it has none to give, and says
+    so. Raises `SandboxError`.
+    """
+    if image is None:
+        raise SandboxError("the sandbox container needs an image; name one as its image")
+    container = containers.find_container(image)
+    try:
+        found = _tried("container", container)
+    except SandboxError as error:
+        if container.engine.name != "podman":
+            raise
+        try:
+            found = _tried("container", replace(container, asks_groups=False, grouped=False))
+        except SandboxError:
+            raise error from None
+    if found.open:
+        _log.warning(
+            "%s does not keep commands from all of: %s. Without control groups (let systemd delegate them to"
+            " this user, or run as root) memory and processes are looked at every tenth of a second; without"
+            " its seccomp.json commands may make namespaces.",
+            container.engine.name,
+            ", ".join(found.open),
+        )
+    return found
 
+
+def _tried(kind: Kind, container: Container | None = None) -> Substrate:
+    """What this kind keeps a command from, tried. Raises `SandboxError` or `OSError` if it does not work."""
     with (
         tempfile.TemporaryDirectory(prefix="opd-sandbox-") as folder,
         socket.create_server(("127.0.0.1", 0)) as server,
     ):
-        base = Path(folder)
-        secret, place = base / "secret", Place(base / "home", base / "tmp", Limits(seconds=60.0))
-        secret.write_text("nothing for a sandbox")
+        base, limits = Path(folder), Limits(seconds=60.0)
+        secret = base / "secret"
+        place = Place(base / "home", base / "tmp", limits, container=container)
+        secret.write_text("nothing for a sandbox\n")
         place.home.mkdir()
         place.temporary.mkdir()
         words = [str(secret), str(os.getpid()), str(server.getsockname()[1])]
         command = [interpreter(), "-I", "-S", "-c", _PROBE, *words]
-        outcome = run(kind, place, command, b"", place.limits.seconds, Event())
-        said = outcome.stdout.split()
-        if outcome.exit != 0 or len(said) != 5 or (place.home / "note").read_text() != "written":
-            raise SandboxError(shown(outcome.stderr.decode(errors="replace").strip() or str(outcome), 300))
+        if container is not None:
+            counts = [str(limits.memory), str(limits.processes + 1)]
+            command = ["/bin/sh", "-c", containers.PROBE, "sh", str(secret), *counts]
+        outcome = run(kind, place, command, b"", limits.seconds, Event())
+        said, note = outcome.stdout.split(), place.home / "note"
+        if outcome.exit != 0 or not note.is_file() or note.read_text() != "written":
+            raise SandboxError(_refusal(outcome, container))
+        if container is not None:
+            return _contained(container, dict(zip(said[::2], said[1::2], strict=False)))
+        if len(said) != 5:
+            raise SandboxError(_refusal(outcome, container))
         kept = [word == b"1" for word in said[:4]]
         return Substrate(kind, dict(zip(("network", "reading", "writing", "signals"), kept, strict=True)))
+
+
+def _refusal(outcome: Outcome, container: Container | None) -> str:
+    why = shown(outcome.stderr.decode(errors="replace").strip() or str(outcome), 300)
+    if container is None:
+        return why
+    return (
+        f"{container} does not do what a sandbox has to, or not with files of this machine ({why}); the"
+        " engine has to run here, and the image needs a /bin/sh"
+    )
+
+
+def _contained(container: Container, said: Mapping[bytes, bytes]) -> Substrate:
+    """What a container was seen to keep. Raises `SandboxError` where that is not enough."""
+    keeps = {name: said.get(name.encode()) == b"1" for name in containers.KEPT}
+    engine = container.engine
+    keeps["namespaces"] = engine.name != "podman" or engine.profile is not None
+    found = Substrate("container", keeps, replace(container, grouped=keeps["memory"] and keeps["processes"]))
+    told = {"memory", "processes", "namespaces"} if engine.name == "podman" else set()
+    if lost := [what for what in found.open if what not in told]:
+        raise SandboxError(
+            f"{container} does not keep commands from {' and '.join(lost)}; undo what its settings add to"
+            " every container, or set the sandbox's substrate to bubblewrap"
+        )
+    return found

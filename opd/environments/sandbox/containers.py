@@ -1,0 +1,292 @@
+"""Containers: each command in one of its own, made of an image that this machine has, by podman or docker.
+
+The engine's client is the command that `inside.py` watches from outside, as an image may hold no Python.
+Process 1 of a container is the image's own `/bin/sh`, which says that the command begins, starts it and takes
+in its orphans; its end is the end of all. Images are named in a recipe, and run by the digest of what they
+are; nothing is fetched. No call of an engine waits without end.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import resource
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from opd.config.sandbox import IMAGE_NAME
+from opd.environments.sandbox import engines
+from opd.environments.sandbox.engines import LABEL, Engine, new_name
+from opd.environments.sandbox.protocol import Limits, SandboxError
+from opd.foreign import decoding, read_document, shown
+
+HOME = "/home/agent"
+VARIABLES = {"LANG": "C.UTF-8", "PYTHONDONTWRITEBYTECODE": "1", "PYTHONHASHSEED": "0"}
+"""Of every command, in whatever keeps it apart."""
+TEMPORARY, SHARED = 1 << 26, 1 << 24
+"""Bytes of /tmp and of /dev/shm."""
+STARTING = 120.0
+"""Seconds in which an engine begins a command."""
+_WORD, _WORDS = 1 << 17, 1 << 20
+"""Bytes of one word and of all words of a command: the kernel starts no program with more than about that."""
+_MOST_PROCESSES = 1 << 15
+"""Of RLIMIT_NPROC: podman's helper lets nobody have more."""
+_LATEST = 300
+"""Seconds beyond a command's time in which podman's helper ends it, if nobody else has."""
+_REFUSED = ("unshare", "setns", "keyctl", "add_key", "request_key")
+_CLONES = ("clone", "clone3")
+_NAMESPACES = 0x7E020000
+"""Flags of clone."""
+_PROFILE = 1 << 20
+_PROXIES = ("http_proxy", "https_proxy", "ftp_proxy", "no_proxy", "all_proxy")
+_BEGIN = """umask 022
+echo "$1"; echo "$1" >&2; shift
+"$@"
+status=$? waited=0
+[ $status = 0 ] || for file in /sys/fs/cgroup/memory.events /sys/fs/cgroup/memory/memory.oom_control; do
+    [ -r $file ] && while read -r what count; do
+        [ "$what" = oom_kill ] && [ "$count" != 0 ] && while [ $waited -lt 300000 ]; do
+            waited=$((waited + 1))
+        done
+    done < $file
+done
+exit $status"""
+"""Where the kernel has killed for memory, process 1 stays so long that who looks from outside sees it."""
+
+
+PROBE = """
+path=$1 memory=$2 processes=$3
+n=1 p=1 r=1
+[ -r /proc/net/route ] && while read -r dev rest; do [ "$dev" = Iface ] || n=0; done < /proc/net/route
+routes=/proc/net/ipv6_route
+[ -r $routes ] && while read -r line; do [ "${line%lo}" != "$line" ] || n=0; done < $routes
+echo "network $n"
+(read -r line < "$path") 2>/dev/null && r=0
+echo "reading $r"
+r=1
+(echo x >> "$path") 2>/dev/null && r=0
+while read -r device place type options rest; do
+    [ "$place" != / ] || case $options in ro|ro,*) ;; *) r=0 ;; esac
+done < /proc/mounts
+echo "writing $r"
+[ "$PPID" = 1 ] && echo "signals 1" || echo "signals 0"
+while read -r key value rest; do
+    case $key in
+        Cap???:) [ "$value" = 0000000000000000 ] || p=0 ;;
+        NoNewPrivs:|Seccomp:) [ "$value" != 0 ] || p=0 ;;
+    esac
+done < /proc/self/status
+echo "privileges $p"
+held() {
+    for file in $2 $3; do
+        [ -r $file ] && read -r value < $file && [ "$value" = "$4" ] && echo "$1 1" && return
+    done
+    echo "$1 0"
+}
+held memory /sys/fs/cgroup/memory.max /sys/fs/cgroup/memory/memory.limit_in_bytes "$memory"
+held processes /sys/fs/cgroup/pids.max /sys/fs/cgroup/pids/pids.max "$processes"
+printf written > note
+"""
+"""What a shell alone can try: its words are a file that is not its own, bytes and processes of the limits."""
+KEPT = ("network", "reading", "writing", "signals", "privileges", "memory", "processes")
+
+
+@dataclass(frozen=True, slots=True)
+class Container:
+    """An image, and what runs commands in it."""
+
+    engine: Engine
+    image: str
+    """As a recipe names it."""
+    digest: str
+    """`sha256:...`: what it is."""
+    asks_groups: bool = True
+    """Whether control groups are asked for."""
+    grouped: bool = True
+    """Whether they hold memory and processes: else `inside.py` looks, and each process has a limit."""
+
+    def __str__(self) -> str:
+        engine = self.engine
+        return f"{engine.name} {engine.version}, image {self.image} ({self.digest[:19]})"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where commands run, and what they may have there."""
+
+    home: Path
+    temporary: Path
+    """An empty folder for what no state keeps, where /tmp is not of the sandbox's own."""
+    limits: Limits
+    reads: tuple[str, ...] = ()
+    """Files and folders that commands can read, beside the system's and Python's library."""
+    container: Container | None = None
+    """Of the kind `container`: where they are."""
+
+
+def find_container(image: str) -> Container:
+    """The image, in the first engine that works and has it. Raises `SandboxError` where none does."""
+    if not IMAGE_NAME.fullmatch(image):
+        raise SandboxError(f"{shown(image)!r} names no image; give a name, name:tag, digest or id")
+    why: list[str] = []
+    for engine in engines.engines():
+        try:
+            if isinstance(engine, SandboxError):
+                raise engine
+            container = Container(engine, image, engines.image_digest(engine, image))
+        except SandboxError as error:
+            why.append(str(error))
+            continue
+        engines.remove_left(engine)
+        return container
+    if not why:
+        raise SandboxError(
+            "the sandbox container needs podman or docker, and neither is installed; install podman, or set"
+            " the sandbox's substrate to bubblewrap"
+        )
+    raise SandboxError("; and ".join(why))
+
+
+def digest_of_image(image: str) -> str:
+    """`sha256:...` of what the name means on this machine now. Raises `SandboxError` as `find_container`."""
+    return find_container(image).digest
+
+
+def job(place: Place, words: Sequence[str], uid: int) -> dict[str, Any]:
+    """What `inside.py` is told of a command in the place's container; what its engine reads is put into the
+    temporary folder. `uid`: whose the command is; 0 for the engine's or this process's own user.
+
+    Raises `SandboxError` for a path that no engine takes.
+    """
+    container, limits, name, token = place.container, place.limits, new_name(), secrets.token_hex(16)
+    assert container is not None
+    engine = container.engine
+    begin = _BEGIN if container.grouped else f"ulimit -v {limits.memory >> 10} || exit 125\n{_BEGIN}"
+    command = [
+        engine.program, "run", f"--name={name}", f"--user={_user(engine, uid)}",
+        *_limits(container, limits, uid), *_apart(engine), *_calls(engine, place.temporary),
+        *_mounts(engine, place.home, place.reads),
+        container.digest.removeprefix("sha256:"), "/bin/sh", "-c", begin, "sh", token, *words,
+    ]  # fmt: skip
+    asked = "{{.State.OOMKilled}} {{.State.ExitCode}}"
+    return {
+        "kind": "container",
+        "command": command,
+        "home": str(place.home),
+        "filled": [str(place.home)],
+        "uid": uid,
+        "token": f"{token}\n",
+        "processes": limits.processes + 1,
+        "grouped": container.grouped,
+        "starting": STARTING,
+        "answering": engines.ANSWERING,
+        "inspect": [engine.program, "container", "inspect", "--format", asked, name],
+        "remove": engines.removal(engine, [name]),
+        "environment": engines.environment(),
+    }
+
+
+def too_long(words: Sequence[str]) -> bool:
+    """Whether no program can be started with so many words, or so long ones."""
+    sizes = [len(os.fsencode(word)) + 1 for word in words]
+    return max(sizes) > _WORD or sum(sizes) > _WORDS
+
+
+def _user(engine: Engine, uid: int) -> str:
+    """Whose files a home's are: those of this process's user, or of the nobody that root has for it."""
+    if engine.rootless:
+        return "0:0"
+    return f"{uid}:{uid}" if uid else f"{os.getuid()}:{os.getgid()}"
+
+
+def _apart(engine: Engine) -> list[str]:
+    """What keeps a container from everything else."""
+    options = [
+        "--pull=never", "--interactive", f"--label={LABEL}", "--network=none", "--ipc=private",
+        "--cgroupns=private", "--hostname=sandbox", "--privileged=false", "--cap-drop=all",
+        "--security-opt=no-new-privileges", "--security-opt=label=disable", "--read-only", "--entrypoint=",
+        "--no-healthcheck", "--log-driver=none", "--stop-timeout=0",
+    ]  # fmt: skip
+    given = {"HOME": HOME, "TMPDIR": "/tmp", **VARIABLES}
+    variables = [f"{name}={value}" for name, value in given.items()]
+    if engine.name == "podman":
+        options += [
+            "--read-only-tmpfs=false", "--image-volume=ignore", "--no-hosts", "--http-proxy=false",
+            "--detach-keys=",
+        ]  # fmt: skip
+    else:  # its client takes them from settings of its own, unless they are asked for
+        variables += [name for proxy in _PROXIES for name in (proxy, proxy.upper())]
+    return options + [f"--env={variable}" for variable in variables]
+
+
+def _calls(engine: Engine, temporary: Path) -> list[str]:
+    """podman's own list of the calls that a container may make, without those that make namespaces or reach
+    keys, which docker refuses by itself.
+    """
+    if engine.profile is None:
+        return []
+    try:
+        with open(engine.profile, "rb") as file:
+            found = read_document(file.read(_PROFILE + 1), _PROFILE)
+    except (OSError, ValueError) as error:
+        raise SandboxError(
+            f"{engine.profile}, what podman lets containers do, cannot be read ({error}); install it anew"
+        ) from error
+    with decoding(lambda cause: SandboxError(f"{engine.profile} makes no sense ({cause}); install it anew")):
+        rules = [
+            {**rule, "names": names}
+            for rule in found["syscalls"]
+            if (names := [name for name in rule["names"] if name not in (*_REFUSED, *_CLONES)])
+        ]
+        none = {"index": 0, "value": _NAMESPACES, "valueTwo": 0, "op": "SCMP_CMP_MASKED_EQ"}
+        rules += [
+            {"names": list(_REFUSED), "action": "SCMP_ACT_ERRNO", "errnoRet": errno.EPERM},
+            {"names": ["clone"], "action": "SCMP_ACT_ALLOW", "args": [none]},
+            {"names": ["clone3"], "action": "SCMP_ACT_ERRNO", "errnoRet": errno.ENOSYS},
+        ]
+        place = temporary / "calls.json"
+        place.write_text(json.dumps({**found, "syscalls": rules}))
+        return [f"--security-opt=seccomp={place}"]
+    raise AssertionError
+
+
+def _limits(container: Container, limits: Limits, uid: int) -> list[str]:
+    """What the kernel counts: of each process by its limits, of all by a control group, or where there is
+    none by `uid`, of whom nobody else is.
+    """
+    kept = {
+        "cpu": limits.cpu_seconds, "fsize": limits.disk, "nofile": limits.open_files, "core": 0,
+        "nproc": limits.processes + 1 if uid and not container.grouped else _MOST_PROCESSES,
+    }  # fmt: skip
+    options = []
+    for name, most in kept.items():
+        _, own = resource.getrlimit(getattr(resource, f"RLIMIT_{name.upper()}"))
+        value = most if own == resource.RLIM_INFINITY else min(most, own)
+        options.append(f"--ulimit={name}={value}:{value}")
+    if container.engine.name == "podman":  # for what is left where this and what watches are killed
+        options.append(f"--timeout={int(limits.seconds) + _LATEST}")
+    if not container.asks_groups:
+        return [*options, "--cgroups=disabled"]
+    return [
+        *options, f"--memory={limits.memory}b", f"--memory-swap={limits.memory}b",
+        f"--pids-limit={limits.processes + 1}",
+    ]  # fmt: skip
+
+
+def _mounts(engine: Engine, home: Path, reads: Sequence[str]) -> list[str]:
+    """The home and what is named, /tmp and /dev/shm."""
+    wrong = next((path for path in (str(home), *reads) if set(path) & set(',"\n\r')), None)
+    if wrong is not None:
+        raise SandboxError(
+            f"{shown(wrong)!r} cannot be given to a container: it has a comma, quote or new line; rename it"
+        )
+    only = "readonly,bind-nonrecursive" if engine.name == "podman" else "readonly"
+    return [
+        f"--mount=type=bind,source={home},target={HOME}", f"--workdir={HOME}",
+        *(f"--mount=type=bind,source={path},target={path},{only}" for path in reads),
+        f"--tmpfs=/tmp:rw,exec,nosuid,nodev,size={TEMPORARY},mode=1777", f"--shm-size={SHARED}",
+    ]  # fmt: skip
