@@ -26,10 +26,8 @@ from opd.kernels.ops import linear_logprobs
 from opd.models.causal_lm import torch_device, torch_dtype
 from opd.progress import doing
 from opd.served.distinct import check_distinct
-from opd.served.http_pool import (
+from opd.served.http_client import (
     SERVERS,
-    HTTPPool,
-    LoopThread,
     Patience,
     PoolOptions,
     RefusedError,
@@ -37,6 +35,8 @@ from opd.served.http_pool import (
     UnavailableError,
     advice,
 )
+from opd.served.http_pool import HTTPPool
+from opd.served.loop_thread import LoopThread
 from opd.served.sglang_answers import Question
 from opd.served.urls_file import UrlsFile
 from opd.storage.published import PublishedModel
@@ -79,7 +79,11 @@ def pool_options(config: ServerConfig, rank: int = 0, ranks: int = 1) -> PoolOpt
     options = PoolOptions(config.urls, config.api_key_env, config.max_in_flight_tokens, patience)
     if config.started is not None:
         look_at = f"servers.{config.started}, and what the server says in logs/servers"
-        options = replace(options, look_at=look_at)
+        revive = (
+            f"the run starts servers.{config.started} again by itself: see in logs/servers why it was away,"
+            " raise `patience` if it takes longer to start, and continue with --resume"
+        )
+        options = replace(options, look_at=look_at, revive=revive, api_key=config.key)
     if config.urls_file is None:
         return options
     return replace(options, more=UrlsFile(config.urls_file, config.urls, rank, ranks).fresh)
@@ -94,35 +98,23 @@ def check_temperature(name: str, config: ServedTeacherConfig, temperature: float
         )
 
 
-def rebuild_with(published: PublishedModel) -> Rebuild:
-    """By the head of `published`, over all of its rows, as a server has them; read at each call, by one
+def rebuild_with(load: Callable[[], Head]) -> Rebuild:
+    """By the head that `load` gives, over all of its rows, as a server has them; read at each call, by one
     thread at a time.
     """
     reading = threading.Lock()  # servers are admitted side by side, whose heads would be here at once
 
     def rebuild(rows: np.ndarray, ids: np.ndarray) -> np.ndarray:
         with reading, torch.no_grad():
-            head = read_head(published, torch.float32, torch.device("cpu"))
             hidden, tokens = torch.from_numpy(rows), torch.from_numpy(ids.astype(np.int64))
-            return linear_logprobs(hidden, head, tokens).float().numpy()
+            return linear_logprobs(hidden, load(), tokens).float().numpy()
 
     return rebuild
 
 
-def compare(who: str, served: np.ndarray, due: np.ndarray, most: float, source: str) -> float:
-    """By how much the probe's log-probabilities differ, in nats. Raises `TeacherError` above `most`.
-
-    Args:
-        who: The teacher and the server.
-        source: Where the ones that are `due` come from: what follows "from what".
-    """
-    apart = float(np.abs(served - due).max())
-    if not apart <= most:
-        raise TeacherError(
-            f"{who} serves another model, vocabulary or other weights than the recipe's: its"
-            f" log-probabilities differ by up to {apart:.3g} nats from what {source}."
-        )
-    return apart
+def head_of(published: PublishedModel) -> Callable[[], Head]:
+    """Reads all rows of its head, to rebuild with on this CPU."""
+    return lambda: read_head(published, torch.float32, torch.device("cpu"))
 
 
 def lost_weights(owner: str, url: str, sign: str) -> TeacherError:
@@ -172,7 +164,7 @@ class ServedTeacher(ABC):
                 f"teacher {name}: its head has {rows} rows for {self._vocabulary} tokens, and a server's"
                 f" log-probabilities count the padding; set teachers.{name}.signal to hidden."
             )
-        self.pool = HTTPPool(f"teacher {name}", pool_options(config), TeacherError, self._admit)
+        self.pool = HTTPPool(f"teacher {name}", pool_options(config), TeacherError, self._admit, watch=True)
         self._begun: dict[str, tuple[Question, Future[Any]]] = {}
         self.check: Callable[[], None] = lambda: None
         """See `Opening`."""
@@ -348,6 +340,19 @@ def check_signal(name: str, settings: ServedTeacherConfig, recipe: Recipe) -> No
         )
 
 
+def check_own_servers(
+    teachers: Mapping[str, ServedTeacherConfig], others: Mapping[str, PoolOptions] | None = None
+) -> None:
+    """`TeacherError` if URLs of these teachers, or of `others` by the field that names them, lead to one
+    server; teachers of one model may share theirs.
+    """
+    # Those of a group that the run starts are distinct, and may be asleep.
+    found = {f"teachers.{name}.urls": own for name, own in teachers.items() if own.started is None}
+    wanted = {where: pool_options(own) for where, own in found.items()}
+    models = {where: own.path for where, own in found.items() if own.path is not None}
+    check_distinct({**(others or {}), **wanted}, TeacherError, models)
+
+
 Make = Callable[..., ServedTeacher]
 Visit = Callable[[HTTPPool, Server], Awaitable[str]]
 """What is right at a server, as a sentence; raises what is wrong."""
@@ -366,11 +371,10 @@ def opener(
         loss = recipe.distill.loss
         main = opening.group is None or dist.get_rank(opening.group) == 0
         asked = Asked(recipe.rollout.temperature, loss.k if isinstance(loss, TopKKL) else 1, main)
+        check_own_servers(teachers)
         with ExitStack() as stack:
             for name, settings in teachers.items():
                 check_signal(name, settings, recipe)
-                if settings.started is None:  # those of a group are, and may be asleep
-                    check_distinct({f"teachers.{name}.urls": pool_options(settings)}, TeacherError)
                 url = opening.sources[name]
                 found[name] = teacher = make(
                     name, url, settings, asked=asked, placement=opening.placement, cache=opening.cache

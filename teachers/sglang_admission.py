@@ -16,8 +16,10 @@ import numpy as np
 from opd.config.teachers import SGLangTeacherConfig
 from opd.errors import TeacherError
 from opd.foreign import decoding
+from opd.kernels.head import Head
 from opd.served.hidden_segments import Plugin, Segment, most_answered, plugin_of, width_of
-from opd.served.http_pool import HTTPPool, RefusedError, Server, UnavailableError
+from opd.served.http_client import RefusedError, Server, UnavailableError
+from opd.served.http_pool import HTTPPool
 from opd.served.sglang_answers import (
     EXACT,
     HALF,
@@ -33,7 +35,8 @@ from opd.served.sglang_answers import (
     versions_of,
 )
 from opd.storage.published import PublishedModel
-from opd.teachers.served_teacher import Rebuild, compare, lost_weights, rebuild_with
+from opd.teachers.served_teacher import Rebuild, head_of, lost_weights, rebuild_with
+from opd.teachers.weight_probe import Read, UnprovedError, WeightProof, compare
 
 _log = logging.getLogger(__name__)
 
@@ -60,8 +63,7 @@ class Expected:
     each other only."""
     weight_version: str | None = None
     checksum: str | None = None
-    logprobs: np.ndarray | None = None
-    """[len(PROBE) - 2] of the probe's tokens."""
+    proof: WeightProof = field(default_factory=WeightProof)
     tolerance: float = EXACT
     context: int | None = None
     """Most tokens a request may have on any server."""
@@ -73,8 +75,11 @@ class Expected:
     """Whether it was said that hidden states come as JSON."""
 
 
-async def admit(pool: HTTPPool, server: Server, expected: Expected) -> None:
-    """Raises `TeacherError` if another model or other weights answer, or the server lacks what is needed;
+async def admit(pool: HTTPPool, server: Server, expected: Expected) -> float | None:
+    """The most by which the probe's log-probabilities differ, in nats; `None` where there are none to compare
+    with.
+
+    Raises `TeacherError` if another model or other weights answer, or the server lacks what is needed;
     `UnavailableError` if it does not answer.
     """
     info = await pool.ask(server, "GET", "/model_info")
@@ -86,7 +91,16 @@ async def admit(pool: HTTPPool, server: Server, expected: Expected) -> None:
     _check_settings(pool.owner, server, settings, expected)
     if expected.checksum is not None:
         await _check_checksum(pool, server, expected)
-    await _check_outputs(pool, server, settings, expected)
+    served = await _outputs(pool, server, settings, expected)
+    try:
+        return await expected.proof.compare(pool.owner, server.url, served, expected.tolerance)
+    except UnprovedError as trouble:
+        held = await checksum(pool, server)
+        raise TeacherError(
+            f"{pool.owner}: nothing proves that hidden states of {server.url} are of the published model,"
+            f" since {trouble}; set signal to topk, or, where you know that it serves the right weights,"
+            f" checksum to {held}."
+        ) from None
 
 
 async def _look_for_plugin(pool: HTTPPool, server: Server, expected: Expected) -> None:
@@ -141,7 +155,10 @@ async def hidden_states(
 async def checksum(pool: HTTPPool, server: Server) -> str:
     """The server's checksum over all weights on all of its ranks."""
     answer = await pool.ask(server, "POST", "/weights_checker", {"action": "checksum"})
-    return "+".join(str(rank.get("per_gpu_checksum")) for rank in ranks_of(answer))
+    told = [rank.get("per_gpu_checksum") for rank in ranks_of(answer)]
+    if not told or None in told:
+        raise UnavailableError(f"{server.url}/weights_checker tells no checksum", answered=True)
+    return "+".join(map(str, told))
 
 
 def _check_kind(owner: str, server: Server, info: dict[str, Any], expected: Expected) -> None:
@@ -207,38 +224,30 @@ async def _check_checksum(pool: HTTPPool, server: Server, expected: Expected) ->
         )
 
 
-async def _check_outputs(
+async def _outputs(
     pool: HTTPPool, server: Server, settings: dict[str, Any], expected: Expected
-) -> None:
-    """The probe's log-probabilities: rebuilt by the published head, and those of the first server.
-
-    A server without hidden states can only be compared with the first one.
+) -> np.ndarray:
+    """The probe's log-probabilities: what is made of hidden states where these are asked for, else what the
+    server says, compared with each other where it can be done.
     """
-    head = expected.head
-    question = Question("probe", PROBE, 0)
-    if expected.hidden or settings.get("enable_return_hidden_states"):
-        found: list[np.ndarray] = []
-
-        def check(answer: dict[str, Any]) -> None:
-            found.append(logprobs_of(answer, PROBE[:-1], 0, head.rows))
-            check_width(pool.owner, server, answer, head.width)
-
-        rows = await hidden_states(pool, server, question, expected, check, logprobs=True)
-        served = found[0]
-        if expected.logprobs is None and expected.rebuild is not None:
-            rebuilt = await asyncio.to_thread(expected.rebuild, rows[:-1], PROBE[1:-1])
-            compare(
-                f"{pool.owner}: {server.url}", served, rebuilt, expected.tolerance, "the published head gives"
-            )
-    else:
-        body = logprob_body(Question("probe", PROBE[:-1], 0))
+    if not expected.hidden and (expected.proof.proves or not settings.get("enable_return_hidden_states")):
+        body = logprob_body(Question("probe", PROBE, 0))
         answer = await pool.ask(server, "POST", "/generate", body, most_bytes(body))
-        served = logprobs_of(answer, PROBE[:-1], 0, head.rows)
-    if expected.logprobs is None:
-        expected.logprobs = served
-    compare(
-        f"{pool.owner}: {server.url}", served, expected.logprobs, expected.tolerance, "the first server gave"
-    )
+        return logprobs_of(answer, PROBE, 0, expected.head.rows)
+    told: list[np.ndarray] = []
+
+    def check(answer: dict[str, Any]) -> None:
+        told.append(logprobs_of(answer, PROBE[:-1], 0, expected.head.rows))
+        check_width(pool.owner, server, answer, expected.head.width)
+
+    question = Question("probe", PROBE, 0)
+    rows = await hidden_states(pool, server, question, expected, check, logprobs=True)
+    if expected.rebuild is None:
+        return told[0]
+    rebuilt = await asyncio.to_thread(expected.rebuild, rows, PROBE[1:])
+    who, due = f"{pool.owner}: {server.url}", rebuilt[: len(told[0])]
+    compare(who, told[0], due, expected.tolerance, "the published head gives")
+    return rebuilt
 
 
 def check_width(owner: str, server: Server, answer: dict[str, Any], width: int) -> None:
@@ -255,15 +264,23 @@ def check_width(owner: str, server: Server, answer: dict[str, Any], width: int) 
         )
 
 
-def expected_of(model: PublishedModel | Mapping[str, Any], settings: SGLangTeacherConfig) -> Expected:
-    """What the servers of a teacher must be: the published `model`, or the one of a configuration."""
+def expected_of(
+    model: PublishedModel | Mapping[str, Any],
+    settings: SGLangTeacherConfig,
+    read: Read | None,
+    load: Callable[[], Head] | None = None,
+) -> Expected:
+    """What the servers of a teacher must be: the published `model`, or the one of a configuration, whose head
+    `load` gives. `read`: the proof, which a checksum takes the place of.
+    """
     if isinstance(model, PublishedModel):
         head = model.manifest.head
         described, shape = model.manifest.config, HeadShape(head.vocabulary, head.hidden)
-        rebuild = rebuild_with(model)
+        load = head_of(model)
     else:
         text = model.get("text_config", model)
         described, shape = model, HeadShape(text["vocab_size"], text["hidden_size"])
-        rebuild = None
-    hidden = settings.signal == "hidden"
-    return Expected(described, shape, hidden, rebuild, settings.weight_version, settings.checksum)
+    hidden, known = settings.signal == "hidden", settings.checksum is not None
+    proof = WeightProof(None if known else read, needed=hidden)
+    rebuild = None if load is None else rebuild_with(load)
+    return Expected(described, shape, hidden, rebuild, settings.weight_version, settings.checksum, proof)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,8 @@ from opd.config import Recipe
 from opd.config.teachers import SGLangTeacherConfig
 from opd.errors import OpdError, TeacherError
 from opd.models.hf_folder import read_object
-from opd.served.http_pool import HTTPPool, Server
+from opd.served.http_client import Server
+from opd.served.http_pool import HTTPPool
 from opd.served.sglang_answers import (
     Question,
     check_finished,
@@ -35,6 +37,8 @@ from opd.teachers.sglang_admission import (
     hidden_states,
 )
 from opd.teachers.skeleton import is_published, small_files
+from opd.teachers.unpublished import FolderWeights
+from opd.teachers.weight_probe import by_published, by_source
 
 
 class SGLangTeacher(ServedTeacher):
@@ -45,7 +49,8 @@ class SGLangTeacher(ServedTeacher):
     def __init__(self, name: str, url: str, config: SGLangTeacherConfig, **others: Any) -> None:
         """See `ServedTeacher`."""
         super().__init__(name, url, config, **others)
-        self._expected = expected_of(self.published, config)
+        read = by_published(url, others.get("cache")) if self._asked.main else None
+        self._expected = expected_of(self.published, config, read)
 
     @property
     def served_as(self) -> str:
@@ -54,14 +59,14 @@ class SGLangTeacher(ServedTeacher):
 
     def connect(self) -> None:
         """Check one server now. Raises `TeacherError` if none answers or the wrong model does."""
-        if self._expected.logprobs is None:
+        if self._expected.proof.logprobs is None:
             self._run(self._ask_limits())
 
     async def _admit(self, server: Server) -> None:
         await admit(self.pool, server, self._expected)
 
     async def _score(self, question: Question) -> Any:
-        if self._expected.logprobs is None:
+        if self._expected.proof.logprobs is None:
             # One server must have told its limits before anything long is sent.
             await self._ask_limits()
         self._check_length(question)
@@ -128,19 +133,21 @@ def _check(name: str, settings: SGLangTeacherConfig, recipe: Recipe) -> Iterator
 
 def _expected(settings: SGLangTeacherConfig, stack: ExitStack) -> Expected:
     assert settings.path is not None
-    if is_published(settings.path):
-        return expected_of(stack.enter_context(PublishedModel.open(settings.path)), settings)
-    with small_files(settings.path) as folder:
-        return expected_of(read_object(folder / "config.json"), settings)
+    path, read = settings.path, by_source(settings.path)
+    if is_published(path):
+        return expected_of(stack.enter_context(PublishedModel.open(path)), settings, read)
+    load = None if read is None else lambda: FolderWeights(Path(path)).head()
+    with small_files(path) as folder:
+        return expected_of(read_object(folder / "config.json"), settings, read, load)
 
 
 async def _visit(pool: HTTPPool, server: Server, expected: Expected) -> str:
-    await admit(pool, server, expected)
+    apart = await admit(pool, server, expected)
     held = await checksum(pool, server)
     plugin = expected.plugins.get(server.url)
     way = "as JSON" if plugin is None else "over HTTP" if plugin.folder is None else "through shared memory"
     hidden = f", hidden states {way}" if expected.hidden else ""
-    compared = "outputs match the published head" if expected.rebuild else "outputs as the first server's"
+    compared = "weights proved by it" if expected.checksum else expected.proof.said(apart)
     return f"{server.url}: weight version {expected.weight_version}, checksum {held}, {compared}{hidden}"
 
 

@@ -1,9 +1,8 @@
 """A teacher behind HTTP: vLLM servers give hidden states of the student's tokens or score them, the published
 head stays here.
 
-A server says nothing of its weights that could be relied on, so it proves them: the log-probabilities of a
-probe must be those that the published weights give, read through once, layer by layer, when the first server
-is admitted. Every server is asked before it works, and again after it was away.
+A server says nothing of its weights that could be relied on, so it proves them by its outputs (see
+`weight_probe.py`). Every server is asked before it works, and again after it was away.
 """
 
 from __future__ import annotations
@@ -11,24 +10,23 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-import logging
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from opd.config import Recipe, TopKKL
 from opd.config.servers import ServerGroupConfig
 from opd.config.teachers import VLLMTeacherConfig
 from opd.errors import ConfigError, OpdError, TeacherError
 from opd.foreign import decoding, whole
-from opd.kernels.ops import linear_logprobs
 from opd.models.hf_folder import read_object
-from opd.served.http_pool import HTTPPool, RefusedError, Server
+from opd.served.http_client import RefusedError, Server
+from opd.served.http_pool import HTTPPool
 from opd.served.plugin.opd_hidden_states import DTYPES
 from opd.served.sglang_answers import PROBE, Question, says_nothing
 from opd.served.vllm_answers import (
@@ -44,24 +42,20 @@ from opd.served.vllm_answers import (
 )
 from opd.served.vllm_server import OF_NOTHING, checksums, model_settings, probe, tolerance
 from opd.storage.published import PublishedModel
-from opd.teachers.kinds import Placement, TeacherKind
-from opd.teachers.layer_stream import LayerStream
+from opd.teachers.kinds import TeacherKind
 from opd.teachers.served_teacher import (
     Rebuild,
     ServedTeacher,
     Visit,
-    compare,
+    head_of,
     lost_weights,
     opener,
     rebuild_with,
     visits,
 )
 from opd.teachers.skeleton import is_published, small_files
-from opd.teachers.streamed_teacher import StreamedTeacher
-from opd.types import Sample
-
-_log = logging.getLogger(__name__)
-
+from opd.teachers.unpublished import FolderWeights
+from opd.teachers.weight_probe import Read, UnprovedError, WeightProof, by_published, by_source
 
 _POOLING = shlex.join(ServerGroupConfig(type="vllm", arguments=VLLMTeacherConfig.POOLING).words)
 _WIDER = 64
@@ -92,23 +86,16 @@ class Expected:
     """`None`: log-probabilities are."""
     top_k: int = 0
     """How many of the most likely tokens are asked for; 0 asks for the given ones alone."""
-    published: Callable[[], np.ndarray] | None = None
-    """[len(PROBE) - 1] of the probe's tokens by the published weights; `None` compares servers with each
-    other."""
+    proof: WeightProof = field(default_factory=WeightProof)
     checksum: str | None = None
-    logprobs: np.ndarray | None = None
-    """[len(PROBE) - 1], once known: by the published weights, or else by the first server."""
-    source: str = "the first server gave"
     context: int | None = None
     """Most tokens a request may have on any server, the one that is written with them."""
     model: str = ""
     """What the first server calls its model."""
-    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Held while the published weights are read."""
 
 
 async def admit(pool: HTTPPool, server: Server, expected: Expected) -> float | None:
-    """The most by which the probe's log-probabilities differ, in nats; `None` before there are any to compare
+    """The most by which the probe's log-probabilities differ, in nats; `None` where there are none to compare
     with.
 
     Raises `TeacherError` if another model or other weights answer, or the server lacks what is needed;
@@ -129,13 +116,13 @@ async def admit(pool: HTTPPool, server: Server, expected: Expected) -> float | N
     served = await _probe(pool, server, expected, settings)
     if served is None:
         return None
-    async with expected.lock:
-        if expected.logprobs is None and expected.published is not None:
-            await _read_published(pool, expected)
-        if expected.logprobs is None:
-            expected.logprobs = served
-    who, most = f"{pool.owner}: {server.url}", tolerance(settings)
-    return compare(who, served, expected.logprobs, most, expected.source)
+    try:
+        return await expected.proof.compare(pool.owner, server.url, served, tolerance(settings))
+    except UnprovedError as trouble:
+        raise TeacherError(
+            f"{pool.owner}: nothing proves that hidden states of its servers are of the published model,"
+            f" since {trouble}; set signal to topk, or give checksum."
+        ) from None
 
 
 async def checksum(pool: HTTPPool, server: Server) -> str | None:
@@ -200,25 +187,9 @@ async def hidden_states(
     return states
 
 
-async def _read_published(pool: HTTPPool, expected: Expected) -> None:
-    assert expected.published is not None
-    try:
-        expected.logprobs = await asyncio.to_thread(expected.published)
-        expected.source = "the published weights give"
-    except TeacherError as trouble:  # an architecture that is not read layer by layer
-        if expected.rows is not None and expected.checksum is None:
-            raise TeacherError(
-                f"{pool.owner}: nothing proves that hidden states of its servers are of the published model,"
-                f" since {str(trouble).rstrip('.')}; set signal to topk, give checksum, or serve it with"
-                " SGLang."
-            ) from None
-        expected.published = None
-        _log.warning("%s: its servers are compared with each other alone, since %s", pool.owner, trouble)
-
-
 def rows_of(published: PublishedModel) -> Rows:
     """Of the servers of a published model."""
-    return Rows(published.manifest.head.hidden, rebuild_with(published))
+    return Rows(published.manifest.head.hidden, rebuild_with(head_of(published)))
 
 
 def _rows_described(path: str) -> Rows:
@@ -226,7 +197,9 @@ def _rows_described(path: str) -> Rows:
     with small_files(path) as folder:
         config = read_object(folder / "config.json")
     with decoding(lambda cause: ConfigError(f"{path}/config.json does not say hidden_size ({cause}).")):
-        return Rows(whole(config.get("text_config", config)["hidden_size"], 1, 2**31, "hidden_size"))
+        width = whole(config.get("text_config", config)["hidden_size"], 1, 2**31, "hidden_size")
+    here = Path(path).is_dir()
+    return Rows(width, rebuild_with(lambda: FolderWeights(Path(path)).head()) if here else None)
 
 
 class VLLMTeacher(ServedTeacher):
@@ -236,9 +209,9 @@ class VLLMTeacher(ServedTeacher):
         """See `ServedTeacher`."""
         super().__init__(name, url, config, **others)
         top_k = min(self._asked.top_k, self._vocabulary) if self.signal == "topk" else 0
-        by_weights = _published(url, others.get("cache")) if self._asked.main else None
         rows = rows_of(self.published) if self.signal == "hidden" else None
-        self._expected = Expected(self._vocabulary, rows, top_k, by_weights, config.checksum)
+        read = by_published(url, others.get("cache")) if self._asked.main else None
+        self._expected = Expected(self._vocabulary, rows, top_k, _proof(read, config), config.checksum)
 
     @property
     def served_as(self) -> str:
@@ -247,7 +220,7 @@ class VLLMTeacher(ServedTeacher):
 
     def connect(self) -> None:
         """Check one server now. Raises `TeacherError` if none answers or the wrong model does."""
-        if self._expected.logprobs is None:
+        if self._expected.proof.logprobs is None:
             self._run(self._limits())
 
     async def _admit(self, server: Server) -> None:
@@ -258,7 +231,7 @@ class VLLMTeacher(ServedTeacher):
         await self._ask(Question("limits", np.array([1, 2], dtype=np.int32), 0))
 
     async def _score(self, question: Question) -> Any:
-        if self._expected.logprobs is None:
+        if self._expected.proof.logprobs is None:
             await self._limits()
         length, limit = len(question.tokens), self._expected.context
         # Of hidden states the last token is not asked for; with scores a server writes one more.
@@ -287,21 +260,8 @@ class VLLMTeacher(ServedTeacher):
         return await self.pool.call(len(question.tokens), attempt)
 
 
-def _published(url: str, cache: Any) -> Callable[[], np.ndarray]:
-    """The probe's log-probabilities by the weights that are published at `url`, one layer in memory."""
-
-    def compute() -> np.ndarray:
-        sample = Sample("probe", "probe", "", PROBE[:1], response_ids=PROBE[1:])
-        teacher = StreamedTeacher("probe", url, placement=Placement(), stream=LayerStream(cache=cache))
-        try:
-            hidden = teacher.score([sample]).rows
-            ids = torch.from_numpy(PROBE[1:].astype(np.int64))
-            with torch.no_grad():
-                return linear_logprobs(hidden, teacher.load_head(), ids).float().numpy()
-        finally:
-            teacher.close()
-
-    return compute
+def _proof(read: Read | None, config: VLLMTeacherConfig) -> WeightProof:
+    return WeightProof(read, needed=config.signal == "hidden" and config.checksum is None)
 
 
 def _check(name: str, settings: VLLMTeacherConfig, recipe: Recipe) -> Iterator[str | OpdError]:
@@ -309,16 +269,17 @@ def _check(name: str, settings: VLLMTeacherConfig, recipe: Recipe) -> Iterator[s
 
     def prepare(stack: ExitStack) -> Visit:
         assert settings.path is not None
-        loss, by_weights, vocabulary, rows = recipe.distill.loss, None, 2**31, None
+        loss, vocabulary, rows = recipe.distill.loss, 2**31, None
         hidden = settings.signal == "hidden"
         if is_published(settings.path):
             published = stack.enter_context(PublishedModel.open(settings.path))
-            vocabulary, by_weights = published.manifest.head.vocabulary, _published(settings.path, None)
+            vocabulary = published.manifest.head.vocabulary
             rows = rows_of(published) if hidden else None
         elif hidden:
             rows = _rows_described(settings.path)
         top_k = min(loss.k, vocabulary) if isinstance(loss, TopKKL) and settings.signal == "topk" else 0
-        expected = Expected(vocabulary, rows, top_k, by_weights, settings.checksum)
+        proof = _proof(by_source(settings.path), settings)
+        expected = Expected(vocabulary, rows, top_k, proof, settings.checksum)
         return lambda pool, server: _visit(pool, server, expected)
 
     return visits(name, settings, recipe, prepare)
@@ -328,10 +289,7 @@ async def _visit(pool: HTTPPool, server: Server, expected: Expected) -> str:
     apart = await admit(pool, server, expected)
     held = await checksum(pool, server)
     told = "tells no checksum" if held is None else f"checksum {held}"
-    compared = f"outputs within {apart or 0.0:.2g} nats of what {expected.source}"
-    if apart is None:
-        compared = "hidden states as wide as the model's"
-    return f"{server.url}: {expected.model}, {told}, {compared}"
+    return f"{server.url}: {expected.model}, {told}, {expected.proof.said(apart)}"
 
 
 KIND = TeacherKind(opener(VLLMTeacher), _check)

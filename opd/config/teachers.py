@@ -5,11 +5,14 @@ Those behind HTTP also say where the servers are and how patiently they are aske
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
 from pydantic import BeforeValidator, Field, PrivateAttr, field_validator, model_validator
 
 from opd.config.base import Config, Name
+from opd.config.servers import Argument
+from opd.config.train import LoRAConfig
 from opd.errors import ConfigError
 
 
@@ -27,7 +30,8 @@ class ServerConfig(Config):
     servers: Name | None = None
     """In place of `urls`: the group of the recipe's `servers` that the run starts for it."""
     api_key_env: str | None = None
-    """Environment variable that holds the servers' API key; the key itself is never written anywhere."""
+    """Environment variable that holds the API key of the servers at `urls`; the key itself is never written
+    anywhere. Those that the run starts have one that the run has made."""
     timeout: float = Field(default=300.0, gt=0)
     """Seconds one attempt at a request may take."""
     connect_timeout: float = Field(default=5.0, gt=0)
@@ -42,6 +46,7 @@ class ServerConfig(Config):
     max_in_flight_tokens: int = Field(default=65_536, gt=0)
     """Tokens of requests given to one server at once; the others wait here."""
     _started: str | None = PrivateAttr(None)
+    _key: str = PrivateAttr("")
 
     @model_validator(mode="after")
     def _somewhere(self) -> Self:
@@ -52,20 +57,24 @@ class ServerConfig(Config):
         return self
 
     @property
-    def server_arguments(self) -> dict[str, bool | int | float | str]:
+    def server_arguments(self) -> dict[str, Argument]:
         """What servers that the run starts need to be told, unless their group says otherwise."""
         return {}
 
-    @property
-    def server_environment(self) -> dict[str, str]:
-        """Variables that they need, unless their group says otherwise."""
+    def server_environment(self, arguments: Mapping[str, Argument]) -> dict[str, str]:
+        """Variables that they need with these arguments, unless their group says otherwise."""
         return {}
 
-    def at(self, urls: list[str]) -> Self:
-        """The same, once its servers have these URLs."""
+    def at(self, urls: list[str], key: str = "") -> Self:
+        """The same, once its servers have these URLs and ask for this key."""
         found = self.model_copy(update={"urls": urls, "servers": None})
-        found._started = self.servers
+        found._started, found._key = self.servers, key
         return found
+
+    @property
+    def key(self) -> str:
+        """What its servers ask for, where the run has started them; empty if they ask for none."""
+        return self._key
 
     @property
     def started(self) -> str | None:
@@ -85,18 +94,50 @@ class TorchEngineConfig(Config):
     in_turn`, and without CUDA graphs. One rank has all of it anyway."""
 
 
+ADAPTED = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+"""Last names of the layers that servers are known to apply adapters to."""
+
+
 class ServedEngineConfig(ServerConfig):
     """The student writes on workers, which serve a model of its architecture."""
 
     type: str
+    lora: Literal["adapters", "merged"] | None = None
+    """What workers are given where `model.lora` trains adapters. `adapters`: the base once, then adapters
+    alone, megabytes in place of gigabytes a step, which they apply while they write; groups of `servers` are
+    started for it. `merged`: all weights, which a worker writes with a little faster. `null` takes
+    `adapters`, or `merged` where the recipe or a worker at `urls` cannot, and the log says why: with `sync:
+    tensors`, with `runtime.offload.engine`, with a target that is none of `model.lora`'s own, and for workers
+    that were not started for it. A group of `servers` whose program or model knows no adapters does not start
+    for them: set `merged`."""
+    sync: str | None = None
     folder: str | None = None
-    """Where new weights are written for workers that read them: on a file system that this process and every
-    worker see under the same path; `null` is the stage's own folder."""
+    """Where new weights are written for workers that read them, each run's in a folder of its own: on a file
+    system that this process and every worker see under the same path; `null` is the stage's own folder. With
+    `sync: delta` adapters alone are written there, and nothing else."""
+
+    def sync_of(self, launch: str) -> str:
+        """How new weights get to workers, of a run of that kind of launch."""
+        own = launch == "ray" and self.servers is not None and self.folder is None
+        return self.sync or ("delta" if own else "folder")
 
     def urls_of(self, rank: int, ranks: int) -> list[str]:
         """Its own workers for each rank that writes. Raises `ConfigError` if there are fewer than ranks."""
         check_worker_count(len(self.urls), ranks)
         return self.urls[rank::ranks]
+
+    def merged_because(self, lora: LoRAConfig) -> str | None:
+        """Why adapters are not sent alone; `None` if nothing here speaks against it."""
+        if self.lora == "merged":
+            return "rollout.engine.lora is merged"
+        unknown = [target for target in lora.targets if target not in ADAPTED]
+        if unknown:
+            return f"model.lora.targets has {unknown[0]}, and servers apply adapters to {', '.join(ADAPTED)}"
+        return None
+
+    def lora_arguments(self, lora: LoRAConfig) -> dict[str, Argument]:
+        """What servers are started with that are given adapters alone."""
+        return {"enable-lora": True, "max-lora-rank": lora.rank}
 
 
 class SGLangEngineConfig(ServedEngineConfig):
@@ -104,18 +145,34 @@ class SGLangEngineConfig(ServedEngineConfig):
     at the beginning of a stage and after every optimiser step. One stage at a time can use them."""
 
     type: Literal["sglang"]
-    sync: Literal["disk", "tensors"] = "disk"
-    """How new weights get there. `disk`: through a folder that the workers read; `tensors`: broadcast in a
-    process group with each worker, by gloo, or by NCCL where both sides have CUDA."""
+    sync: Literal["disk", "tensors", "delta"] | None = None
+    """How new weights get there. `disk`: through a folder on a file system that all share, which the workers
+    read; `tensors`: broadcast in a process group with each worker, by gloo, or by NCCL where both sides have
+    CUDA; `delta`: to servers that the run starts on Ray, through its object store into a folder on each
+    server's own node, all weights once and then what has changed. `null` is `delta` with `launch: ray`,
+    `servers` and no `folder`, else `disk`."""
     host: str | None = None
     """Address of this machine, as the workers reach it, for `tensors`; `null` is the one by which it reaches
     them."""
+
+    def merged_because(self, lora: LoRAConfig) -> str | None:
+        """Adapters come through a folder, or pickled, which nothing here writes."""
+        if self.sync == "tensors" and self.lora != "merged":
+            return "sync is tensors, and adapters alone need a folder"
+        return super().merged_because(lora)
+
+    def lora_arguments(self, lora: LoRAConfig) -> dict[str, Argument]:
+        """One adapter writes at a time, beside one that is tried."""
+        more: dict[str, Argument] = {"lora-target-modules": sorted(lora.targets), "max-loras-per-batch": 2}
+        return super().lora_arguments(lora) | more
 
 
 COLDEST = 0.01
 """The lowest temperature above 0: vLLM takes it in place of a lower one."""
 
 
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""The highest ranks of adapters that a vLLM server may be started for."""
 SPECULATES = "vLLM 0.32 tells log-probabilities of what is left after its drafts, not those it draws by"
 
 
@@ -127,8 +184,11 @@ class VLLMEngineConfig(ServedEngineConfig):
     refused."""
 
     type: Literal["vllm"]
-    sync: Literal["folder"] = "folder"
-    """How new weights get there: through a folder that the workers read."""
+    sync: Literal["folder", "delta"] | None = None
+    """How new weights get there. `folder`: one on a file system that all share, which the workers read;
+    `delta`: to servers that the run starts on Ray, through its object store into a folder on each server's
+    own node, all weights once and then what has changed. `null` is `delta` with `launch: ray`, `servers` and
+    no `folder`, else `folder`."""
 
     program: ClassVar[str] = "vllm"
 
@@ -143,14 +203,31 @@ class VLLMEngineConfig(ServedEngineConfig):
         return sync
 
     @property
-    def server_arguments(self) -> dict[str, bool | int | float | str]:
+    def server_arguments(self) -> dict[str, Argument]:
         """Token ids in and out, and nothing of how the model's folder says that it is sampled."""
         return {"enable-scale-out": True, "generation-config": "vllm"}
 
-    @property
-    def server_environment(self) -> dict[str, str]:
-        """Without it a server takes no weights."""
-        return {"VLLM_SERVER_DEV_MODE": "1"}
+    def server_environment(self, arguments: Mapping[str, Argument]) -> dict[str, str]:
+        """The developers' mode, without which a server takes no weights, and where they are for adapters what
+        those need: with it several API servers do not start.
+        """
+        loads = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"} if arguments.get("enable-lora") else {}
+        return {"VLLM_SERVER_DEV_MODE": "1", **loads}
+
+    def merged_because(self, lora: LoRAConfig) -> str | None:
+        """They know ranks up to some."""
+        if lora.rank > RANKS[-1] and self.lora != "merged":
+            return f"model.lora.rank is {lora.rank}, and vLLM's adapters have {RANKS[-1]} at most"
+        return super().merged_because(lora)
+
+    def lora_arguments(self, lora: LoRAConfig) -> dict[str, Argument]:
+        """The least of the ranks they know that will do."""
+        return super().lora_arguments(lora) | {"max-lora-rank": least_rank(lora)}
+
+
+def least_rank(lora: LoRAConfig) -> int:
+    """The least of the ranks vLLM's servers know that will do for these adapters."""
+    return next(rank for rank in RANKS if rank >= lora.rank)
 
 
 def check_worker_count(workers: int, ranks: int) -> None:
@@ -287,7 +364,7 @@ class SGLangTeacherConfig(ServedTeacherConfig):
     run."""
 
     @property
-    def server_arguments(self) -> dict[str, bool | int | float | str]:
+    def server_arguments(self) -> dict[str, Argument]:
         """Servers return hidden states only if they are told to when they start."""
         return {"enable-return-hidden-states": True} if self.signal == "hidden" else {}
 
@@ -307,21 +384,20 @@ class VLLMTeacherConfig(ServedTeacherConfig):
     VLLM_SERVER_DEV_MODE=1; `null` compares the model's outputs alone."""
 
     program: ClassVar[str] = "vllm"
-    POOLING: ClassVar[dict[str, bool | int | float | str]] = {
+    POOLING: ClassVar[dict[str, Argument]] = {
         "runner": "pooling",
         "convert": "embed",
         "pooler-config": '{"task": "token_embed", "use_activation": false}',
     }
 
     @property
-    def server_arguments(self) -> dict[str, bool | int | float | str]:
+    def server_arguments(self) -> dict[str, Argument]:
         """A server either gives hidden states or log-probabilities, of these 20 at most unless it is told
         otherwise when it starts; -1 is any number.
         """
         return dict(self.POOLING) if self.signal == "hidden" else {"max-logprobs": -1}
 
-    @property
-    def server_environment(self) -> dict[str, str]:
+    def server_environment(self, arguments: Mapping[str, Argument]) -> dict[str, str]:
         """The developers' mode, in which a server tells what it computes in."""
         return {"VLLM_SERVER_DEV_MODE": "1"}
 

@@ -27,10 +27,9 @@ from opd.errors import RewardError
 from opd.foreign import read_document
 from opd.redact import redact
 from opd.rewards.verifier import Answered
-from opd.served.http_pool import (
+from opd.served.http_client import (
     SERVERS,
     HTTPClient,
-    HTTPPool,
     Patience,
     PoolOptions,
     RefusedError,
@@ -38,6 +37,7 @@ from opd.served.http_pool import (
     UnavailableError,
     parsed,
 )
+from opd.served.http_pool import HTTPPool
 
 _log = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from opd.redact import redact
 from opd.rewards.endpoint import LARGEST, EndpointError, Form, ask, filled, label_fault, require, seconds
 from opd.rewards.extract import answered
 from opd.rewards.verifier import Answered, Score, Verifier, compared
-from opd.served.http_pool import UnavailableError
+from opd.served.http_client import UnavailableError
 
 _log = logging.getLogger(__name__)
 

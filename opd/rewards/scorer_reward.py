@@ -10,7 +10,7 @@ from opd.config.rewards import ScorerReward
 from opd.foreign import decoding
 from opd.rewards.endpoint import Form, ask, filled, finite, label_fault, require, seconds
 from opd.rewards.verifier import Answered, Score, Verifier
-from opd.served.http_pool import UnavailableError
+from opd.served.http_client import UnavailableError
 
 _NUMBER = 1024
 """Bytes of JSON for one number and what else a server says of its text."""

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from opd.foreign import decoding, shown, whole
-from opd.served.http_pool import UnavailableError
+from opd.served.http_client import UnavailableError
 
 _NUMBER_BYTES, _ENTRY_BYTES = 32, 256
 """Most bytes of JSON for one number, and for a token with its id, its log-probability and its text."""

@@ -14,7 +14,7 @@ import numpy as np
 
 from opd.foreign import decoding, shown
 from opd.served.hidden_segments import floats_of
-from opd.served.http_pool import UnavailableError
+from opd.served.http_client import UnavailableError
 from opd.served.plugin.opd_hidden_states import DTYPES
 from opd.served.sglang_answers import Question
 

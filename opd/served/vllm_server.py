@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from opd.foreign import decoding
-from opd.served.http_pool import HTTPClient, RefusedError, Server, UnavailableError
+from opd.served.http_client import HTTPClient, RefusedError, Server, UnavailableError
 from opd.served.sglang_answers import EXACT, HALF, PROBE, Question
 from opd.served.vllm_answers import SCORE, most_bytes, scores_of, scoring_body
 
@@ -22,12 +22,15 @@ OF_NOTHING = hashlib.sha256(b"").hexdigest()
 
 async def server_settings(pool: HTTPClient, server: Server) -> dict[str, Any] | None:
     """All that it tells of itself, in its own words, `model_config` in it; `None` if it does not tell. Raises
-    `UnavailableError`.
+    `UnavailableError`, and `RefusedError` for a server of another kind.
     """
     try:
         told = await pool.ask(server, "GET", "/server_info?config_format=json")
     except RefusedError:
         return None
+    if "vllm_config" not in told:
+        kind = "one of SGLang" if "launch_command" in told or "startup_time" in told else "something else"
+        raise RefusedError(f"{server.url} is no vLLM server but {kind}, as its /server_info says", 200)
     with decoding(lambda cause: UnavailableError(f"{server.url}/server_info: {cause}", answered=True)):
         config = dict(told["vllm_config"])
         return config | {"model_config": dict(config["model_config"])}
@@ -56,11 +59,14 @@ async def checksums(pool: HTTPClient, server: Server) -> dict[str, str] | None:
         return {str(name): str(told) for name, told in answer["checksums"].items()}
 
 
-async def probe(pool: HTTPClient, server: Server, top_k: int, vocabulary: int) -> np.ndarray:
+async def probe(
+    pool: HTTPClient, server: Server, top_k: int, vocabulary: int, model: str | None = None
+) -> np.ndarray:
     """[len(PROBE) - 1] float32: log-probabilities of the probe's tokens, asked for with the `top_k` most
-    likely ones. Raises `UnavailableError` and `RefusedError`.
+    likely ones, by the adapter `model` or without one. Raises `UnavailableError` and `RefusedError`.
     """
     question = Question("probe", PROBE, 0)
     body, most = scoring_body(question, top_k), most_bytes(question, top_k)
+    body |= {} if model is None else {"model": model}
     answer = await pool.ask(server, "POST", SCORE, body, most)
     return await asyncio.to_thread(lambda: scores_of(answer, question, top_k, vocabulary)[2])

@@ -28,7 +28,7 @@ from opd.output import guard_streams, streams_into
 from opd.pipelines.commands.ending import one_line
 from opd.pipelines.records.run_folder import RunFolder
 from opd.redact import HIDDEN, hide, learn, redact, redacted
-from opd.served.http_pool import _excerpt
+from opd.served.http_client import _excerpt
 
 SIGNS = st.characters(min_codepoint=33, max_codepoint=126)
 SECRETS = st.text(SIGNS, min_size=8, max_size=40).filter(
@@ -310,7 +310,8 @@ def test_a_key_that_a_server_echoes_is_not_shown(tmp_path, monkeypatch):
         import asyncio
 
         from opd.errors import TeacherError
-        from opd.served.http_pool import HTTPPool, PoolOptions
+        from opd.served.http_client import PoolOptions
+        from opd.served.http_pool import HTTPPool
 
         monkeypatch.setenv("MY_SERVERS", key)
         where = f"127.0.0.1:{server.server_port}"

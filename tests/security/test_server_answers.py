@@ -15,16 +15,16 @@ import pytest
 from opd.errors import TeacherError
 from opd.retry import Retry
 from opd.rollout.sglang_engine import MessageReader
-from opd.served.http_pool import (
+from opd.served.http_client import (
     CONTROL_BYTES,
     HTTPClient,
-    HTTPPool,
     Patience,
     PoolOptions,
     RefusedError,
     Server,
     UnavailableError,
 )
+from opd.served.http_pool import HTTPPool
 from opd.served.sglang_answers import (
     Question,
     check_finished,

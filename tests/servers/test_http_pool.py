@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import http.server
 import sys
+import threading
+import time
 from contextlib import AsyncExitStack
 from pathlib import Path
 
@@ -14,7 +18,9 @@ from opd.config.teachers import SGLangTeacherConfig
 from opd.errors import RolloutError
 from opd.pipelines.launch.servers import StartedGroup
 from opd.served import urls_file
-from opd.served.http_pool import NEAR, HTTPPool, LoopThread, PoolOptions
+from opd.served.http_client import Patience, PoolOptions, UnavailableError
+from opd.served.http_pool import NEAR, HTTPPool
+from opd.served.loop_thread import LoopThread
 from opd.served.urls_file import UrlsFile
 
 URLS = ["http://127.0.0.1:9", "http://127.0.0.1:10"]
@@ -115,3 +121,45 @@ def test_a_file_of_urls_comes_beside_those_that_are_there():
     with pytest.raises(ValueError, match="give urls, those that are there, too"):
         SGLangTeacherConfig(path="x", servers="own", urls_file="urls")
     assert SGLangTeacherConfig(path="x", urls=["http://h:1"], urls_file="urls").urls_file == "urls"
+
+
+class Dripping(http.server.BaseHTTPRequestHandler):
+    """Streams a message, and then single bytes for as long as somebody reads them."""
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.send_response(200)
+        self.end_headers()
+        with contextlib.suppress(OSError):
+            self.wfile.write(b"data: 1\n\n")
+            while True:
+                self.wfile.write(b" \n" if self.path == "/blank" else b" ")
+                self.wfile.flush()
+                time.sleep(0.02)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.mark.parametrize("path", ["/bytes", "/blank"])
+def test_a_stream_that_says_nothing_any_more_is_left_though_bytes_come(loop, path):
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Dripping)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    options = PoolOptions([f"http://127.0.0.1:{server.server_port}"], patience=Patience(timeout=0.5))
+    pool = HTTPPool("a test", options, RolloutError)
+
+    found = []
+
+    async def read():
+        async with pool.stream(pool.servers[0], path, {}, 1 << 10, 1 << 20) as arriving:
+            async for line in arriving:
+                found.extend([line] if line.strip() else [])
+
+    try:
+        with pytest.raises(UnavailableError, match=r"no message for 0\.5 s"):
+            loop.run(asyncio.wait_for(read(), 60))
+        assert found == [b"data: 1"]
+    finally:
+        loop.run(pool.close())
+        server.shutdown()
+        server.server_close()

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from opd.served.http_pool import LoopThread
+from opd.served.loop_thread import LoopThread
 
 
 async def stubborn(seen: list[int], begun: threading.Event) -> None:

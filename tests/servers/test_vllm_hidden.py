@@ -15,7 +15,7 @@ from opd.config.teachers import VLLMTeacherConfig
 from opd.errors import TeacherError
 from opd.kernels.head import Head
 from opd.pipelines.doctor.checks import check_kinds
-from opd.teachers import vllm_teacher
+from opd.teachers import weight_probe
 from opd.teachers.kinds import Placement
 from opd.teachers.local_teacher import LocalTeacher
 from opd.teachers.served_teacher import Asked
@@ -68,7 +68,7 @@ def test_what_nothing_proves_is_refused(pooling, vllm_published, monkeypatch):
     def not_read(*_):
         raise TeacherError("it is a mixture of experts.")
 
-    monkeypatch.setattr(vllm_teacher.StreamedTeacher, "score", not_read)
+    monkeypatch.setattr(weight_probe.StreamedTeacher, "score", not_read)
     with (
         teacher_of(vllm_published, pooling[0]) as teacher,
         pytest.raises(TeacherError, match=r"nothing proves .* since it is a mixture of experts; set signal"),
@@ -118,7 +118,7 @@ def test_another_model_another_width_and_a_server_that_writes_are_found(pooling,
     url, server = pooling
     with (
         teacher_of(vllm_published, url, "b") as teacher,
-        pytest.raises(TeacherError, match="published weights give"),
+        pytest.raises(TeacherError, match="model's own weights give"),
     ):
         teacher.score(samples_of(SAMPLES))
     server.change = lambda content: content * 2
@@ -155,8 +155,9 @@ def test_the_doctor_asks_for_them(pooling, vllm_published, vllm_models):
         )
         return next(iter(check_kinds(recipe)))
 
-    assert "of what the published weights give" in visited(vllm_published["a"]).detail
-    assert "hidden states as wide as the model's" in visited(vllm_models["a"]).detail
+    assert "of what the model's own weights give" in visited(vllm_published["a"]).detail
+    assert "of what the model's own weights give" in visited(vllm_models["a"]).detail
+    assert "serves another model" in visited(vllm_models["b"]).detail
     assert "serves another model" in visited(vllm_published["b"]).detail
     server.pools = False
     assert "--pooler-config" in visited(vllm_models["a"]).detail

@@ -19,7 +19,7 @@ from opd.pipelines.doctor.checks import check_kinds
 from opd.pipelines.doctor.servers import check_servers
 from opd.pipelines.launch.started_server import command_of
 from opd.rollout.preemption import Preemption
-from opd.served.http_pool import UnavailableError
+from opd.served.http_client import UnavailableError
 from opd.served.sglang_answers import Question
 from opd.served.vllm_answers import most_bytes, scores_of
 from opd.teachers.kinds import Placement
@@ -57,7 +57,7 @@ def test_log_probabilities_are_the_models_own(served, vllm_models):
 
 
 def test_another_model_behind_the_url_is_found_by_its_outputs(served):
-    with recorded_server() as url, pytest.raises(TeacherError, match="what the published weights give"):
+    with recorded_server() as url, pytest.raises(TeacherError, match="what the model's own weights give"):
         served(url, "b").score(tiny.samples(SAMPLES))
 
 
@@ -219,7 +219,7 @@ def test_the_doctor_asks_the_servers(vllm_models, vllm_published):
         right, *_ = check_kinds(recipe(vllm_published["a"], {"urls": [url]}))
         assert right.level == "ok"
         assert "tells no checksum" in right.detail
-        assert "of what the published weights give" in right.detail
+        assert "of what the model's own weights give" in right.detail
         wrong, *_ = check_kinds(recipe(vllm_published["b"], {"urls": [url]}))
         assert (wrong.level, "serves another model" in wrong.detail) == ("error", True)
         other, *_ = check_kinds(recipe(vllm_published["a"], {"urls": [url], "checksum": "7"}))

@@ -86,7 +86,7 @@ def test_hidden_states_are_the_models_own_however_it_prefills(vllm_models, vllm_
 
 
 def test_what_is_wrong_is_said_in_one_sentence(served):
-    with pytest.raises(TeacherError, match="what the published weights give"):
+    with pytest.raises(TeacherError, match="what the model's own weights give"):
         served(model="b").score(tiny.samples([(2, 3)]))
     with pytest.raises(TeacherError, match=r"max allowed: 8.*start it with --max-logprobs 9 or more"):
         served(top_k=9).score(tiny.samples([(2, 3)]))

@@ -8,12 +8,12 @@ import pytest
 import tiny
 from tiny_published import publish
 
-_KILLS = int(os.environ.get("OPD_SCORING_KILLS", "8"))
+_KILLS = int(os.environ.get("OPD_SCORING_KILLS", "5"))
 
 
 @pytest.mark.slow
 def test_kill_9_while_scoring_leaves_right_rows_and_nothing_else(tmp_path):
-    """Kills (`OPD_SCORING_KILLS`, 8) while layers are streamed and rows are cached and evicted."""
+    """Kills (`OPD_SCORING_KILLS`, 5) while layers are streamed and rows are cached and evicted."""
     for seed, name in enumerate(["a", "b"]):
         publish(tiny.model(seed=seed), tmp_path / name)
     temporary = tmp_path / "tmp"

@@ -1,0 +1,61 @@
+"""An asyncio loop in a thread of its own, for callers that are not asynchronous."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Coroutine
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+CANCEL_ROUNDS, CANCEL_SECONDS = 10, 0.5
+"""How often, and how many seconds apart, what still runs is cancelled before it is left behind."""
+
+
+class LoopThread:
+    """Runs coroutines until it is closed. The thread never keeps the process from ending."""
+
+    def __init__(self, name: str) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
+        self._thread.start()
+
+    def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Begin `work`; cancelling the future cancels it."""
+        if self._loop.is_closed():
+            work.close()
+            raise RuntimeError("the loop is closed")
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of `work`. An interrupt of the caller cancels it."""
+        future = self.start(work)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def close(self) -> None:
+        """Cancel what still runs and end the thread. A second call changes nothing."""
+        if self._loop.is_closed():
+            return
+        self.run(_cancel_others())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+async def _cancel_others() -> None:
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for _ in range(CANCEL_ROUNDS):
+        if not others:
+            return
+        for task in others:
+            task.cancel()
+        # Once is not enough: a cancellation that meets a time-out at the same moment is lost.
+        done, others = await asyncio.wait(others, timeout=CANCEL_SECONDS)
+        for task in done:
+            if not task.cancelled():
+                task.exception()

@@ -1,0 +1,54 @@
+"""A Hugging Face folder read as its published form will be: unit by unit, one layer in memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from opd.kernels.head import Head
+from opd.models.causal_lm import head_form
+from opd.models.hf_folder import read_config, read_object
+from opd.storage.publish import ModelForm, UnitSource, units_of
+from opd.teachers.skeleton import UNIT, Skeleton, unit_tensors
+
+
+class FolderWeights:
+    """In float32 on the CPU.
+
+    Raises `StorageError` or `CheckpointError` if the folder cannot be read.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        config = read_config(folder).get_text_config()
+        self._scale, self._softcap = head_form(config)
+        tied = bool(getattr(config, "tie_word_embeddings", False))
+        self._units, self._sources = units_of(folder, ModelForm(tied=tied, layers=config.num_hidden_layers))
+
+    @torch.no_grad()
+    def hidden(self, ids: Tensor) -> Tensor:
+        """[T, D]: last hidden states of the sequence `ids` [T] int64. Raises `TeacherError` for an
+        architecture that is not read layer by layer.
+        """
+        skeleton = Skeleton(read_object(self._folder / "config.json"), torch.float32, torch.device("cpu"))
+        work = skeleton.work(ids, torch.arange(len(ids)), [0, len(ids)])
+        skeleton.embed(self._tensors("embedding"), work)
+        for index in range(len(skeleton.layers)):
+            skeleton.layer(index, self._tensors(f"layer.{index}"), [work])
+        skeleton.norm(self._tensors("norm"), [work])
+        return work.last_hidden()
+
+    def head(self) -> Head:
+        """Over all of its rows."""
+        tensors = self._tensors(UNIT)
+        weight = next(tensor for name, tensor in tensors.items() if name.endswith(".weight"))
+        bias = next((tensor for name, tensor in tensors.items() if name.endswith(".bias")), None)
+        return Head(weight, bias=bias, scale=self._scale, softcap=self._softcap)
+
+    def _tensors(self, name: str) -> dict[str, Tensor]:
+        unit = self._units[name]
+        with UnitSource(unit.tensors, self._sources, unit.nbytes) as source:
+            flat = torch.frombuffer(source.read(0, unit.nbytes) or bytearray(1), dtype=torch.uint8)
+        return unit_tensors(unit, flat, torch.float32)
