@@ -33,6 +33,15 @@ class Resident(Protocol):
 
 
 @runtime_checkable
+class CountsSent(Protocol):
+    """An engine that is sent less than all tensors that it is given."""
+
+    def take_sent_bytes(self) -> int | None:
+        """Bytes of weights that have travelled since it was asked last; `None` if those are all tensors."""
+        ...
+
+
+@runtime_checkable
 class Sleeps(Protocol):
     """An engine that gives its device's memory back while there is nothing to write."""
 

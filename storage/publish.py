@@ -244,7 +244,7 @@ def publish(
         raise StorageError(f"a model cannot be published in {shards} shards; choose 1 to {MAX_SHARDS}.")
     folder = Path(checkpoint)
     report = progress or (lambda stage, done, total: None)
-    units, sources = _units(folder, form)
+    units, sources = units_of(folder, form)
     with ExitStack() as stack:
         readers = {
             name: stack.enter_context(UnitSource(unit.tensors, sources, unit.nbytes))
@@ -264,7 +264,7 @@ def publish(
     return Published(manifest, written=True)
 
 
-def _units(folder: Path, form: ModelForm) -> tuple[dict[str, Unit], dict[str, TensorSource]]:
+def units_of(folder: Path, form: ModelForm) -> tuple[dict[str, Unit], dict[str, TensorSource]]:
     """The checkpoint's units, without checksums, and where each tensor comes from."""
     sources = read_headers(folder)
     if HEAD_WEIGHT not in sources and form.tied and _EMBEDDING in sources:

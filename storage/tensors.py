@@ -117,7 +117,12 @@ def _pieces_of(tensors: Mapping[str, Tensor | Piece]) -> dict[str, list[Any]]:
 
 def _header(values: Mapping[str, Tensor], pieces: Mapping[str, list[Any]]) -> bytes:
     """How a safetensors file of these begins."""
-    header: dict[str, Any] = {"__metadata__": {"pieces": json.dumps(pieces)}} if pieces else {}
+    return header_of(values, {"pieces": json.dumps(pieces)} if pieces else {})
+
+
+def header_of(values: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
+    """How a safetensors file of these begins, whose bytes follow each other; they may be on no device."""
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
     for name, tensor in values.items():
         begin, end = end, end + tensor.nbytes

@@ -32,12 +32,12 @@ def check_name(name: str) -> str:
     elif len(name.encode("utf-8", "surrogatepass")) > _LONGEST:
         wrong = f"names have at most {_LONGEST} bytes"
     if wrong is not None:
-        raise ValueError(f"{name[:_LONGEST]!r} cannot name a domain or teacher: {wrong}; choose another")
+        raise ValueError(f"{name[:_LONGEST]!r} cannot be a name: {wrong}; choose another")
     return name
 
 
 Name = Annotated[str, AfterValidator(check_name)]
-"""Of a domain or a teacher."""
+"""Of a domain, a teacher or a group of servers."""
 
 
 class Config(BaseModel):

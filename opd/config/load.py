@@ -6,6 +6,7 @@ Command-line overrides: `--distill.optim.lr 3e-5`, `--seed=1`, and short forms s
 from __future__ import annotations
 
 import difflib
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args, get_origin
@@ -23,6 +24,8 @@ from opd.config.teachers import ServedEngineConfig
 from opd.config.yaml_reader import MAX_DEPTH, KeyPath, complaint, parse_value, read_yaml, write_yaml
 from opd.errors import ConfigError
 from opd.redact import learn
+
+_log = logging.getLogger(__name__)
 
 _LONGEST = 250
 """Characters of the name of a setting."""
@@ -158,6 +161,7 @@ def load_recipe(paths: Sequence[str | Path], overrides: Sequence[str] = ()) -> R
         data = merge(data, content, Recipe)
         places.update(lines)
     tree, options = parse_overrides(overrides, Recipe, data)
+    _tell_what_goes(data, tree, options)
     data = merge(data, tree, Recipe)
     places.update(options)
     learn(data)
@@ -166,6 +170,38 @@ def load_recipe(paths: Sequence[str | Path], overrides: Sequence[str] = ()) -> R
         return Recipe.model_validate(complete(Recipe, data))
     except ValidationError as error:
         raise ConfigError(explain(error, Recipe, data, {(): str(paths[0]), **places})) from None
+
+
+def _tell_what_goes(data: Mapping[str, Any], tree: Mapping[str, Any], options: Mapping[KeyPath, str]) -> None:
+    """Warn where an option chooses another `type`: what stood beside that in a file goes with it, unseen."""
+    for path in options:
+        schema, old, new = follow(Recipe, path), _at(data, path), _at(tree, path)
+        old, new = _spelled_out(old, schema), _spelled_out(new, schema)
+        if not (isinstance(old, Mapping) and isinstance(new, Mapping)) or not _is_other(old, new, schema):
+            continue
+        kind = next((model for model in models(schema) if tag(model) == new["type"]), None)
+        fields = kind.model_fields if kind is not None else {}
+        lost = [dotted((*path, key)) for key in old if key != "type" and key in fields and key not in new]
+        if lost:
+            named = dotted(path)
+            _log.warning(
+                "%s: another type begins %s anew, without the %s of before; add --%s where it is to stay",
+                options.get((*path, "type"), options[path]),
+                named,
+                ", ".join(name.removeprefix(f"{named}.") for name in lost),
+                ", --".join(lost),
+            )
+
+
+def _at(data: Any, path: KeyPath) -> Any:
+    for key in path:
+        data = data.get(key) if isinstance(data, Mapping) else None
+    return data
+
+
+def _is_other(left: Mapping[str, Any], right: Mapping[str, Any], schema: Any) -> bool:
+    """Whether `right` is another kind than `left`, of those that `schema` knows."""
+    return len(models(schema)) > 1 and "type" in right and right["type"] != left.get("type", right["type"])
 
 
 def dump_recipe(recipe: Recipe) -> str:
@@ -231,8 +267,7 @@ def merge(left: Any, right: Any, schema: Any) -> Any:
     left, right = _spelled_out(left, schema), _spelled_out(right, schema)
     if not (isinstance(left, Mapping) and isinstance(right, Mapping)):
         return right
-    members = models(schema)
-    if len(members) > 1 and "type" in right and right["type"] != left.get("type", right["type"]):
+    if _is_other(left, right, schema):
         return dict(right)
     merged = dict(left)
     for key, value in right.items():

@@ -18,6 +18,7 @@ from opd.config.sft import SFTConfig, WarmupConfig
 from opd.config.specialist import SpecialistConfig
 from opd.config.teachers import (
     KINDS_HERE,
+    ServedEngineConfig,
     SGLangTeacherConfig,
     StreamedTeacherConfig,
     TeacherConfig,
@@ -136,7 +137,8 @@ class ModelConfig(Config):
     lora: LoRAConfig | None = None
     """Train adapters on the base in place of its weights (extra `lora`): specialists, merge and trained
     baselines; the warm-up trains all weights. On every back end and any number of ranks. Engines of the run
-    and on Ray are sent adapters alone and merge them; SGLang and vLLM workers are sent merged weights."""
+    and on Ray are sent adapters alone and merge them; SGLang and vLLM workers are sent adapters alone and
+    apply them, or merged weights (`rollout.engine.lora`)."""
 
     @field_validator("chat_template_kwargs")
     @classmethod
@@ -284,6 +286,18 @@ class Recipe(Config):
     def given_teachers(self) -> dict[str, str]:
         """Folder or URL of each teacher that this run does not train."""
         return {name: entry.path for name, entry in self.teachers.items() if entry.path is not None}
+
+    @property
+    def merged_because(self) -> str | None:
+        """Why servers that the student writes on are given its adapters merged into all weights; `None` if
+        nothing in the recipe speaks against sending them alone.
+        """
+        engine, lora = self.rollout.engine, self.model.lora
+        if lora is None or not isinstance(engine, ServedEngineConfig):
+            return None
+        if self.runtime.offload.engine and engine.lora != "merged":
+            return "runtime.offload.engine has servers give back their base, too"
+        return engine.merged_because(lora)
 
     @property
     def servers_in_turn(self) -> list[str]:

@@ -2,23 +2,66 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from opd.config.base import Config
 
 _SHARE = {"sglang": "mem-fraction-static", "vllm": "gpu-memory-utilization"}
 """What a server's share of a device's memory is called."""
-SET_BY_US = ("model-path", "model", "host", "port", "tp", "tp-size", "tensor-parallel-size", "api-key")
+SET_BY_US = (
+    "model-path",
+    "model",
+    "host",
+    "port",
+    "tp",
+    "tp-size",
+    "tensor-parallel-size",
+    "api-key",
+    "admin-api-key",
+)
 
 
-def _is_share(value: bool | int | float | str) -> bool:
+_NUMBER = re.compile(r"-(\d+\.?\d*|\.\d+)(e-?\d+)?")
+"""The only texts with a dash in front that a server takes for a value."""
+Argument = bool | int | float | str | list[str]
+"""What an argument of a server may be; a list is several words after one flag."""
+
+
+def _is_share(value: Argument) -> bool:
     try:
-        return not isinstance(value, bool) and 0 < float(value) <= 1
+        return not isinstance(value, bool | list) and 0 < float(value) <= 1
     except ValueError:
         return False
+
+
+def _check_argument(name: str, value: Any) -> None:
+    """Raise `ValueError` for what is no argument, or is ours to give, however it is written: servers take the
+    beginning of a name for the whole, and a value that begins with a dash for a name.
+    """
+    plain = name.lstrip("-").replace("_", "-")
+    if not plain.replace("-", "").isalnum():
+        raise ValueError(f"{name!r} is no name of an argument; write one as the server's --help does: dtype")
+    if name != plain:
+        raise ValueError(f"{name!r} is no argument here; write it without dashes in front: {plain}")
+    if name in SET_BY_US:
+        raise ValueError(f"{name} is set by opd; leave it out")
+    whole = next((own for own in (*SET_BY_US, *_SHARE.values()) if own.startswith(name)), name)
+    if whole != name:
+        mend = "is set by opd; leave it out" if whole in SET_BY_US else "is looked at here; write it out"
+        raise ValueError(f"a server takes {name} for {whole}, which {mend}")
+    texts = isinstance(value, list) and value and all(isinstance(word, str) for word in value)
+    if not texts and not isinstance(value, bool | int | float | str):
+        raise ValueError(f"{name} is {value!r}; give true, false, a number, a text, or several texts")
+    words = [str(word) for word in (value if isinstance(value, list) else [value])]
+    flag = next((word for word in words if word.startswith("-") and not _NUMBER.fullmatch(word)), None)
+    if flag is not None:
+        raise ValueError(f"{name} has {flag!r}, which a server takes for another argument; take it out there")
+    if name in _SHARE.values() and not _is_share(value):
+        raise ValueError(f"{name} is {value!r}; give a number above 0, at most 1")
 
 
 class ServerGroupConfig(Config):
@@ -43,10 +86,15 @@ class ServerGroupConfig(Config):
     """What starts a server, before the arguments; `[]` is this interpreter with `-m sglang.launch_server`, or
     with `-m vllm.entrypoints.openai.api_server`. For an SGLang in an environment of its own:
     `[/path/to/python, -m, sglang.launch_server]`."""
-    arguments: dict[str, bool | int | float | str] = {}
-    """Of the server, without the dashes: `{context-length: 4096, enable-return-hidden-states: true}`."""
+    arguments: dict[str, Argument] = {}
+    """Of the server, without the dashes: `{context-length: 4096, enable-return-hidden-states: true}`. A list
+    is several words: `{lora-target-modules: [q_proj, v_proj]}`."""
     environment: dict[str, str] = {}
     """Variables of the servers' environment, beside those of this process."""
+    key: bool = True
+    """Whether each run gives its servers a key, which it makes, keeps readable for its user alone, and asks
+    with. `false` where what `command` starts sees neither this machine's files nor the environment it is
+    given, as in a container: then whoever reaches a server may ask it anything, and give it weights."""
     start_seconds: float = Field(default=900.0, gt=0)
     """Until every server has to be ready."""
     silence_seconds: float = Field(default=300.0, gt=0)
@@ -60,17 +108,8 @@ class ServerGroupConfig(Config):
     def _arguments(cls, given: Any) -> Any:
         if not isinstance(given, Mapping):
             return given
-        for name, value in ((str(name), value) for name, value in given.items()):
-            plain = name.lstrip("-").replace("_", "-")
-            if name != plain or not name.replace("-", "").isalnum():
-                wanted = plain if plain.replace("-", "").isalnum() else "dtype"
-                raise ValueError(f"{name!r} is no argument here; write it without dashes in front: {wanted}")
-            if name in SET_BY_US:
-                raise ValueError(f"{name} is set by opd; leave it out")
-            if not isinstance(value, bool | int | float | str):
-                raise ValueError(f"{name} is {value!r}; give true, false, a number or a text")
-            if name in _SHARE.values() and not _is_share(value):
-                raise ValueError(f"{name} is {value!r}; give a number above 0, at most 1")
+        for name, value in given.items():
+            _check_argument(str(name), value)
         return given
 
     @field_validator("environment")
@@ -88,6 +127,28 @@ class ServerGroupConfig(Config):
             raise ValueError("it begins with an empty text; give the program first, or [] for the default")
         return given
 
+    @model_validator(mode="after")
+    def _one_key(self) -> Self:
+        if self.type == "sglang" and self.key and "config" in self.arguments:
+            raise ValueError(
+                "arguments has config, by which opd gives a server its key; write what is in that file here,"
+                " or set key to false"
+            )
+        own = {"--api-key", "--admin-api-key"} | ({"--config"} if self.type == "sglang" else set())
+        told = next((word for word in self.command if word.partition("=")[0] in own), None)
+        if self.key and told is not None:
+            raise ValueError(
+                f"command has {told.partition('=')[0]}, and opd gives a server its key; take it out, or set"
+                " key to false"
+            )
+        return self
+
+    @property
+    def locked(self) -> bool:
+        """Whether its servers ask for a key: SGLang's cannot where several processes take their requests."""
+        workers = self.arguments.get("tokenizer-worker-num", 1)
+        return self.key and (self.type == "vllm" or workers in (1, "1"))
+
     @property
     def module(self) -> str:
         """What an interpreter runs to serve."""
@@ -99,8 +160,15 @@ class ServerGroupConfig(Config):
         found = []
         for name, value in self.arguments.items():
             if value is not False:
-                found += [f"--{name}"] if value is True else [f"--{name}", str(value)]
+                words = value if isinstance(value, list) else [] if value is True else [str(value)]
+                found += [f"--{name}", *words]
         return found
+
+
+def _share_of(group: ServerGroupConfig) -> float:
+    """Of a device's memory that each of its servers takes."""
+    given = group.arguments.get(_SHARE[group.type], 1.0)
+    return 1.0 if isinstance(given, list) else float(given)
 
 
 def shared_devices(
@@ -112,7 +180,7 @@ def shared_devices(
     for group in groups.values():
         for device in group.devices or ():
             there = {n: other for n, other in groups.items() if device in (other.devices or ())}
-            shares = {n: float(g.arguments.get(_SHARE[g.type], 1.0)) for n, g in there.items()}
+            shares = {n: _share_of(g) for n, g in there.items()}
             largest = max((share for n, share in shares.items() if n in in_turn), default=0.0)
             others = [n for n in there if n not in in_turn]
             if sum(shares[n] for n in others) + largest > 1.0 and len(there) > 1:

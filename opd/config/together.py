@@ -207,6 +207,42 @@ def _the_device_is_handed_over(recipe: Recipe) -> None:
     recipe.runtime.offload.check(recipe.rollout.schedule, recipe.train, ends=ends)
 
 
+def _changes_have_somebody_to_take_them(recipe: Recipe) -> None:
+    engine, said = recipe.rollout.engine, "rollout.engine.sync is delta"
+    if not isinstance(engine, ServedEngineConfig) or engine.sync != "delta":
+        return
+    if engine.servers is None:
+        raise ValueError(
+            f"{said}, which needs servers that the run starts on Ray, and rollout.engine.urls are others';"
+            " leave sync out"
+        )
+    if recipe.launch.type != "ray":
+        raise ValueError(
+            f"{said}, which goes through a Ray cluster, but launch is {recipe.launch.type}; leave sync out,"
+            " or set launch to ray"
+        )
+    if engine.folder is not None and (recipe.model.lora is None or recipe.merged_because is not None):
+        raise ValueError(
+            f"{said}, which needs no shared folder, but rollout.engine.folder is {engine.folder}; leave one"
+            " of them out"
+        )
+
+
+def _adapters_are_sent_as_asked(recipe: Recipe) -> None:
+    engine = recipe.rollout.engine
+    if not isinstance(engine, ServedEngineConfig) or engine.lora is None:
+        return
+    if recipe.model.lora is None:
+        raise ValueError(
+            f"rollout.engine.lora is {engine.lora}, but no adapters are trained; set model.lora, or leave it"
+            " out"
+        )
+    if engine.lora == "adapters" and recipe.merged_because is not None:
+        raise ValueError(
+            f"rollout.engine.lora is adapters, but {recipe.merged_because}; set it to merged, or change that"
+        )
+
+
 def _servers_that_take_turns(recipe: Recipe) -> None:
     if not recipe.runtime.offload.teachers:
         return
@@ -363,6 +399,8 @@ RULES = (
     _vllm_tells_what_it_draws,
     _ranks_share_what_is_here,
     _the_device_is_handed_over,
+    _adapters_are_sent_as_asked,
+    _changes_have_somebody_to_take_them,
     _each_group_of_servers_has_one_user,
     _servers_that_take_turns,
     _groups_of_servers_leave_each_other_room,

@@ -246,7 +246,8 @@ class RayLaunch(Config):
     max_restarts: int = Field(default=3, ge=0)
     """How often each actor of a stage may be started anew before the run gives up."""
     bucket_mb: int = Field(default=256, gt=0)
-    """Weights travel to the engines in pieces of about this size."""
+    """Weights travel to the engines, and to servers with `rollout.engine.sync: delta`, in pieces of about
+    this size."""
 
 
 def _named(value: Any) -> Any:

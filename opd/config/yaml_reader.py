@@ -269,6 +269,8 @@ def _check_mapping(node: yaml.MappingNode, path: KeyPath, file: str, places: dic
         _check(key, path, file, {})
         if key.tag != _TAG + "str":
             raise _refusal(key, f"the key {key.value!r} is not text; put it in quotes")
+        if node.flow_style and ":" in key.value and not (key.style or value.value):
+            raise _refusal(key, f"{_short(key.value)} has no value; put a blank after its colon")
         if key.value in seen:
             raise _refusal(key, f"the key {_short(key.value)} appears twice; keep one")
         seen.add(key.value)

@@ -82,11 +82,11 @@ class AdaptedLM(CausalLM):
 
     def filled(self) -> None:
         super().filled()
-        base = self._base_weights()
+        base = self.base_weights()
         self._base_digest = digest_tensor((name, self.whole(name, tensor)) for name, tensor in base)
 
-    def _base_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """What `weights` of the base were."""
+    def base_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """What `weights` of the base were, which are frozen."""
         for name, tensor in super().weights():
             if not _PART.search(name):
                 yield weight_name(name), tensor
@@ -121,7 +121,7 @@ class AdaptedLM(CausalLM):
         are sent to be merged elsewhere.
         """
         adapters = dict(self.adapters())
-        for name, tensor in self._base_weights():
+        for name, tensor in self.base_weights():
             found, layer = self.whole(name, tensor), name.removesuffix(".weight")
             pair = {part: adapters[part] for part in (layer + LORA_A, layer + LORA_B) if part in adapters}
             if pair:

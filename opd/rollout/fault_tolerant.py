@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from opd.errors import OpdError, RanksError, RolloutError
-from opd.protocols import RolloutEngine, TokenLog
+from opd.protocols import CountsSent, RolloutEngine, TokenLog
 from opd.rollout.engine_pool import (
     DEFAULT_POLICY,
     Call,
@@ -452,7 +452,11 @@ class FaultTolerantRollout(Streaming):
         """
         self._dispatch.flushed()
         digest = self._pool.update_weights(weights, version)
-        if (size := getattr(weights, "nbytes", 0)) > 0:  # as `sync_weights` hands them over
+        size = getattr(weights, "nbytes", 0)  # as `sync_weights` hands them over
+        for engine in self._pool.engines:
+            if isinstance(engine, CountsSent) and (sent := engine.take_sent_bytes()) is not None:
+                size = sent
+        if size > 0:
             self.counters["pushed_bytes"] += size
         return digest
 

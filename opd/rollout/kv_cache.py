@@ -164,12 +164,21 @@ class KVCache:
     def _lay_out(self, slots: int, capacity: int, used: int) -> None:
         self.slots, self.capacity, self.layout = slots, capacity, object()
         for index, old in self._layers.items():
-            # Old and new layout share memory, hence the copies.
-            kept = [x[:used, :, :capacity].clone() for x in (old.keys, old.values)]
-            grown = LayerCache(self._view(index, "keys", kept[0]), self._view(index, "values", kept[1]))
-            for new, content in zip((grown.keys, grown.values), kept, strict=True):
-                new[:used, :, : content.shape[2]] = content
-            self._layers[index] = grown
+            keys, values = old.keys[:used], old.values[:used]
+            self._layers[index] = LayerCache(
+                self._moved(index, "keys", keys), self._moved(index, "values", values)
+            )
+
+    def _moved(self, index: int, kind: str, kept: Tensor) -> Tensor:
+        """A layer's keys or values in the new layout, with `kept` [U, Hkv, L, d] of the old one in front."""
+        laid, fresh = self._room(index, kind, kept)
+        kept = kept[:, :, : self.capacity]
+        rows, length = len(kept), kept.shape[2]
+        laid[:rows, :, :length] = kept if fresh else kept.clone()  # in the same memory both layouts overlap
+        if fresh:
+            laid[:rows, :, length:] = 0
+            laid[rows:] = 0
+        return laid
 
     def layer(self, index: int, key: Tensor, value: Tensor) -> LayerCache:
         """The cache of a layer; `key` and `value` [..., Hkv, T, d] say its shape the first time."""
@@ -193,16 +202,24 @@ class KVCache:
             return min(self._roomy(tokens, tokens), self.capacity)
         return self.capacity if self.capacity - tokens <= spare(tokens) else tokens
 
-    def move(self, source: np.ndarray, target: np.ndarray, length: int) -> None:
-        """Copy the first `length` positions of the slots `source` to the slots `target`."""
+    def move(self, source: np.ndarray, target: np.ndarray, length: np.ndarray) -> None:
+        """Copy the first `length` [M] positions of the slots `source` [M] to the slots `target` [M], of which
+        none is a source.
+        """
         if not self._layers:
             return
-        device = next(iter(self._layers.values())).keys.device
+        tensors = [x for cache in self._layers.values() for x in (cache.keys, cache.values)]
+        device, longest = tensors[0].device, int(length.max())
+        if device.type == "cpu":  # as much of each as it holds, without a copy on the way
+            moves = list(zip(source.tolist(), target.tolist(), length.tolist(), strict=True))
+            for x in tensors:
+                for old, new, tokens in moves:
+                    x[new, :, :tokens] = x[old, :, :tokens]
+            return
         # Sent once: with an index on the host every layer would wait for the device.
         rows = torch.from_numpy(np.stack([source, target])).to(device, non_blocking=True)
-        for cache in self._layers.values():
-            for x in (cache.keys, cache.values):
-                x[rows[1], :, :length] = x[rows[0], :, :length]
+        for x in tensors:
+            x[rows[1], :, :longest] = x[rows[0], :, :longest]
 
     def read(self, row: int, length: int) -> PromptKV:
         """A copy of one slot."""
@@ -220,19 +237,27 @@ class KVCache:
             cache.values[rows, :, : values.shape[1]] = values
 
     def _view(self, index: int, kind: str, like: Tensor) -> Tensor:
+        """[S, Hkv, L, d] of finite numbers."""
+        laid, fresh = self._room(index, kind, like)
+        return laid.zero_() if fresh else laid
+
+    def _room(self, index: int, kind: str, like: Tensor) -> tuple[Tensor, bool]:
+        """[S, Hkv, L, d] for keys or values as `like`, and whether it is new memory. What is in that must
+        become finite: masked positions are multiplied by 0, which does not remove a NaN.
+        """
         shape = (self.slots, like.shape[-3], self.capacity, like.shape[-1])
         numbers = int(np.prod(shape))
         buffer = self._buffers.get((index, kind))
-        if (
+        fresh = (
             buffer is None
             or buffer.numel() < numbers
             or buffer.dtype != like.dtype
             or buffer.device != like.device
-        ):
-            # Zeros, not empty: masked positions are multiplied by 0, which does not remove a NaN.
-            buffer = torch.zeros(numbers, dtype=like.dtype, device=like.device)
+        )
+        if buffer is None or fresh:
+            buffer = torch.empty(numbers, dtype=like.dtype, device=like.device)
             self._buffers[index, kind], self.layout = buffer, object()
-        return buffer[:numbers].view(shape)
+        return buffer[:numbers].view(shape), fresh
 
 
 @dataclass(frozen=True, slots=True)

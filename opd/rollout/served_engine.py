@@ -11,9 +11,10 @@ import hashlib
 import queue
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -23,8 +24,9 @@ from opd.rollout.batch import Limits, queue_requests
 from opd.rollout.served_messages import MessageReader, Piece, chunks_of, is_message
 from opd.rollout.served_workers import Workers
 from opd.rollout.streams import Streaming
-from opd.served.http_pool import RefusedError, Server, Trouble, UnavailableError
-from opd.types import Chunk, RolloutRequest, Status
+from opd.served.http_client import RefusedError, Server, UnavailableError
+from opd.served.http_pool import Trouble
+from opd.types import Chunk, RolloutRequest, SamplingParams, Status
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -110,6 +112,11 @@ class ServedEngine(Streaming):
         return self._workers.version
 
     @property
+    def adapters(self) -> bool:
+        """Whether it is sent adapters alone, with the digest of their base."""
+        return self._workers.verbs.adapters
+
+    @property
     def paused(self) -> bool:
         """Whether sampling is stopped."""
         return self._workers.paused
@@ -167,6 +174,10 @@ class ServedEngine(Streaming):
         weights afterwards.
         """
         return self._workers.update_weights(weights, version)
+
+    def take_sent_bytes(self) -> int | None:
+        """See `Workers.take_sent_bytes`."""
+        return self._workers.take_sent_bytes()
 
     def resume(self) -> None:
         """Continue sampling."""
@@ -249,11 +260,10 @@ class ServedEngine(Streaming):
         self, name: object, request: RolloutRequest, written: list[int], cached: asyncio.Event
     ) -> bool:
         """Stream after `written`, which grows; whether the response has ended. It has not, too, where a pause
-        has ended the stream: the next attempt goes on with the weights that come.
+        has ended the stream, or the model's own end: the next attempt goes on with the weights that come.
         """
         workers, dialect, sampling = self._workers, self._dialect, request.sampling
         tokens = len(request.prompt_ids) + sampling.max_new_tokens
-        most, lines = dialect.most_bytes(request), 1024 + 8 * sampling.max_new_tokens
         session = request.session or _digest(request)
         vocabulary, stops = self._limits.vocab_size, sampling.stop_ids
         stream = dialect.reader(request.uid, len(written), workers.versions, vocabulary, stops)
@@ -262,16 +272,17 @@ class ServedEngine(Streaming):
             server = await stack.enter_async_context(workers.pool.lease(tokens, [], self._homes.of(session)))
             # Not before there is room: what waits for it would reach workers that are paused meanwhile.
             pauses = await workers.until_open()
-            due = workers.version
-            arriving = await stack.enter_async_context(
-                workers.pool.stream(server, dialect.path, body, most, lines)
-            )
+            due, newest = workers.version, workers.newest
+            workers.verbs.name_weights(newest, body, stream)
+            arriving = await stack.enter_async_context(self._answer(server, request, body))
             self._homes.remember(session, server)
+            begun = False
             async for line in arriving:
-                if stream.weights is None and is_message(line):
-                    stream.weights = await workers.verbs.weights_of(server)
-                    if stream.weights is not None and workers.pauses != pauses:
-                        return False  # before or after it: nobody knows
+                if not begun and is_message(line):
+                    begun = True
+                    stream.weights = stream.weights or await workers.verbs.weights_of(server)
+                    if workers.verbs.pause_ends_streams and workers.pauses != pauses:
+                        return False  # begun before or after it: nobody knows
                 piece = stream.read(line)
                 if piece is None:
                     continue
@@ -283,12 +294,33 @@ class ServedEngine(Streaming):
                     # It was started again and nobody noticed: it is given the newest weights before more.
                     raise UnavailableError(f"{server.url} has lost version {due}", answered=True)
                 written += piece.token_ids
-                self._arrived.put((name, piece))
+                told = _as_asked(piece, written, sampling)
+                self._arrived.put((name, told))
                 cached.set()
-                if piece.finished is not None:
-                    self.cached_tokens += stream.cached_tokens
-                    return True
+                if piece.finished is None:
+                    continue
+                self.cached_tokens += stream.cached_tokens
+                if told.finished is None and not stream.seen:
+                    raise UnavailableError(f"{server.url} wrote nothing of {request.uid}", answered=True)
+                return told.finished is not None
         raise UnavailableError(f"{server.url} ended the stream of {request.uid} early", answered=False)
+
+    @asynccontextmanager
+    async def _answer(
+        self, server: Server, request: RolloutRequest, body: dict[str, Any]
+    ) -> AsyncIterator[AsyncIterator[bytes]]:
+        """The lines that `server` answers. Raises as `HTTPClient.stream`, and `UnavailableError` where the
+        adapter that is named is not there: it was started again and nobody noticed.
+        """
+        workers, most = self._workers, self._dialect.most_bytes(request)
+        lines = 1024 + 8 * request.sampling.max_new_tokens
+        try:
+            async with workers.pool.stream(server, self._dialect.path, body, most, lines) as arriving:
+                yield arriving
+        except RefusedError as refusal:
+            if not workers.verbs.adapters or refusal.status != HTTPStatus.NOT_FOUND:
+                raise
+            raise UnavailableError(f"{server.url} has lost its adapter", answered=True) from None
 
 
 class Homes:
@@ -310,6 +342,16 @@ class Homes:
         self._known.move_to_end(session)
         if len(self._known) > self.MOST:
             self._known.popitem(last=False)
+
+
+def _as_asked(piece: Piece, written: Sequence[int], sampling: SamplingParams) -> Piece:
+    """`piece`, the last of `written`, without an end that its request does not know.
+
+    SGLang stops at the ends of its model, too, whatever a request says, unless it says that nothing is one.
+    """
+    if piece.finished is not Status.COMPLETED or (written and written[-1] in sampling.stop_ids):
+        return piece
+    return replace(piece, finished=Status.TRUNCATED if len(written) >= sampling.max_new_tokens else None)
 
 
 def _digest(request: RolloutRequest) -> str:

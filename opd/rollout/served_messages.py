@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from opd.foreign import decoding, shown
-from opd.served.http_pool import UnavailableError
+from opd.served.http_client import UnavailableError
 from opd.types import Chunk, Status
 
 
@@ -61,6 +61,8 @@ class MessageReader(ABC):
         self.cached_tokens = 0
         self.weights: str | None = None
         """Of the whole attempt, where messages do not say it of each token."""
+        self.base: str | None = None
+        """What messages call the weights, where those of the attempt are adapters on them."""
 
     def read(self, line: bytes) -> Piece | None:
         """The new part of one line; `None` if there is none. Raises `UnavailableError` if it is wrong."""
@@ -75,6 +77,13 @@ class MessageReader(ABC):
         """What a message says; `None` if it is about nothing that is written. May raise what `decoding`
         decodes, and `UnavailableError`.
         """
+
+    def _refuse_error(self, message: Any) -> None:
+        """`UnavailableError` for a message that says what went wrong."""
+        if "error" in message:
+            raise UnavailableError(
+                f"{self.uid}: the server says {shown(message['error'], 300)}", answered=True
+            )
 
     def _unreadable(self, cause: str) -> UnavailableError:
         return UnavailableError(f"a message of {self.uid} is not readable ({cause})", answered=True)

@@ -6,6 +6,7 @@ What servers of one kind are told is their `Verbs`.
 from __future__ import annotations
 
 import asyncio
+import threading
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Mapping
@@ -14,21 +15,17 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
+import numpy as np
+
 from opd.errors import RolloutError
 from opd.foreign import shown
 from opd.models.causal_lm import weights_digest
+from opd.rollout.served_messages import MessageReader
 from opd.rollout.weight_proof import Proof
 from opd.rollout.weight_sync import WeightFolder, Weights
-from opd.served.http_pool import (
-    SERVERS,
-    HTTPPool,
-    LoopThread,
-    PoolOptions,
-    RefusedError,
-    Server,
-    UnavailableError,
-    advice,
-)
+from opd.served.http_client import SERVERS, PoolOptions, RefusedError, Server, UnavailableError, advice
+from opd.served.http_pool import HTTPPool
+from opd.served.loop_thread import LoopThread
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -45,6 +42,8 @@ class Prepared:
     """On the CPU, the trainer's no more."""
     folder: Path | None = None
     """Where they are, if on a disk."""
+    digest: str = ""
+    """Their quick digest; empty where nobody has taken it yet."""
 
 
 class Push(Protocol):
@@ -52,6 +51,10 @@ class Push(Protocol):
 
     def prepare(self, weights: Weights, version: int) -> Prepared:
         """Copy `weights`, which are the newest from now on."""
+        ...
+
+    def frozen(self, weights: Weights) -> Prepared:
+        """The same of weights that never change: they need not be copied."""
         ...
 
     async def load(self, ask: Ask, server: Server, name: str, prepared: Prepared) -> None:
@@ -72,6 +75,10 @@ class FolderPush(ABC):
         """See `Push`: the older version's folder is gone once no worker reads it."""
         kept = copies(weights)
         return Prepared(kept, self._folder.write(kept, version))
+
+    def frozen(self, weights: Weights) -> Prepared:
+        """See `Push`."""
+        return Prepared([], self._folder.write(weights, 0))
 
     async def load(self, ask: Ask, server: Server, name: str, prepared: Prepared) -> None:
         """See `Push`."""
@@ -113,6 +120,22 @@ class Newest:
     proof: Proof
 
 
+class Expected:
+    """What servers have to say with the newest weights: computed once, whichever worker asks first."""
+
+    def __init__(self, outputs: Callable[[list[tuple[str, Tensor]]], np.ndarray]) -> None:
+        self._outputs = outputs
+        self._known: tuple[Newest, np.ndarray] | None = None
+        self._lock = threading.Lock()
+
+    def of(self, newest: Newest) -> np.ndarray:
+        """What `outputs` gives of them. Takes a forward pass: not for an event loop."""
+        with self._lock:
+            if self._known is None or self._known[0] is not newest:
+                self._known = newest, self._outputs(newest.prepared.weights)
+            return self._known[1]
+
+
 class Verbs(ABC):
     """What servers of one kind are told, and how what they hold is proved.
 
@@ -122,12 +145,17 @@ class Verbs(ABC):
 
     pause_ends_streams: ClassVar[bool] = False
     """Whether a pause ends what is being written, which is asked for again after it; else it waits there."""
+    adapters: ClassVar[bool] = False
+    """Whether they are given adapters alone, on a base that they hold."""
 
     def __init__(self, config: Mapping[str, Any] | None) -> None:
         """`config`: the student's Hugging Face configuration, to be compared with the servers'."""
         self.config = config or {}
         self.pool: HTTPPool
-        """The workers', who set it."""
+
+    def use(self, pool: HTTPPool) -> None:
+        """Ask through this pool from now on."""
+        self.pool = pool
 
     async def ask(self, server: Server, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
         """An answer, asked for a few times where the server is away."""
@@ -148,6 +176,16 @@ class Verbs(ABC):
     @abstractmethod
     async def held(self, server: Server) -> str:
         """What it calls the weights it holds."""
+
+    def name_weights(self, newest: Newest | None, body: dict[str, Any], reader: MessageReader) -> None:
+        """Have what is asked be written with `newest`, where it is asked for by name. Raises `RolloutError`
+        if there is none yet.
+        """
+        return
+
+    async def give_base(self, server: Server) -> None:
+        """Have it hold what adapters alone are for, where they are given."""
+        return
 
     async def weights_of(self, server: Server) -> str | None:
         """What sampled the tokens of streams that have begun on it; `None` where messages say it. Nothing is
@@ -180,6 +218,11 @@ class Verbs(ABC):
         """Take it again."""
 
 
+def new_label() -> str:
+    """What the names of one engine's weights begin with."""
+    return f"opd-{uuid.uuid4().hex[:8]}"
+
+
 class Workers:
     """Workers hold version `version`, or are away; one that comes back is given what it lacks.
 
@@ -194,18 +237,26 @@ class Workers:
         """How often they were paused so far."""
         self._opened = asyncio.Event()
         # Their names say who has pushed: workers may hold a version 7 of an earlier stage.
-        self._label = uuid.uuid4().hex[:8]
+        self._label = new_label()
         self.versions: dict[str, int] = {}
         """What workers call the versions they hold."""
-        self.pool = verbs.pool = HTTPPool("the rollout engine", options, RolloutError, self._admit)
+        self.pool = HTTPPool("the rollout engine", options, RolloutError, self._admit)
+        verbs.use(self.pool)
         self._newest: Newest | None = None
         """Given by the caller's thread, taken by the loop's; `None` before the first push."""
         self._checked: set[str] = set()
         """URLs of workers whose model has the student's form."""
         self._proved: dict[str, str] = {}
         """URL -> the weights that a worker was last found to hold."""
+        self._taken = 0
+        """Bytes that `take_sent_bytes` has told of."""
         self._asleep: dict[str, list[str]] = {}
         """URLs of workers that sleep, and what each has given back."""
+
+    @property
+    def newest(self) -> Newest | None:
+        """What workers are to hold; `None` before the first push."""
+        return self._newest
 
     @property
     def version(self) -> int:
@@ -271,7 +322,17 @@ class Workers:
         self.versions[name] = version
         self._newest = newest
         self._everywhere(lambda server: self._load(server, newest))
-        return weights_digest(prepared.weights, quick=True)
+        return prepared.digest or weights_digest(prepared.weights, quick=True)
+
+    def take_sent_bytes(self) -> int | None:
+        """Bytes of weights that have travelled since it was asked last; `None` where workers are given all
+        tensors as they are.
+        """
+        sent: int | None = getattr(self._push, "sent_bytes", None)
+        if sent is None:
+            return None
+        before, self._taken = self._taken, sent
+        return sent - before
 
     def close(self) -> None:
         """Close the connections. Workers that are paused go on: others may use them."""
@@ -304,7 +365,8 @@ class Workers:
         if away and (reason := self.pool.options.given_up()) is not None:
             raise reason
         if len(away) == len(servers):
-            raise RolloutError(f"the rollout engine: no worker answers ({away[0]}); start one and --resume.")
+            revive = self.pool.options.revive
+            raise RolloutError(f"the rollout engine: no worker answers ({away[0]}); {revive}.")
 
     async def _leave(self) -> None:
         told = [asyncio.wait_for(self.verbs.go_on(server), LEAVES) for server in self.pool.servers]
@@ -321,6 +383,7 @@ class Workers:
             await verbs.check_settings(server)
             await verbs.check_form(server, newest.prepared.weights)
             self._checked.add(server.url)
+        await verbs.give_base(server)
         load = partial(push.load, self.pool.ask, server, name, newest.prepared)
         await RETRY.call_async(load, UnavailableError)
         await verbs.verify(server, newest)

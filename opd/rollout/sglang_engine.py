@@ -7,11 +7,13 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from opd.rollout import served_messages
+from opd.rollout.adapter_workers import AdapterPush
 from opd.rollout.served_engine import Dialect, ServedEngine, ServedModel, never_sampled
 from opd.rollout.served_messages import Told
 from opd.rollout.served_workers import Workers
+from opd.rollout.sglang_adapters import SGLangAdapterVerbs
 from opd.rollout.sglang_workers import SGLangVerbs
-from opd.served.http_pool import PoolOptions, UnavailableError
+from opd.served.http_client import PoolOptions, UnavailableError
 from opd.served.sglang_answers import most_bytes
 from opd.types import RolloutRequest
 
@@ -23,6 +25,7 @@ class MessageReader(served_messages.MessageReader):
     """Messages may be cumulative or not, and say which version sampled each token."""
 
     def _told(self, message: Any) -> Told:
+        self._refuse_error(message)
         meta: dict[str, Any] = message["meta_info"]
         entries = meta.get("output_token_logprobs") or []
         total = int(meta.get("completion_tokens", len(entries)))
@@ -34,7 +37,8 @@ class MessageReader(served_messages.MessageReader):
 
         def weights(place: int) -> Any:
             named = (s["version"] for s in spans if s["start"] <= place < s["end"])
-            return next(named, meta.get("weight_version"))
+            told = next(named, meta.get("weight_version"))
+            return self.weights if self.base is not None and told == self.base else told
 
         finished = (meta.get("finish_reason") or {}).get("type", "")
         return Told([(entry[0], entry[1]) for entry in fresh], finished, weights)
@@ -78,7 +82,8 @@ class SGLangDialect(Dialect):
 
 
 class SGLangEngine(ServedEngine):
-    """See `ServedEngine`. Paused requests give their cache back and rebuild it with the new weights.
+    """See `ServedEngine`. Paused requests give their cache back and rebuild it with the new weights; with an
+    `AdapterPush` they are ended, and written on after it.
 
     Args:
         options: The workers and limits.
@@ -90,5 +95,6 @@ class SGLangEngine(ServedEngine):
     def __init__(
         self, options: PoolOptions, model: ServedModel, push: Push | None = None, version: int = 0
     ) -> None:
-        workers = Workers(options, push, version, SGLangVerbs(model.config))
-        super().__init__(SGLangDialect(model), workers, model)
+        alone = isinstance(push, AdapterPush)
+        verbs = SGLangAdapterVerbs(model, push) if alone else SGLangVerbs(model.config)
+        super().__init__(SGLangDialect(model), Workers(options, push, version, verbs), model)

@@ -27,7 +27,7 @@ from opd.rollout import served_workers
 from opd.rollout.served_workers import Ask, Newest, Prepared, Verbs, copies
 from opd.rollout.weight_proof import check_config, check_form
 from opd.rollout.weight_sync import Weights, buckets
-from opd.served.http_pool import RefusedError, Server, UnavailableError
+from opd.served.http_client import RefusedError, Server, UnavailableError
 from opd.served.sglang_answers import ranks_of
 
 if TYPE_CHECKING:
@@ -77,13 +77,18 @@ def weight_group(store: Store, member: GroupMember, timeout: float = TIMEOUT, ho
         ) from None
 
 
+async def read_folder(ask: Ask, server: Server, name: str, folder: Path) -> None:
+    """Have `server` take the weights in a folder that it sees. See `Push.load`."""
+    body = {"model_path": str(folder), "weight_version": name, "flush_cache": True}
+    done = await ask(server, "POST", "/update_weights_from_disk", body | {"keep_pause": True})
+    _check(server, name, done)
+
+
 class FolderPush(served_workers.FolderPush):
     """See `served_workers.FolderPush`."""
 
     async def _read(self, ask: Ask, server: Server, name: str, folder: Path) -> None:
-        body = {"model_path": str(folder), "weight_version": name, "flush_cache": True}
-        done = await ask(server, "POST", "/update_weights_from_disk", body | {"keep_pause": True})
-        _check(server, name, done)
+        await read_folder(ask, server, name, folder)
 
 
 BUCKET_BYTES = 256 << 20
@@ -106,8 +111,12 @@ class TensorPush:
 
     def prepare(self, weights: Weights, version: int) -> Prepared:
         """See `Push`."""
+        return self.frozen(copies(weights))
+
+    def frozen(self, weights: Weights) -> Prepared:
+        """See `Push`."""
         self._device = torch_device("auto")
-        return Prepared(copies(weights))
+        return Prepared(list(weights))
 
     async def load(self, ask: Ask, server: Server, name: str, prepared: Prepared) -> None:
         """See `Push`. A worker that fails in the middle holds parts of two versions: it is not used again

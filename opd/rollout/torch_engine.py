@@ -340,10 +340,10 @@ class TorchEngine(Streaming):
     def _remove(self, rows: list[int]) -> None:
         """Free slots, with their keys and values."""
         batch = self._batch
-        length = int(batch.length[: batch.size].max()) - 1
+        length = batch.length[: batch.size] - 1  # nobody has read the newest
         source, target = batch.remove(rows)
         if source.size:
-            self._runner.cache.move(source, target, length)
+            self._runner.cache.move(source, target, length[source])
         self._cached = min(self._cached, batch.size)  # after a flush none is
 
     def _report_ended(self) -> Chunk:

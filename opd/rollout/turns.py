@@ -24,6 +24,8 @@ from opd.types import RolloutRequest
 FEW = 256
 """Added tokens that go behind any kept ones. Of more, and more than are kept, all is computed: kernels for
 whole sequences are faster than attention under a mask."""
+KEPT = 4
+"""Conversations that are kept for each slot: more wait for their environments, or for a slot, than run."""
 SCORES = 1 << 24
 """Scores of added tokens to all that is held that are computed together."""
 
@@ -40,9 +42,11 @@ class Turn:
 class KeptTurns:
     """By session, the one that waited longest first; it is the first to go where there is no room."""
 
-    def __init__(self, runner: Runner, limits: Limits, most: int) -> None:
-        """`most`: conversations that are kept, within what `limits` leave beside the runner's cache."""
-        self._runner, self._limits, self._most = runner, limits, most
+    def __init__(self, runner: Runner, limits: Limits, slots: int) -> None:
+        """`slots`: requests that run together. `KEPT` times as many conversations are kept at most, within
+        what `limits` leave beside the runner's cache.
+        """
+        self._runner, self._limits, self._most = runner, limits, KEPT * slots
         self._turns: dict[str, Turn] = {}
         self._requests: dict[str, RolloutRequest] = {}
         """Those in flight that belong to a session, by uid."""

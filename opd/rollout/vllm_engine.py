@@ -15,11 +15,13 @@ from opd.config.teachers import COLDEST
 from opd.errors import RolloutError
 from opd.foreign import shown
 from opd.rollout import served_messages
+from opd.rollout.adapter_workers import AdapterPush
 from opd.rollout.served_engine import Dialect, ServedEngine, ServedModel, never_sampled
 from opd.rollout.served_messages import Told
-from opd.rollout.served_workers import Workers
+from opd.rollout.served_workers import Verbs, Workers
+from opd.rollout.vllm_adapters import VLLMAdapterVerbs
 from opd.rollout.vllm_workers import GENERATE, VLLMVerbs
-from opd.served.http_pool import PoolOptions, UnavailableError
+from opd.served.http_client import PoolOptions, UnavailableError
 from opd.types import RolloutRequest, SamplingParams
 
 if TYPE_CHECKING:
@@ -43,10 +45,7 @@ class MessageReader(served_messages.MessageReader):
     """Messages have the new tokens; the last names the weights that sampled all of them."""
 
     def _told(self, message: Any) -> Told | None:
-        if "error" in message:
-            raise UnavailableError(
-                f"{self.uid}: the server says {shown(message['error'], 300)}", answered=True
-            )
+        self._refuse_error(message)
         if not message["choices"]:
             return None
         (choice,) = message["choices"]
@@ -57,7 +56,7 @@ class MessageReader(served_messages.MessageReader):
         numbers = [float(entry["logprob"]) for entry in told]
         finished = choice.get("finish_reason")
         named = {span["version"] for span in choice.get("weight_versions") or []}
-        if finished != "abort" and named - {self.weights}:
+        if finished != "abort" and named - {self.base or self.weights}:
             raise RolloutError(
                 f"{self.uid} was sampled with weights {shown(sorted(map(str, named)))} in its middle, and not"
                 " with this run's alone; let nobody else give its servers weights, and --resume."
@@ -153,5 +152,7 @@ class VLLMEngine(ServedEngine):
         mode: Mode = "processed_logprobs",
         outputs: Callable[[Iterable[tuple[str, Tensor]]], np.ndarray] | None = None,
     ) -> None:
-        dialect = VLLMDialect(model, mode)
-        super().__init__(dialect, Workers(options, push, version, VLLMVerbs(model, mode, outputs)), model)
+        verbs: Verbs = VLLMVerbs(model, mode, outputs)
+        if isinstance(push, AdapterPush):
+            verbs = VLLMAdapterVerbs(model, verbs, push)
+        super().__init__(VLLMDialect(model, mode), Workers(options, push, version, verbs), model)

@@ -8,8 +8,8 @@ weights give here. A worker calls weights by their name once they are proved, an
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,14 +19,13 @@ import torch
 from opd.config.teachers import SPECULATES
 from opd.errors import RolloutError
 from opd.foreign import decoding, shown
-from opd.kernels.ops import linear_logprobs
 from opd.models.sharded import Root, open_empty
 from opd.rollout import served_workers
+from opd.rollout.adapted_student import probe_logprobs
 from opd.rollout.served_engine import ServedModel
-from opd.rollout.served_workers import Ask, Newest, Verbs
-from opd.rollout.weight_proof import check_config, check_form
-from opd.served.http_pool import RefusedError, Server, UnavailableError
-from opd.served.sglang_answers import PROBE
+from opd.rollout.served_workers import Ask, Expected, Newest, Verbs
+from opd.rollout.weight_proof import apart_at_most, check_config, check_form
+from opd.served.http_client import RefusedError, Server, UnavailableError
 from opd.served.vllm_answers import model_of
 from opd.served.vllm_server import OF_NOTHING, checksums, model_settings, probe, server_settings, tolerance
 
@@ -38,16 +37,21 @@ _READING = ".reading"
 """Ends the name of weights that are not proved yet."""
 
 
+async def read_folder(ask: Ask, server: Server, name: str, folder: Path) -> None:
+    """Have `server`, which ends if it cannot, take the weights in a folder that it sees. See `Push.load`."""
+    await ask(server, "POST", "/update_weight_version", {"new_version": name + _READING})
+    body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
+    done = await ask(server, "POST", "/collective_rpc", body)
+    if not isinstance(done, dict) or "results" not in done:
+        raise RolloutError(f"{server.url} did not take the weights {name}; look at its log.")
+    await _drop_cache(ask, server)
+
+
 class FolderPush(served_workers.FolderPush):
-    """See `served_workers.FolderPush`. One that cannot read the folder ends."""
+    """See `served_workers.FolderPush`."""
 
     async def _read(self, ask: Ask, server: Server, name: str, folder: Path) -> None:
-        await ask(server, "POST", "/update_weight_version", {"new_version": name + _READING})
-        body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
-        done = await ask(server, "POST", "/collective_rpc", body)
-        if not isinstance(done, dict) or "results" not in done:
-            raise RolloutError(f"{server.url} did not take the weights {name}; look at its log.")
-        await _drop_cache(ask, server)
+        await read_folder(ask, server, name, folder)
 
 
 async def _drop_cache(ask: Ask, server: Server) -> None:
@@ -69,15 +73,10 @@ class Outputs:
 
     def __call__(self, weights: Iterable[tuple[str, Tensor]]) -> np.ndarray:
         """[len(PROBE) - 1] float32: log-probabilities of its tokens, one forward pass on the CPU."""
-        model, ids = self._model, torch.from_numpy(PROBE.astype(np.int64))
-
-        def compute() -> Tensor:
-            hidden = model.hidden(ids, torch.arange(len(ids)), [0, len(ids)])
-            return linear_logprobs(hidden[:-1], model.head(), ids[1:])
-
+        compute = partial(probe_logprobs, self._model)
         with torch.no_grad():
             given = {f"module.{name}": tensor for name, tensor in weights}
-            return torch.func.functional_call(Root(model.module), given, (compute,)).float().numpy()
+            return torch.func.functional_call(Root(self._model.module), given, (compute,)).float().numpy()
 
 
 class VLLMVerbs(Verbs):
@@ -98,10 +97,8 @@ class VLLMVerbs(Verbs):
         outputs: Callable[[Iterable[tuple[str, Tensor]]], np.ndarray] | None = None,
     ) -> None:
         super().__init__(model.config)
-        self._model, self._mode, self._outputs = model, mode, outputs
-        self._known: tuple[Newest, np.ndarray] | None = None
-        """What `_outputs` said last, and of what."""
-        self._lock = threading.Lock()
+        self._model, self._mode = model, mode
+        self._expected = None if outputs is None else Expected(outputs)
         self._asked: dict[str, asyncio.Task[str]] = {}
         """By URL, who will ask what a server holds, and has not yet."""
         self._asking: dict[str, asyncio.Lock] = {}
@@ -207,19 +204,16 @@ class VLLMVerbs(Verbs):
         finally:
             await self.pause(server)
         apart = float(np.abs(said - due).max())
-        if not apart <= tolerance(settings):
+        if not apart <= apart_at_most(tolerance(settings), newest.prepared.weights):
             raise RolloutError(
                 f"after the push {server.url} holds other weights than the trainer: its log-probabilities of"
                 f" a few tokens differ by up to {apart:.3g} nats; restart it and --resume."
             )
 
     def _due(self, newest: Newest) -> np.ndarray:
-        if self._outputs is None:
+        if self._expected is None:
             raise RolloutError("the engine cannot prove new weights; make it with Outputs.")
-        with self._lock:
-            if self._known is None or self._known[0] is not newest:
-                self._known = newest, self._outputs(newest.prepared.weights)
-            return self._known[1]
+        return self._expected.of(newest)
 
     async def _ranks(self, server: Server) -> tuple[list[dict[str, Any]], set[str]]:
         """Of each rank its place and its tensors' checksums, and the names of what is packed away."""
@@ -229,6 +223,7 @@ class VLLMVerbs(Verbs):
         with decoding(lambda cause: RolloutError(f"{server.url}/weight_checker answered {cause}.")):
             for key, checksum in told.items():
                 data, *_, tensor, name = key.split(":", 4)
+                name = name.replace(".base_layer.", ".")  # of one that adapters are applied to
                 if checksum == OF_NOTHING:
                     packed.add(name)
                 else:

@@ -13,6 +13,7 @@ import torch
 
 from opd.errors import RolloutError
 from opd.models.causal_lm import DTYPES, bytes_of, raw_bytes
+from opd.served.sglang_answers import HALF
 from opd.storage.files import read_object
 
 if TYPE_CHECKING:
@@ -303,3 +304,10 @@ def _int32(value: int) -> int:
 
 CHECKSUMS: dict[str, Callable[[Tensor], str]] = {"cpu": _of_cpu, "cuda": _of_cuda}
 """By the device a server runs on."""
+
+
+def apart_at_most(theirs: float, weights: Iterable[tuple[str, Tensor]]) -> float:
+    """Nats by which a server's log-probabilities may differ from those computed here with `weights`, where
+    `theirs` is what its own dtype asks for: the coarser of the two counts.
+    """
+    return theirs if all(tensor.dtype == torch.float32 for _, tensor in weights) else max(theirs, HALF)

@@ -6,11 +6,11 @@ import json
 import os
 import shutil
 import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from opd.errors import RolloutError
 from opd.models.causal_lm import Watched, WeightsDigest
@@ -73,11 +73,15 @@ class WeightFolder:
         shard_bytes: Files are closed when they have grown to this size: no more than that is in memory.
     """
 
+    behind: ClassVar[int] = 0
+    """How many versions before the newest are kept, too."""
+
     def __init__(
         self, root: str | Path, model: str | Path | None = None, shard_bytes: int = SHARD_BYTES
     ) -> None:
         self.root, self.model = Path(root).absolute(), None if model is None else Path(model)
-        self.newest: Path | None = None
+        self._kept: deque[Path] = deque()
+        """Oldest first."""
         self._shard_bytes = shard_bytes
         self._swept = False
         self._readers: Counter[Path] = Counter()
@@ -94,16 +98,29 @@ class WeightFolder:
         for place in (draft, folder):  # of an attempt that failed
             shutil.rmtree(place, ignore_errors=True)
         draft.mkdir(parents=True)
-        for file in self.model.iterdir() if self.model is not None else ():
-            if file.suffix == ".json" and file.name != INDEX:
-                shutil.copyfile(file, draft / file.name)
-        _write_shards(draft, weights, self._shard_bytes)
+        self._fill(draft, weights)
         os.replace(draft, folder)
         with self._lock:
-            older, self.newest = self.newest, folder
-            if older is not None and older != folder and not self._readers[older]:
-                shutil.rmtree(older, ignore_errors=True)
+            if folder in self._kept:
+                self._kept.remove(folder)
+            self._kept.append(folder)
+            while len(self._kept) > 1 + self.behind:
+                older = self._kept.popleft()
+                if not self._readers[older]:
+                    shutil.rmtree(older, ignore_errors=True)
         return folder
+
+    @property
+    def newest(self) -> Path | None:
+        """The version written last."""
+        return self._kept[-1] if self._kept else None
+
+    def _fill(self, folder: Path, weights: Weights) -> None:
+        """Write what receivers read into an empty folder."""
+        for file in self.model.iterdir() if self.model is not None else ():
+            if file.suffix == ".json" and file.name != INDEX:
+                shutil.copyfile(file, folder / file.name)
+        _write_shards(folder, weights, self._shard_bytes)
 
     @contextmanager
     def reading(self, folder: Path) -> Iterator[bool]:
@@ -118,16 +135,20 @@ class WeightFolder:
                 self._readers[folder] -= there
                 if not self._readers[folder]:
                     del self._readers[folder]
-                    if folder != self.newest:
+                    if folder not in self._kept:
                         shutil.rmtree(folder, ignore_errors=True)
 
     def close(self) -> None:
         """Remove every version."""
         self._sweep()
-        self.newest = None
+        self._kept.clear()
 
     def _sweep(self) -> None:
-        """Remove what this or an earlier sender has left."""
+        """Remove what this or an earlier sender has left. Raises `RolloutError` for a link, behind which
+        somebody else's files may be.
+        """
+        if self.root.is_symlink():
+            raise RolloutError(f"{self.root} is a link, and new weights need a folder; remove it.")
         for found in (*self.root.glob("version-*"), *self.root.glob(".version-*")):
             shutil.rmtree(found, ignore_errors=True)
         self._swept = True

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from opd.foreign import decoding, shown, whole
-from opd.served.http_pool import HTTPClient, RefusedError, Server, UnavailableError
+from opd.served.http_client import HTTPClient, RefusedError, Server, UnavailableError
 from opd.served.plugin.opd_hidden_states import (
     DTYPES,
     FOLDER_NAME,

@@ -5,7 +5,9 @@ which the run has the other, and on which nothing is ever written: its end is th
 kill -9. SIGTERM asks for the same; SECONDS later force is used. GONE is an end of another pipe: when the last
 process has closed it, the server is gone, and all it had. What the server has started itself counts as the
 server, whichever group or session it is in, and so does the shared memory that it leaves behind, with the
-folder of hidden states that nobody has fetched.
+folder of hidden states that nobody has fetched. Folders into which others write weights for it are made
+before it starts, and go with it; they are locked meanwhile, so that those of a guard that was killed with all
+others are known to be nobody's.
 
 It is two processes: what starts it may end its own children by force, as Ray's workers do when they end, and
 the one that has the server is none of these. It ends the server when the other is gone.
@@ -15,6 +17,7 @@ Knows the standard library alone: it is run by its path, and must cost a server 
 
 import contextlib
 import ctypes
+import fcntl
 import os
 import shutil
 import signal
@@ -97,20 +100,51 @@ def _end_all(server, grace, left):
     for path in left:
         with contextlib.suppress(OSError):
             os.unlink(path)
+    _forget_folders()
+
+
+def _forget_folders():
+    """Remove what was written for others, or by them."""
     folder = os.environ.get("OPD_HIDDEN_FOLDER", "")
     if os.path.basename(folder).startswith("opd-hidden-"):
         shutil.rmtree(folder, ignore_errors=True)
+    for folder in _weights_folders():
+        with contextlib.suppress(OSError):  # under another name first: who writes there finds it no more
+            os.rename(folder, folder + "-gone")
+        for path in (folder, folder + "-gone"):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _weights_folders():
+    """Those for the server's weights."""
+    folders = os.environ.get("OPD_WEIGHTS_FOLDERS", "").split(os.pathsep)
+    return [folder for folder in folders if os.path.basename(folder).startswith("opd-weights-")]
+
+
+def _make_folders():
+    """Those for the server's weights, locked for as long as this process lives."""
+    for folder in _weights_folders():
+        with contextlib.suppress(OSError):
+            while True:
+                with contextlib.suppress(FileExistsError):  # of this server, before it was started again
+                    os.mkdir(folder, 0o700)
+                held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+                fcntl.flock(held, fcntl.LOCK_SH)
+                if os.path.exists(folder):  # or somebody has taken it for one that is nobody's
+                    break
+                os.close(held)
 
 
 def main():
     """Stand before the process that guards: pass on what it is asked, and its status."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # No `Event`: set by a handler while the thread that it interrupts waits for it, it blocks for ever.
     door, asked = os.getpid(), []
     signal.signal(signal.SIGTERM, lambda *_: asked.append(True))
     child = os.fork()
     pipe, gone = int(sys.argv[1]), int(sys.argv[2])
     if child == 0:
-        sys.exit(guard(door, pipe, float(sys.argv[3]), sys.argv[4:]))
+        sys.exit(guard(door, asked, float(sys.argv[3]), sys.argv[4:]))
     signal.signal(signal.SIGTERM, lambda *_: os.kill(child, signal.SIGTERM))
     if asked:
         os.kill(child, signal.SIGTERM)
@@ -120,31 +154,36 @@ def main():
     return status if status >= 0 else 128 - status
 
 
-def guard(door, pipe, grace, command):
-    """Start the server of `command` and end it: once SIGTERM comes, or `pipe` ends, or the process `door`."""
-    ended = threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: ended.set())
+def guard(door, asked, grace, command):
+    """Start the server of `command` and end it: once SIGTERM comes, or the pipe ends, or the process `door`.
+
+    `asked`: what the handler of SIGTERM appends to.
+    """
+    pipe = int(sys.argv[1])
     _prctl(_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != door:
         return 0  # it has ended before it could be followed
     _prctl(_SUBREAPER, 1)
+    _make_folders()
     try:
         # Should this guard itself be killed, its server does not live on.
         server = subprocess.Popen(command, preexec_fn=lambda: _prctl(_PDEATHSIG, signal.SIGKILL))
     except OSError as error:
         print(f"{command[0]} cannot be started: {error.strerror}", flush=True)
+        _forget_folders()
         return 127
 
     def watch():
         with contextlib.suppress(OSError):
             while os.read(pipe, 1):
                 pass
-        ended.set()
+        asked.append(True)
 
     threading.Thread(target=watch, daemon=True).start()
     # One that is killed has no time to tidy up, and nobody can ask it then what it had mapped.
     mapped, look = set(), 0.0
-    while server.poll() is None and not ended.wait(0.1):
+    while server.poll() is None and not asked:
+        time.sleep(0.1)
         if time.monotonic() >= look:
             look = time.monotonic() + LOOK
             mapped |= _shared_memory(_descendants())

@@ -15,17 +15,21 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from opd.config import Recipe
-from opd.config.servers import ServerGroupConfig
+from opd.config.servers import Argument, ServerGroupConfig
 from opd.config.teachers import ServerConfig
 from opd.errors import LaunchError, OpdError, reason_of
 from opd.pipelines.launch import started_server
+from opd.pipelines.launch.server_key import key_of
 from opd.pipelines.launch.started_server import HOST, LOOK, SLEEPS, StartedServer
 from opd.progress import doing
 from opd.ranks import Ranks
 from opd.retry import Retry
+
+if TYPE_CHECKING:
+    from opd.rollout.delta_push import Receiver
 
 _log = logging.getLogger(__name__)
 
@@ -99,9 +103,10 @@ class StartedGroup:
         that cannot be.
         """
         logs.mkdir(parents=True, exist_ok=True)
+        key = key_of([config], logs)
         places = [Place(number, HOST) for number in range(config.count)] if place is None else [place]
         servers = [
-            StartedServer(own, config, at.number, model, logs / f"{own}.log", at.host, at.port)
+            StartedServer(own, config, at.number, model, logs / f"{own}.log", at.host, at.port, key)
             for own, at in ((f"{name}-{at.number}", at) for at in places)
         ]
         group = cls(name, config, servers, model)
@@ -327,6 +332,8 @@ class Servers:
         begin: Starts one.
         ranks: The processes of the run, of which the first starts them for all.
         turns: Names of those of which one at a time is awake; see `turn`.
+        mirrors: Of each group, what keeps weights beside each of its servers; see `mirrors`.
+        key: What those of `begin` ask for that ask for any.
     """
 
     def __init__(
@@ -335,9 +342,12 @@ class Servers:
         begin: Begin,
         ranks: Ranks | None = None,
         turns: Collection[str] = (),
+        mirrors: Mapping[str, Sequence[Receiver]] | None = None,
+        key: str = "",
     ) -> None:
+        self._key = key
         self._groups, self._start, self._ranks = groups, begin, ranks or Ranks()
-        self._turns = turns
+        self._turns, self._mirrors = turns, mirrors or {}
         self._started: dict[str, Group] = {}
 
     def at(
@@ -345,7 +355,7 @@ class Servers:
         wanted: Mapping[str, tuple[Served, Path]],
         *,
         any_weights: bool = False,
-        arguments: Mapping[str, bool | str] | None = None,
+        arguments: Mapping[str, Argument] | None = None,
     ) -> dict[str, Served]:
         """Each of the settings with the URLs of its servers, which serve the model beside it, or with
         `any_weights` one of its configuration: it is given others before it is used. All ranks call it
@@ -369,7 +379,14 @@ class Servers:
         self._ranks.main_first(start)
         if not self._ranks.alone:
             urls = self._ranks.gather_json(urls, "the URLs of servers")[0]
-        return {name: config.at(urls[name]) for name, (config, _) in wanted.items()}
+        return {name: config.at(urls[name], self._key_of(config)) for name, (config, _) in wanted.items()}
+
+    def _key_of(self, config: ServerConfig) -> str:
+        return self._key if self._groups[config.servers or ""].locked else ""
+
+    def mirrors(self, config: ServerConfig) -> dict[str, Receiver]:
+        """By URL, what keeps new weights beside each of the servers of `config`, which `at` has returned."""
+        return dict(zip(config.urls, self._mirrors.get(config.started or "", ()), strict=True))
 
     @contextlib.contextmanager
     def turn(self, group: str, check: Callable[[], None] = _nothing) -> Iterator[None]:
@@ -403,7 +420,7 @@ class Servers:
         return next((group.trouble for group in groups if group.trouble is not None), None)
 
     def _begin(
-        self, config: ServerConfig, model: Path, any_weights: bool, arguments: Mapping[str, bool | str]
+        self, config: ServerConfig, model: Path, any_weights: bool, arguments: Mapping[str, Argument]
     ) -> None:
         name = config.servers or ""
         group = self._started.get(name)
@@ -414,7 +431,7 @@ class Servers:
         asked = self._groups[name]
         saver = SLEEPS if name in self._turns else {}
         told = {**config.server_arguments, **arguments, **saver, **asked.arguments}
-        variables = {**config.server_environment, **asked.environment}
+        variables = {**config.server_environment(told), **asked.environment}
         asked = asked.model_copy(update={"arguments": told, "environment": variables})
         self._started[name] = self._start(name, asked, model, any_weights)
 
@@ -435,4 +452,5 @@ def started_by(
     def begin(name: str, group: ServerGroupConfig, model: Path, _: bool) -> StartedGroup:
         return StartedGroup.begin(name, group, model, logs)
 
-    return contextlib.closing(Servers(recipe.servers, begin, ranks, recipe.servers_in_turn))
+    key = key_of(recipe.servers.values(), logs)
+    return contextlib.closing(Servers(recipe.servers, begin, ranks, recipe.servers_in_turn, key=key))

@@ -23,14 +23,15 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from opd.config.servers import ServerGroupConfig
 from opd.errors import ConfigError, reason_of
-from opd.foreign import printable
+from opd.foreign import shown
+from opd.pipelines.launch.server_key import Telling, telling
 from opd.served.plugin import opd_hidden_states
 from opd.served.plugin.opd_hidden_states import SHARED, VARIABLE
 
@@ -51,7 +52,25 @@ ANSWER = 5.0
 """Seconds it has to answer a look: one that is at work may be slow to."""
 ASKED = 10
 """How often in `silence_seconds` what computes in a server is asked for a word."""
+Question = tuple[str, str, dict[str, Any] | None]
+"""Method, path and body."""
+Ask = Callable[[str, dict[str, Any]], int]
+"""Posts a body to a path of a server; returns the status of its answer."""
+_ONE_TOKEN = {"prompt": [0], "max_tokens": 1, "temperature": 0}
+_QUESTIONS: dict[str, list[Question]] = {
+    "sglang": [("GET", "/server_info", None)],
+    "vllm": [
+        ("GET", "/is_sleeping", None),
+        ("POST", "/v1/completions", _ONE_TOKEN),
+        ("POST", "/pooling", {"input": [0]}),
+    ],
+}
+"""What the process that computes has to answer itself, the first that a server knows. vLLM's says whether it
+sleeps in the developers' mode alone, between two steps of whatever it computes; without that mode it has to
+compute a token, or one's states where it pools.
+"""
 _NO_SUCH = 127
+_UNTOLD = Telling()
 GRACE = 10.0
 """Seconds a server has to end once it is asked to."""
 ENDING = 15.0
@@ -91,7 +110,7 @@ def _noise(group: ServerGroupConfig) -> list[str]:
     return ["--seed", str(secrets.randbelow(2**31))]
 
 
-def _environment(group: ServerGroupConfig, number: int) -> dict[str, str]:
+def _environment(group: ServerGroupConfig, number: int, told: Telling = _UNTOLD) -> dict[str, str]:
     # What says which rank this process is says nothing of a server, which may have ranks of its own.
     ours = {name: value for name, value in os.environ.items() if not _OF_RANKS.fullmatch(name)}
     # A health check that generates a token answers with an error while the engine is paused.
@@ -101,8 +120,8 @@ def _environment(group: ServerGroupConfig, number: int) -> dict[str, str]:
         shown = group.devices[first : first + group.tensor_parallel]
         own["CUDA_VISIBLE_DEVICES"] = ",".join(_seen(device) for device in shown)
     own[VARIABLE] = f"{SHARED}/opd-hidden-{uuid.uuid4().hex}"
-    found = {**ours, **own, **group.environment}
-    if group.arguments.get("enable-return-hidden-states"):
+    found = {**ours, **own, **group.environment, **told.variables}
+    if told.plugin or group.arguments.get("enable-return-hidden-states"):
         # SGLang looks there for plug-ins by itself, whichever command starts it.
         found["PYTHONPATH"] = os.pathsep.join(filter(None, [str(PLUGIN), found.get("PYTHONPATH")]))
     return found
@@ -139,6 +158,8 @@ class StartedServer:
     log: Path
     host: str = HOST
     port: int = 0
+    key: str = field(default="", repr=False)
+    """What it is to ask everybody for."""
     answered: float = 0.0
     """When it last answered anything, or was started."""
     served: bool = False
@@ -147,6 +168,8 @@ class StartedServer:
     """Whether it has given its memory back."""
     worked: float = 0.0
     """When what computes in it answered last, or it became ready."""
+    _known: int = 0
+    """Which of the questions of its kind it knows, as far as was found."""
     _question: http.client.HTTPConnection | None = None
     """On which that is asked: one at a time, however long it takes, since it may be at work."""
     _guard: subprocess.Popen[bytes] | None = None
@@ -169,13 +192,14 @@ class StartedServer:
         self.answered = time.monotonic()
         self._close()
         self._forget_the_end()
-        environment = _environment(self.group, self.number)
+        told = telling(self.group, self.key, self.log)
+        environment = _environment(self.group, self.number, told)
         self._hidden = environment[VARIABLE]
         read, self._pipe = os.pipe()
         self._gone, gone = os.pipe()
-        command = command_of(self.group, self.model, self.port, self.host) + _noise(self.group)
+        command = command_of(self.group, self.model, self.port, self.host) + _noise(self.group) + told.words
         try:
-            with self.log.open("ab") as log:
+            with open(self.log, "ab", opener=_for_us) as log:
                 self._guard = subprocess.Popen(
                     [sys.executable, "-I", str(GUARD), str(read), str(gone), str(GRACE), *command],
                     env=environment,
@@ -220,18 +244,30 @@ class StartedServer:
             elif question is not None and _readable(question):
                 self._question = None
                 with contextlib.closing(question):
-                    question.getresponse().read(1)
-                    self.worked = now
+                    self._heard(question.getresponse(), now)
         return now - min(self.answered, self.worked)
 
+    def _heard(self, answer: http.client.HTTPResponse, now: float) -> None:
+        """Any answer is one of what computes, but that a page is not there, which another process says."""
+        answer.read(1)
+        if answer.status == http.HTTPStatus.NOT_FOUND and self._known + 1 < len(_QUESTIONS[self.group.type]):
+            self._known += 1
+        else:
+            self.worked = now
+
     def _ask(self) -> None:
+        method, path, body = _QUESTIONS[self.group.type][self._known]
         question = http.client.HTTPConnection(self.host, self.port, timeout=ANSWER)
         try:
-            question.request("GET", "/server_info")
+            question.request(method, path, None if body is None else json.dumps(body), self._headers)
         except BaseException:
             question.close()
             raise
         self._question = question  # nothing waits for an answer to what could not be asked
+
+    @property
+    def _headers(self) -> dict[str, str]:
+        return {"Content-Type": "application/json", "Authorization": f"Bearer {self.key}"}
 
     def sleep(self) -> None:
         """Give its memory back. One that cannot, or is not ready, ends; one that has ended has none."""
@@ -240,17 +276,25 @@ class StartedServer:
         with self._or_end("give its memory back"):
             if not self.served:
                 raise OSError("it is not ready yet")
-            _release(self.host, self.port, self.group.silence_seconds)
+            _release(self._post)
             self.asleep = True
 
     def wake(self) -> None:
         """Take its memory again. One that cannot ends."""
         if self.asleep:
             with self._or_end("take its memory again"):
-                _resume(self.host, self.port, self.group.silence_seconds)
+                _done(self._post("/resume_memory_occupation", {"tags": PARTS}))
             self.asleep = False
         self._forget_question()
         self.answered = self.worked = time.monotonic()
+
+    def _post(self, path: str, body: dict[str, Any]) -> int:
+        seconds = self.group.silence_seconds
+        with contextlib.closing(
+            http.client.HTTPConnection(self.host, self.port, timeout=seconds)
+        ) as connection:
+            connection.request("POST", path, json.dumps(body), self._headers)
+            return connection.getresponse().status
 
     @contextlib.contextmanager
     def _or_end(self, what: str) -> Iterator[None]:
@@ -299,7 +343,7 @@ class StartedServer:
                 lines = file.read(_LAST_BYTES).decode("utf-8", "replace").split("\n")
             said = [line for line in lines if line.strip()]
             raised = [line for line in said if _RAISED.match(line)]
-            return printable((raised or said or ["nothing"])[-1])[:300]
+            return shown((raised or said or ["nothing"])[-1], 300)
         return "nothing"
 
     def _forget_the_end(self) -> None:
@@ -319,6 +363,13 @@ class StartedServer:
             os.close(pipe)
 
 
+def _for_us(path: str, flags: int) -> int:
+    """SGLang writes all its settings down, and its key among them."""
+    descriptor = os.open(path, flags, 0o600)
+    os.fchmod(descriptor, 0o600)  # one that is there already, too
+    return descriptor
+
+
 def _readable(connection: http.client.HTTPConnection) -> bool:
     """Whether an answer has come, or the connection has ended."""
     return _speaks(connection.sock.fileno(), 0.0)
@@ -331,30 +382,19 @@ def _speaks(descriptor: int, seconds: float) -> bool:
     return bool(poll.poll(1000 * seconds))
 
 
-def _release(host: str, port: int, seconds: float) -> None:
-    """Have an idle server give back all it can; requests that nobody waits for any more are aborted.
-    `seconds`: until an answer. Raises `OSError` or `HTTPException` if it does not.
+def _release(ask: Ask) -> None:
+    """Have an idle server give back all it can; requests that nobody waits for any more are aborted. Raises
+    `OSError` or `HTTPException` if it does not.
     """
-    _post(host, port, seconds, "/abort_request", {"rid": "", "abort_all": True})
+    ask("/abort_request", {"rid": "", "abort_all": True})
     until = time.monotonic() + _IDLE
-    while _post(host, port, seconds, "/flush_cache", {}) != http.client.OK:  # it refuses while it computes
+    while ask("/flush_cache", {}) != http.client.OK:  # it refuses while it computes
         if time.monotonic() > until:
             raise http.client.HTTPException(f"it was not idle {_IDLE:g} s after all was given up")
         time.sleep(0.1)
-    _done(_post(host, port, seconds, "/release_memory_occupation", {"tags": PARTS}))
-
-
-def _resume(host: str, port: int, seconds: float) -> None:
-    """Have a server that has released its memory take it again. As `_release`."""
-    _done(_post(host, port, seconds, "/resume_memory_occupation", {"tags": PARTS}))
+    _done(ask("/release_memory_occupation", {"tags": PARTS}))
 
 
 def _done(status: int) -> None:
     if status != http.client.OK:
         raise http.client.HTTPException(f"it answered {status}")
-
-
-def _post(host: str, port: int, seconds: float, path: str, body: dict[str, Any]) -> int:
-    with contextlib.closing(http.client.HTTPConnection(host, port, timeout=seconds)) as connection:
-        connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
-        return connection.getresponse().status

@@ -2,31 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+import asyncio
+import hashlib
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from opd.config import Recipe
+from opd.config import RayLaunch, Recipe
+from opd.config.servers import Argument
 from opd.config.teachers import ServedEngineConfig, ServedTeacherConfig, SGLangEngineConfig
+from opd.config.train import LoRAConfig
 from opd.errors import RolloutError
 from opd.models.hf_folder import read_object
 from opd.pipelines.stages.context import StageContext
 from opd.pipelines.stages.student import model_dtype, tokenizer_of
+from opd.progress import doing
 from opd.protocols import Teacher
 from opd.retry import Retry
-from opd.rollout import vllm_workers
+from opd.rollout import sglang_adapters, sglang_workers, vllm_adapters, vllm_workers
+from opd.rollout.adapted_student import AdaptedStudent
+from opd.rollout.adapter_workers import AdapterPush
+from opd.rollout.delta_push import DeltaPush, Read, Receiver
 from opd.rollout.engine_pool import EnginePool, RetryPolicy
 from opd.rollout.served_engine import ServedEngine, ServedModel
+from opd.rollout.served_workers import RETRY, Push
 from opd.rollout.sglang_engine import SGLangEngine
-from opd.rollout.sglang_workers import FolderPush, TensorPush
 from opd.rollout.vllm_engine import Mode, VLLMEngine
 from opd.rollout.vllm_workers import Outputs
 from opd.rollout.weight_sync import WeightFolder
 from opd.served.distinct import check_distinct
-from opd.served.http_pool import PoolOptions
+from opd.served.http_client import PoolOptions, RefusedError, UnavailableError
+from opd.served.http_pool import HTTPPool
+from opd.served.loop_thread import LoopThread
 from opd.teachers.served_teacher import pool_options
+
+_log = logging.getLogger(__name__)
 
 ENGINE = "rollout.engine.urls"
 ONCE = RetryPolicy(Retry(attempts=1))
@@ -40,20 +53,24 @@ class ServedWriters:
         self._context, self._config, self._stack = context, config, stack
         self._servers = context.servers
         self._others = context.helpers
+        self._receivers: dict[str, Receiver] = {}
+        """By the URL of a server that the run has started on a cluster."""
 
     def writers(self, model: Path, adapters: bool = False) -> EnginePool:
         """One engine over all workers, or over this rank's share of them where several ranks write. It holds
         nothing before its first push (`Student.start`), so that what it samples with is always what the
         trainer holds. Raises `ConfigError` if there are fewer workers than ranks, and `RolloutError` if two
-        URLs lead to one. `adapters` come merged.
+        URLs lead to one. `adapters`: it is sent those, alone if it takes them (`ServedEngine.adapters`).
         """
         recipe, ranks = self._context.recipe, self._context.ranks
         config = self._config
+        described = read_object(model / "config.json")
+        text = described.get("text_config", described)
         if config.servers is not None and self._servers is not None:
             wanted, told = {"student": (config, model)}, self._arguments()
             config = self._servers.at(wanted, any_weights=True, arguments=told)["student"]
-        described = read_object(model / "config.json")
-        text = described.get("text_config", described)
+            if self._sync == "delta":
+                self._receivers = self._servers.mirrors(config)
         rows: int = text["vocab_size"]
         limit = recipe.rollout.max_sequence
         longest = min(limit, text.get("max_position_embeddings") or limit)
@@ -69,7 +86,10 @@ class ServedWriters:
                 check_distinct(
                     {ENGINE: options, f"teachers.{teacher}.urls": pool_options(entry)}, RolloutError
                 )
-        engine = self._engine(replace(options, urls=own), served, model)
+        options = replace(options, urls=own)
+        alone = adapters and self._sends_alone(options)
+        self._stack.callback(_remove_empty, self._root())  # after what is in it
+        engine = self._engine(options, served, model, alone)
         self._stack.callback(engine.close)
         return EnginePool([engine], ONCE)
 
@@ -77,29 +97,120 @@ class ServedWriters:
         """See `Helpers`."""
         return None if self._others is None else self._others.teachers(names, vocabulary)
 
-    def _arguments(self) -> dict[str, bool | str]:
+    def _arguments(self) -> Mapping[str, Argument]:
         """What servers of this recipe are told when they are started."""
         recipe = self._context.recipe
+        told: dict[str, Argument] = {}
+        if recipe.model.lora is not None and recipe.merged_because is None:
+            told |= self._config.lora_arguments(recipe.model.lora)
         if self._config.program == "vllm":
-            return {"logprobs-mode": mode_of(recipe)}
+            return told | {"logprobs-mode": mode_of(recipe)}
         # Without it a server gives nothing back.
-        return {"enable-memory-saver": True} if recipe.runtime.offload.engine else {}
+        return told | ({"enable-memory-saver": True} if recipe.runtime.offload.engine else {})
 
-    def _engine(self, options: PoolOptions, served: ServedModel, model: Path) -> ServedEngine:
-        config = self._config
+    def _sends_alone(self, options: PoolOptions) -> bool:
+        """Whether workers are sent adapters alone: the same on all ranks, which call it together."""
+        recipe, ranks = self._context.recipe, self._context.ranks
+        reason, lora = recipe.merged_because, recipe.model.lora
+        if reason is None and lora is not None and self._config.lora is None:
+            reason = unfit(options, self._config.program, lora)
+        merged = ranks.any(reason is not None, "what workers are sent of adapters")
+        if merged:
+            reason = reason or "another rank's workers cannot take them alone"
+            _log.info("adapters are sent merged into all weights: %s", reason)
+        else:
+            _log.info("adapters are sent alone")
+        return not merged
+
+    def _engine(self, options: PoolOptions, served: ServedModel, model: Path, alone: bool) -> ServedEngine:
+        config, recipe = self._config, self._context.recipe
         if isinstance(config, SGLangEngineConfig):
-            by_tensors = config.sync == "tensors"
-            push = TensorPush(config.host) if by_tensors else FolderPush(self._folder(model))
-            return SGLangEngine(options, served, push, version=-1)
-        recipe = self._context.recipe
-        push, outputs = vllm_workers.FolderPush(self._folder(model)), Outputs(model, model_dtype(recipe))
+            push = self._push(model, sglang_workers.FolderPush, sglang_workers.read_folder)
+            return SGLangEngine(options, served, self._alone(push, model) if alone else push, version=-1)
+        push = self._push(model, vllm_workers.FolderPush, vllm_workers.read_folder)
+        if alone:
+            push = self._alone(push, model, vllm_adapters.LOADS)
+        outputs = Outputs(model, model_dtype(recipe))
         return VLLMEngine(options, served, push, version=-1, mode=mode_of(recipe), outputs=outputs)
 
+    @property
+    def _sync(self) -> str:
+        return self._config.sync_of(self._context.recipe.launch.type)
+
+    def _push(self, model: Path, by_folder: Callable[[WeightFolder], Push], read: Read) -> Push:
+        """How all weights get to the workers."""
+        config, launch = self._config, self._context.recipe.launch
+        if self._sync == "tensors" and isinstance(config, SGLangEngineConfig):
+            return sglang_workers.TensorPush(config.host)
+        if self._sync != "delta" or not isinstance(launch, RayLaunch):
+            return by_folder(self._folder(model))
+        from opd.pipelines.launch.ray.server import share
+
+        return DeltaPush(self._receivers, share, read, model, launch.bucket_mb << 20)
+
+    def _alone(self, base: Push, model: Path, verbs: str = "") -> AdapterPush:
+        recipe = self._context.recipe
+        assert recipe.model.lora is not None
+        with doing(f"loading {model}, as servers are to hold it"):
+            student = AdaptedStudent(model, recipe.model.lora, model_dtype(recipe))
+        push = AdapterPush(self._root(), student, base, verbs)
+        self._stack.callback(push.close)
+        return push
+
     def _folder(self, model: Path) -> WeightFolder:
-        root = self._config.folder or self._context.folder.stage(self._context.stage) / "weights"
-        folder = WeightFolder(Path(root) / f"rank-{self._context.ranks.rank}", model)
+        folder = WeightFolder(self._root(), model)
         self._stack.callback(folder.close)
         return folder
+
+    def _root(self) -> Path:
+        """Where new weights are written, of this rank. Another run may be given the same folder: each has
+        one of its own in it, the same one when it goes on.
+        """
+        run, stage = self._context.folder, self._context.stage
+        if self._config.folder is None:
+            root = run.stage(stage) / "weights"
+        else:
+            name = hashlib.sha256(str(run.path.resolve()).encode()).hexdigest()[:12]
+            root = Path(self._config.folder) / f"opd-{name}-{stage}"
+        return root / f"rank-{self._context.ranks.rank}"
+
+
+def _remove_empty(root: Path) -> None:
+    """A rank's folder of weights, and that of all ranks once the last has left."""
+    with suppress(OSError):
+        root.rmdir()
+        root.parent.rmdir()
+
+
+LACKS = {"sglang": sglang_adapters.lacks, "vllm": vllm_adapters.lacks}
+"""What a server of a kind was not started with that adapters alone need."""
+
+
+def unfit(options: PoolOptions, program: str, lora: LoRAConfig) -> str | None:
+    """Why servers of kind `program` cannot be given adapters alone, in the words of the first that cannot;
+    `None` if all that answer can.
+    """
+    pool = HTTPPool("the rollout engine", options, RolloutError)
+    loop = LoopThread("adapters")
+    try:
+        return loop.run(_unfit(pool, program, lora))
+    finally:
+        loop.run(pool.close())
+        loop.close()
+
+
+async def _unfit(pool: HTTPPool, program: str, lora: LoRAConfig) -> str | None:
+    asks = [partial(LACKS[program], pool, server, lora) for server in pool.servers]
+    told = [RETRY.call_async(ask, UnavailableError) for ask in asks]
+    found = await asyncio.gather(*told, return_exceptions=True)
+    for server, lacks in zip(pool.servers, found, strict=True):
+        if isinstance(lacks, RefusedError):
+            return str(lacks)
+        if isinstance(lacks, BaseException) and not isinstance(lacks, UnavailableError):
+            raise lacks
+        if isinstance(lacks, str):
+            return f"{server.url} was not started with {lacks}"
+    return None  # what is away now is looked at when it is there
 
 
 def mode_of(recipe: Recipe) -> Mode:

@@ -38,6 +38,7 @@ from opd.rollout.collect import (
 from opd.rollout.engine_pool import EnginePool
 from opd.rollout.fault_tolerant import FaultTolerantRollout
 from opd.rollout.ledger import StopStrings
+from opd.rollout.served_engine import ServedEngine
 from opd.rollout.sharded import Sharing
 from opd.rollout.torch_engine import TorchEngine
 from opd.rollout.weight_sync import sync_weights
@@ -273,8 +274,10 @@ class Student:
         backend = context.closing.enter_context(opened)
         writing = ranks.new_group(f"{context.stage}/rollouts")
         adapters = recipe.model.lora is not None
-        plain, shared = recipe.rollout.engine.type != "torch", False
+        shared = False
         writers = None if helpers is None else helpers.writers(path, adapters)
+        served = [engine for engine in writers.engines if isinstance(engine, ServedEngine)] if writers else []
+        plain = recipe.rollout.engine.type != "torch" and not any(engine.adapters for engine in served)
         if writers is None and cuts_engines(recipe, path, ranks):
             engine, shared = _on_shares(recipe, path, backend, ranks)
             writers, plain = EnginePool([engine]), not shared

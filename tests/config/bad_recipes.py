@@ -362,7 +362,7 @@ FAMILIES: dict[str, Callable[[], Iterator[Case]]] = {
     "bytes": encoded,
     "words": worded,
 }
-SHORT = {"values": 250, "options": 100, "names": 60, "structure": 1000, "bytes": 160, "words": 100}
+SHORT = {"values": 120, "options": 60, "names": 60, "structure": 400, "bytes": 160, "words": 100}
 """Cases of each family in the default run, spread evenly over the family."""
 MOST = 4000
 """The same with `OPD_LONG_TESTS=1`."""

@@ -58,6 +58,31 @@ def test_another_type_replaces_the_whole_mapping(write):
     assert load_recipe([first], ["--distill.loss.form", "hybrid"]).distill.loss == TopKKL(k=8, form="hybrid")
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            ["--specialist.policy_loss.type", "gspo"],
+            ["--specialist.policy_loss.type: another", "add --specialist.policy_loss.aggreg"],
+        ),
+        (
+            ["--specialist.policy_loss", "gspo"],
+            ["--specialist.policy_loss: another type begins specialist.policy_loss anew"],
+        ),
+        (["--specialist.policy_loss.type", "gspo", "--specialist.policy_loss.aggregation", "token"], []),
+        (["--specialist.policy_loss.type", "clip"], []),
+    ],
+)
+def test_an_option_that_takes_another_type_says_what_goes_with_the_old_one(write, words, said, caplog):
+    """Where the new one has it too: what means nothing there is not missed."""
+    recipe = write(MINIMAL + "specialist: {policy_loss: {type: clip, aggregation: turn, dual_clip: 3}}\n")
+    load_recipe([recipe], words)
+    assert len(caplog.messages) == bool(said)
+    for part in said:
+        assert part in caplog.messages[0]
+        assert "dual_clip" not in caplog.messages[0]
+
+
 def test_one_key_keeps_the_other_defaults_of_its_place(write):
     recipe = load_recipe([write(MINIMAL + "distill: {optim: {lr: 3e-5}}\n")])
     assert recipe.distill.optim == DistillConfig().optim.model_copy(update={"lr": 3e-5})
@@ -115,6 +140,7 @@ def test_the_order_of_two_options_of_one_union_does_not_matter(write):
         ("distill: [1]", ["`distill` is [1], but takes a mapping"]),
         ("seed: 1\nseed: 2", ["recipe.yaml:8", "'seed' appears twice"]),
         ("1: 2", ["recipe.yaml:7", "'1' is not text"]),
+        ("distill: {steps: 2, seed:3}", ["recipe.yaml:7", "'seed:3' has no value; put a blank"]),
         ("seed: [", ["not valid YAML"]),
         ("distill: {optim: {lr: 1e999}}", ["`distill.optim.lr` is inf"]),
         (
@@ -220,6 +246,7 @@ def test_what_is_no_recipe_is_told_with_the_way_out(write, text, way_out):
         (["--distill.lr", "1", "--distill.optim", "{lr: 1}"], ["--distill.optim", "given twice"]),
         (["--distill.optim", "{lr: 1}", "--distill.optim", "{lr: 2}"], ["--distill.optim", "given twice"]),
         (["--distill.optim", "{lr: 1, lr: 2}"], ["--distill.optim", "'lr' appears twice"]),
+        (["--distill.optim", "{lr:1}"], ["--distill.optim", "'lr:1' has no value; put a blank after its"]),
     ],
 )
 def test_a_wrong_option_gives_one_sentence(write, words, parts):

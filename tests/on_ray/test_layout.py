@@ -17,7 +17,7 @@ from recipes import tiny_recipe
 from opd.config import RayLaunch
 from opd.config.servers import ServerGroupConfig
 from opd.kernels.head import Head
-from opd.pipelines.launch.ray.actors import Packed, PackedHead
+from opd.pipelines.launch.ray.actors import Packed, PackedHead, no_memory
 from opd.pipelines.launch.ray.cluster import (
     Layout,
     actor_names,
@@ -183,3 +183,16 @@ def test_a_guard_among_them_ends_its_server_first_and_what_that_has_started():
             os.kill(child, signal.SIGKILL)
         assert guard.wait(60) == 0
         assert not left
+
+
+@pytest.mark.parametrize(
+    ("name", "mend"),
+    [
+        ("server-0", "give it a larger node"),
+        ("engine-1", "lower runtime.decode.kv_cache_mb, or give it a larger node"),
+        ("trainer", "lower batch.max_tokens, or give it a larger node"),
+    ],
+)
+def test_an_actor_without_memory_names_a_setting_of_its_own(name, mend):
+    said = no_memory(name, "no more is free")
+    assert said == f"{name} ran out of memory (no more is free); {mend}, then continue with --resume."

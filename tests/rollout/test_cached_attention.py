@@ -97,9 +97,10 @@ def test_growth_and_moves_keep_contents() -> None:
     layer = cache.existing(0)
     assert torch.equal(layer.keys[:4, :, :6], keys[:4])
     assert torch.equal(layer.values[:4, :, :6], values[:4])
-    cache.move(np.array([3, 2]), np.array([0, 1]), 5)
-    assert torch.equal(layer.keys[:2, :, :5], keys[[3, 2], :, :5])
-    assert torch.equal(layer.values[:2, :, :5], values[[3, 2], :, :5])
+    cache.move(np.array([3, 2]), np.array([0, 1]), np.array([5, 3]))
+    for moved, before in ((layer.keys, keys), (layer.values, values)):
+        assert torch.equal(moved[0, :, :5], before[3, :, :5])
+        assert torch.equal(moved[1, :, :3], before[2, :, :3])
 
 
 def test_growth_stops_at_the_limit() -> None:

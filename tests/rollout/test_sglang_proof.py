@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from opd.errors import RolloutError
-from opd.rollout.weight_proof import CHECKSUMS, Proof
+from opd.rollout.weight_proof import CHECKSUMS, Proof, apart_at_most
 
 KV_HEADS, ROWS = 2, 64
 SETTINGS = {"cpu": {"device": "cpu"}, "cuda": {"device": "cuda", "dtype": "auto"}}
@@ -149,3 +149,12 @@ def test_the_checksum_of_a_gpu_does_not_depend_on_how_it_is_cut_here(monkeypatch
     whole = CHECKSUMS["cuda"](values)
     monkeypatch.setattr("opd.rollout.weight_proof._AT_ONCE", 8192)
     assert CHECKSUMS["cuda"](values) == whole
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "most"), [(["float32"], 0.001), (["float32", "bfloat16"], 0.25), (["float16"], 0.25)]
+)
+def test_the_coarser_of_two_dtypes_says_how_far_outputs_may_be_apart(dtypes, most):
+    sent = [(dtype, torch.zeros(1, dtype=getattr(torch, dtype))) for dtype in dtypes]
+    assert apart_at_most(0.001, sent) == most
+    assert apart_at_most(0.25, sent) == 0.25

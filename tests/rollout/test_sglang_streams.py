@@ -8,7 +8,7 @@ import pytest
 
 from opd.rollout.served_engine import ServedModel
 from opd.rollout.sglang_engine import MessageReader, SGLangEngine
-from opd.served.http_pool import PoolOptions, UnavailableError
+from opd.served.http_client import PoolOptions, UnavailableError
 from opd.types import RolloutRequest, SamplingParams, Status
 
 

@@ -216,6 +216,15 @@ def test_half_a_version_is_never_read(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["version-2"]
 
 
+def test_a_link_in_the_place_of_the_folder_is_not_followed(tmp_path):
+    (tmp_path / "others/version-7").mkdir(parents=True)
+    (tmp_path / "weights").symlink_to(tmp_path / "others")
+    for use in (lambda folder: folder.write([], 1), lambda folder: folder.close()):
+        with pytest.raises(RolloutError, match="is a link"):
+            use(WeightFolder(tmp_path / "weights"))
+    assert (tmp_path / "others/version-7").is_dir()
+
+
 def test_a_version_that_is_read_outlives_later_ones(tmp_path):
     """And is gone when nobody reads it any more; one that has gone is not there to be read."""
     folder = WeightFolder(tmp_path / "weights")

@@ -5,12 +5,14 @@ server was seen to send.
 from __future__ import annotations
 
 import contextlib
+import copy
 import hashlib
 import http.server
 import json
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from safetensors.torch import load_file
 
 from opd.kernels.ops import linear_logprobs
 from opd.models.causal_lm import CausalLM, bytes_of
+from opd.models.hf_weights import merge_into, read_peft
 from opd.rollout.weight_proof import FUSED, VOCABULARY_ROWS
 
 RANK = "dp0:pp0:pcp0:tp0:"
@@ -39,6 +42,7 @@ class LittleVLLM:
         self.pauses = 0
         self.told: list[str] = []
         self.closed: dict[str, int] = {}
+        self.names_checked = True
         """Paths that answer with that status."""
         self.packs = True
         """Whether it packs linear layers away, as on a CPU."""
@@ -51,6 +55,14 @@ class LittleVLLM:
         """Of hidden states, before they are sent."""
         self.reads = True
         """Whether it takes the weights that it is told to read."""
+        self.lora: dict[str, Any] | None = None
+        """What adapters it was started for."""
+        self.loaded: dict[str, CausalLM] = {}
+        """The model with each adapter that it has."""
+        self.folders: list[Path] = []
+        """Those that adapters were loaded from, in turn."""
+        self.knows: Callable[[str], bool] = lambda name: True
+        """Whether it applies the adapter's tensors for the weight of that name."""
 
     def reload(self, folder: Path) -> None:
         """Hold the weights of `folder`."""
@@ -61,15 +73,28 @@ class LittleVLLM:
     def lose(self) -> None:
         """What it was told, as one that was started again."""
         self.reload(self.start_folder)
+        self.loaded.clear()
         self.version, self.paused = "default", False
 
-    def logprobs(self, ids: list[int], count: int, temperature: float = 1.0) -> np.ndarray:
+    def load(self, name: str, folder: Path) -> None:
+        """Have the adapter in `folder`."""
+        found = read_peft(folder)
+        known = {weight: pair for weight, pair in found.pairs.items() if self.knows(weight)}
+        model = copy.deepcopy(self.model)
+        merge_into(model.module, replace(found, pairs=known), folder)
+        self.loaded[name] = model
+        self.folders.append(folder)
+
+    def logprobs(
+        self, ids: list[int], count: int, temperature: float = 1.0, adapter: str | None = None
+    ) -> np.ndarray:
         """[count, V] after each of the last `count` of `ids`."""
+        model = self.model if adapter is None else self.loaded[adapter]
         with torch.no_grad():
-            tokens, rows = torch.tensor(ids), self.model.vocab_size
-            hidden = self.model.hidden(tokens, torch.arange(len(ids)), [0, len(ids)])[-count:]
+            tokens, rows = torch.tensor(ids), model.vocab_size
+            hidden = model.hidden(tokens, torch.arange(len(ids)), [0, len(ids)])[-count:]
             every = torch.arange(rows).expand(len(hidden), rows)
-            return linear_logprobs(hidden, self.model.head(), every, temperature=temperature).numpy()
+            return linear_logprobs(hidden, model.head(), every, temperature=temperature).numpy()
 
     def hidden(self, body: dict[str, Any]) -> bytes:
         """Of every token that is sent."""
@@ -105,16 +130,28 @@ class LittleVLLM:
             found[name] = hashlib.sha256(b"" if self.packs else whole).hexdigest()
         return {RANK + name: told for name, told in found.items()}
 
+    def refuses(self, path: str, body: dict[str, Any]) -> int | None:
+        """The status with which it declines; `None` if it does not."""
+        if path in self.closed:
+            return self.closed[path]
+        if "model" in body and body["model"] not in self.loaded and self.names_checked:
+            return 404
+        if max(body.get("token_ids", [0])) >= 2**31 - 1:
+            return 400
+        if self.lora is None or path not in ("/v1/load_lora_adapter", "/v1/unload_lora_adapter"):
+            return None
+        known, loads = body.get("lora_name") in self.loaded, path == "/v1/load_lora_adapter"
+        return 400 if loads and (known or not body) else None if loads or known else 404
+
     def answer(self, path: str, body: dict[str, Any]) -> Any:
         """To anything but what is written; `None` if it knows no such path."""
         if path == "/server_info":
             config = {"model_config": self.settings, "instance_id": str(id(self))}
-            config["speculative_config"] = self.speculates
+            config |= {"speculative_config": self.speculates, "lora_config": self.lora}
             return None if self.settings is None else {"vllm_config": config}
         if path == "/v1/models":
-            return {
-                "data": [{"id": "m", "root": str(self.start_folder), "parent": None, "max_model_len": 256}]
-            }
+            own = {"id": "m", "root": str(self.start_folder), "parent": None, "max_model_len": 256}
+            return {"data": [own, *({"id": name, "parent": "m"} for name in self.loaded)]}
         if path == "/weight_info":
             return {"weight_version": self.version}
         if path == "/weight_checker":
@@ -124,12 +161,14 @@ class LittleVLLM:
         if path == "/v1/completions" and not self.pools:
             assert not self.paused  # a real one would not answer
             ids = body["prompt"]
-            rows = self.logprobs(ids, len(ids))
+            rows = self.logprobs(ids, len(ids), adapter=body.get("model"))
             scored = [{str(t): {"logprob": float(rows[at, t])}} for at, t in enumerate(ids[1:])]
             return {"choices": [{"prompt_logprobs": [None, *scored]}]}
         return self._control(path, body)
 
     def _control(self, path: str, body: dict[str, Any]) -> Any:
+        if path.endswith("_lora_adapter") and self.lora is not None:
+            return self._adapter(path, body)
         if path == "/pause":
             self.paused, self.pauses = True, self.pauses + 1
         elif path == "/resume":
@@ -144,9 +183,17 @@ class LittleVLLM:
             return None
         return {"success": True}
 
+    def _adapter(self, path: str, body: dict[str, Any]) -> bytes:
+        if path == "/v1/unload_lora_adapter":
+            del self.loaded[body["lora_name"]]
+        else:
+            self.load(body["lora_name"], Path(body["lora_path"]))
+        return b"Success: done"
+
     def write(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """The choices of a stream's messages: the most likely token always."""
         sampling, ids, pauses, version = body["sampling_params"], list(body["token_ids"]), self.pauses, ""
+        adapter = body.get("model")
         while self.paused:
             time.sleep(0.005)
             pauses = self.pauses
@@ -154,7 +201,7 @@ class LittleVLLM:
             if self.pauses != pauses:
                 yield {"finish_reason": "abort", "token_ids": [], "weight_versions": [_span(version, place)]}
                 return
-            row = self.logprobs(ids, 1, sampling["temperature"] or 1.0)[0]
+            row = self.logprobs(ids, 1, sampling["temperature"] or 1.0, adapter)[0]
             token, version = int(row.argmax()), self.version
             ids.append(token)
             content = [{"token_id": token, "logprob": float(row[token]), "rank": 1, "top_logprobs": []}]
@@ -175,7 +222,7 @@ def _span(version: str, end: int) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def little_vllm(folder: Path) -> Iterator[tuple[str, LittleVLLM]]:
+def little_vllm(folder: Path, port: int = 0) -> Iterator[tuple[str, LittleVLLM]]:
     """Its URL, and what it is."""
     own = LittleVLLM(folder)
 
@@ -189,8 +236,8 @@ def little_vllm(folder: Path) -> Iterator[tuple[str, LittleVLLM]]:
         def _answer(self, body: dict[str, Any]) -> None:
             path = self.path.partition("?")[0]
             own.told.append(path)
-            if path in own.closed:
-                self._say(own.closed[path], {"error": "closed"})
+            if (status := own.refuses(path, body)) is not None:
+                self._say(status, {"error": "closed"})
             elif path == "/inference/v1/generate":
                 self._stream(body) if body else self._say(400, {"error": "token_ids is missing"})
             else:
@@ -216,7 +263,7 @@ def little_vllm(folder: Path) -> Iterator[tuple[str, LittleVLLM]]:
         def log_message(self, *_: object) -> None:
             pass
 
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Answers)
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", port), Answers)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     try:

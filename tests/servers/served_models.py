@@ -39,9 +39,10 @@ def recipe_tokenizer():
     return student_tokenizer(recipe, domains)
 
 
-def write_model(path: Path, *, seed: int, broken: bool = False, **config) -> None:
+def write_model(path: Path, *, seed: int, broken: bool = False, kin: bool = False, **config) -> None:
     """A random model with the recipe's tokenizer; its head is far from uniform, so that a wrong model is far
-    from the right one. `broken`: one weight of the head is not a number.
+    from the right one. `broken`: one weight of the head is not a number; `kin`: another specialist of the
+    same base, whose attention alone differs.
     """
     tokenizer = recipe_tokenizer()
     model = CausalLM.from_config(config, tokenizer=tokenizer, seed=seed)
@@ -49,6 +50,8 @@ def write_model(path: Path, *, seed: int, broken: bool = False, **config) -> Non
         model.module.lm_head.weight.mul_(20.0)
         if broken:
             model.module.lm_head.weight[3, 0] = float("nan")
+        for name, weight in model.module.named_parameters():
+            weight.mul_(1.1 if kin and ".o_proj." in name else 1.0)
     save_checkpoint(model, tokenizer, path, {"base": "-", "method": "-", "results": {}})
 
 

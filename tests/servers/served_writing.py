@@ -54,7 +54,10 @@ def written_over_an_update(served, wanted, model, version: int) -> dict[str, tup
     seen += list(steps)
     written = {r.uid: ([], [], []) for r in wanted}
     for step in seen:
-        for uid, token, logprob in zip(step.uids, step.token_ids, step.logprobs, strict=True):
+        for uid, place, token, logprob in zip(
+            step.uids, step.positions, step.token_ids, step.logprobs, strict=True
+        ):
+            assert place == len(written[uid][0])  # none is lost, none comes twice
             for column, value in zip(written[uid], (token, logprob, step.policy_version), strict=True):
                 column.append(value)
     return written

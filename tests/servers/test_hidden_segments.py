@@ -14,7 +14,7 @@ import torch
 
 from opd.served import hidden_segments
 from opd.served.hidden_segments import Plugin, Segment, check_reference, rows_of, width_of
-from opd.served.http_pool import UnavailableError
+from opd.served.http_client import UnavailableError
 from opd.served.plugin import opd_hidden_states as plugin
 from opd.served.plugin.opd_hidden_states import HEADER_BYTES, KEY, Header, Taking, tokens_digest
 from opd.served.sglang_answers import Question

@@ -1,4 +1,4 @@
-"""`opd run` with real SGLang servers of its own: however it ends, nothing of them is left."""
+"""`opd run` with real SGLang and vLLM servers of its own: however it ends, nothing of them is left."""
 
 from __future__ import annotations
 
@@ -19,10 +19,12 @@ import pytest
 import served_models as models
 from recipes import write_recipe
 from sglang_server import CPU_SERVER, installing
+from vllm_server import CPU_SERVER as VLLM_SERVER
+from vllm_server import require_vllm
 
 MARK = "OPD_TEST_SERVED_RUN"
 SECONDS = 1500
-pytestmark = [pytest.mark.long, pytest.mark.timeout(3 * SECONDS)]  # two servers are started, on a CPU
+pytestmark = [pytest.mark.long, pytest.mark.timeout(3 * SECONDS)]  # three servers are started, on a CPU
 
 
 @dataclass
@@ -34,6 +36,8 @@ class Run:
     mark: str = field(default_factory=lambda: uuid.uuid4().hex)
     hidden: set[Path] = field(default_factory=set)
     """Folders of hidden states that its servers had."""
+    shared: set[Path] = field(default_factory=set)
+    """Shared memory that its processes had."""
 
     def start(self, told: str | None = None, *more: str) -> subprocess.Popen[bytes]:
         environment = os.environ | {MARK: self.mark, "OMP_NUM_THREADS": "1"}
@@ -62,20 +66,24 @@ class Run:
         return process.wait(SECONDS)
 
     def processes(self) -> dict[int, str]:
-        """Command lines of those that live, by id; what they say of hidden states is noted."""
+        """Command lines of those that live, by id; what they have of hidden states and shared memory is
+        noted.
+        """
         found = {}
         for folder in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
                 own = (folder / "environ").read_bytes().split(b"\0")
                 if f"{MARK}={self.mark}".encode() in own:
                     found[int(folder.name)] = (folder / "cmdline").read_bytes().decode(errors="replace")
+                    maps = (folder / "maps").read_text(errors="replace")
+                    self.shared |= {Path(name) for name in re.findall(r"/dev/shm/\S+", maps)}
                     self.hidden |= {Path(os.fsdecode(v[18:])) for v in own if v[:18] == b"OPD_HIDDEN_FOLDER="}
         return found
 
     def ports(self) -> set[int]:
         """Those that its servers were given, as their command lines say."""
         said = "\n".join(self.processes().values()).replace("\0", " ")
-        return {int(port) for port in re.findall(r"launch_server .*--port (\d+)", said)}
+        return {int(port) for port in re.findall(r"(?:launch_server|api_server) .*--port (\d+)", said)}
 
 
 def wait(condition) -> None:
@@ -86,28 +94,44 @@ def wait(condition) -> None:
 
 
 @pytest.fixture
-def run(request, served_models, tmp_path) -> Iterator[Run]:
-    """A merge: the student writes on one server, the teacher is on another. Its parameter is the launch."""
+def run(request, vllm_models, tmp_path) -> Iterator[Run]:
+    """A merge: the student writes on one server, the teachers are on two others, one of them of vLLM. Its
+    parameter is the launch.
+    """
     launch = getattr(request, "param", "local")
     if launch == "ray":
         pytest.importorskip("ray")
     pytest.importorskip("orjson", reason="needs the extra sglang")
     if (reason := installing().result()) is not None:
         pytest.skip(f"no SGLang server: {reason}")
+    require_vllm()
     group = {
         "command": ["bash", str(CPU_SERVER / "serve.sh")],
         "arguments": {"context-length": 256},
         "environment": {"PYTHON": sys.executable, "SGLANG_PLUGINS": "opd_hidden_states"},
         "start_seconds": SECONDS,
     }
+    other = {
+        "type": "vllm",
+        "command": ["bash", str(VLLM_SERVER / "serve.sh")],
+        "arguments": {"max-model-len": 256, "max-num-seqs": 16},
+        "start_seconds": SECONDS,
+    }
+    digits = {"digits": 3}
     recipe = write_recipe(
         tmp_path / "recipe.yaml",
-        model={"path": str(served_models["a"])},
+        model={"path": str(vllm_models["a"])},
         base=None,
-        domains={"sort": {"source": "procedural:sort", "params": {"digits": 3}, "prompts": 50}},
-        servers={"student": group, "teacher": group},
+        domains={
+            "sort": {"source": "procedural:sort", "params": digits, "prompts": 50},
+            "add3": {"source": "procedural:add3", "params": digits, "prompts": 50},
+        },
+        servers={"student": group, "teacher": group, "other": other},
         launch={"type": launch},
-        teachers={"sort": {"type": "sglang", "servers": "teacher", "path": str(served_models["b"])}},
+        teachers={
+            "sort": {"type": "sglang", "servers": "teacher", "path": str(vllm_models["b"])},
+            "add3": {"type": "vllm", "servers": "other", "path": str(vllm_models["b"])},
+        },
         rollout={
             "engine": {"type": "sglang", "servers": "student"},
             "top_k": 1,
@@ -128,6 +152,7 @@ def run(request, served_models, tmp_path) -> Iterator[Run]:
 def assert_nothing_is_left(run: Run, ports: set[int]) -> None:
     wait(lambda: not run.processes())  # after kill -9 its guards are still ending what it had
     assert [folder for folder in run.hidden if folder.exists()] == []
+    assert [piece for piece in run.shared if piece.exists()] == []
     for port in ports:
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(("127.0.0.1", port), timeout=5).close()
@@ -138,7 +163,7 @@ def reached(run: Run, process: subprocess.Popen[bytes], file: Path) -> set[int]:
     wait(lambda: file.exists() or process.poll() is not None)
     assert process.poll() is None, run.said()
     ports = run.ports()
-    assert len(ports) == 2
+    assert len(ports) == 3
     assert run.hidden
     return ports
 
@@ -160,7 +185,7 @@ def test_a_run_that_ends_well_or_fails_leaves_nothing(run):
     wait(seen)
     assert going_on.returncode == 0
     assert (run.out / "merged" / "model.safetensors").exists()
-    assert len(ports) == 2
+    assert len(ports) == 3
     assert_nothing_is_left(run, ports)
 
 

@@ -24,7 +24,7 @@ from opd.rollout.sglang_engine import SGLangEngine
 from opd.rollout.sglang_workers import FolderPush, TensorPush
 from opd.rollout.weight_proof import Proof
 from opd.rollout.weight_sync import WeightFolder
-from opd.served.http_pool import Patience, PoolOptions
+from opd.served.http_client import Patience, PoolOptions
 from opd.storage.wal import TokenWAL
 from opd.types import RolloutRequest, SamplingParams, Status
 
@@ -84,10 +84,26 @@ def test_chunks_hold_the_tokens_of_a_request_in_order(engine):
             assert position == len(written.setdefault(uid, []))
             written[uid].append(position)
         ended |= step.finished
-    assert {uid: len(tokens) for uid, tokens in written.items()} == {f"r{i}": 9 for i in range(6)} or any(
-        status is Status.COMPLETED for status in ended.values()
-    )
+    assert {uid: len(tokens) for uid, tokens in written.items()} == {f"r{i}": 9 for i in range(6)}
     assert set(ended) == set(written) == {f"r{i}" for i in range(6)}
+
+
+@pytest.mark.parametrize("stop", [(), (5,)])
+def test_a_response_ends_where_its_request_says_and_not_where_its_model_would(engine, models, stop):
+    """SGLang ends it at the tokenizer's end, too: what follows is asked for again."""
+    served = engine()
+    sampling = SamplingParams(temperature=3.0, max_new_tokens=40, stop_ids=stop)
+    samples = [
+        sample for group in collect(served, prompts(), 8, sampling, seed=1) for sample in group.samples
+    ]
+    end = recipe_tokenizer().eos_token_id
+    assert sum(end in sample.response_ids[:-1] for sample in samples) > 2
+    for sample, due in zip(samples, rescored(models["a"], samples, 3.0), strict=True):
+        *before, last = sample.response_ids.tolist()
+        assert not set(stop) & set(before)
+        assert sample.status is (Status.COMPLETED if last in stop else Status.TRUNCATED)
+        assert last in stop or len(sample.response_ids) == 40
+        np.testing.assert_allclose(sample.rollout_logprobs, due, atol=1e-4)
 
 
 def test_greedy_responses_are_the_same_after_an_interruption(engine):
@@ -335,7 +351,7 @@ def test_turns_stay_with_the_worker_that_has_their_beginning(engine, sglang):
     """Asked for one by one, as episodes ask: both workers are used, each session stays where it is, and those
     of a worker that dies move once.
     """
-    sampling = SamplingParams(max_new_tokens=4)
+    sampling = SamplingParams(max_new_tokens=4, stop_ids=(recipe_tokenizer().eos_token_id,))
     with ExitStack() as stack:
         workers = [stack.enter_context(fault_proxy(("127.0.0.1", sglang.port))) for _ in range(2)]
         served = engine([worker.endpoint for worker in workers])

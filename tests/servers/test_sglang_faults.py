@@ -240,7 +240,7 @@ def test_a_server_that_lost_its_weights_never_reaches_a_loss(
         teacher.score(tiny.samples(SAMPLES))
 
 
-@pytest.mark.slow
+@pytest.mark.long  # a server starts twice; little ones are killed in test_started_servers.py
 def test_killed_and_started_again_while_it_scores(served, sglang, proxies, due):
     """The server dies with requests in flight: each is scored once, rightly, by the new process."""
     proxy = proxies()

@@ -39,7 +39,7 @@ def test_every_sample_is_scored_once_and_rightly_whatever_the_servers_do(
     """Errors, broken and cut answers at every step; one of three replicas is away for two steps. Three
     proxies of one server stand for three servers, which `check_distinct` would rightly refuse.
     """
-    monkeypatch.setattr("opd.teachers.served_teacher.check_distinct", lambda wanted, error: None)
+    monkeypatch.setattr("opd.teachers.served_teacher.check_distinct", lambda *_: None)
     models.stop_at(0)
     right, student = merge(tmp_path / "right", served_models)
     with ExitStack() as stack:

@@ -49,6 +49,7 @@ def test_a_server_says_what_the_others_say(sglang, served_models):
     assert torch.isfinite(scored["sglang"].kl[0.7]).all()
 
 
+@pytest.mark.long
 def test_the_command_compares_a_server(sglang, served_models):
     assert check_parity(recipe_with(served_models, sglang.url, "hidden")) == 0
 

@@ -10,16 +10,14 @@ import served_models as models
 import torch
 from recipes import tiny_recipe
 from safetensors.torch import load_file
+from served_stage import FEW, run
 
 from opd.errors import ConfigError, RolloutError
 from opd.pipelines.doctor.servers import check_workers
 from opd.pipelines.records.run_folder import RunFolder
-from opd.pipelines.run import run_stage
 from opd.pipelines.stages.context import StageContext
 from opd.pipelines.stages.served_engine import with_engine
 from opd.rollout.weight_proof import check_form
-
-FEW = {"steps": 4, "prompts_per_domain": 4, "checkpoint_every": 2, "teachers": "local"}
 
 
 @pytest.fixture(autouse=True)
@@ -29,31 +27,11 @@ def restored(sglang, served_models):
     sglang.load(served_models["a"], "default")
 
 
-def run(out, stage, engine, served_models, **changes):
-    """Run one stage of a tiny recipe; the metrics of its steps."""
-    teacher = {"path": str(served_models["b"])}
-    rollout = {"engine": engine, "max_new_tokens": 12, "max_sequence": 40} | changes.pop("rollout", {})
-    settings = {
-        "model": {"path": str(served_models["a"])},
-        "base": None,
-        "teachers": {"sort": teacher, "add3": teacher},
-        "distill": FEW,
-        "baselines": {"methods": []},
-        "evaluation": {"prompts_per_domain": 8, "every": 4, "curve_prompts": 4},
-    }
-    recipe = tiny_recipe(**(settings | {"rollout": rollout} | changes))
-    opened = RunFolder.resume(out, recipe) if out.exists() else RunFolder.create(out, recipe)
-    with opened as folder:
-        run_stage(recipe, folder, stage)
-    metrics = out / f"stages/{stage}/metrics.jsonl"
-    # An evaluation has no steps.
-    return [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
-
-
 def served(sglang, sync="disk"):
     return {"type": "sglang", "urls": [sglang.url], "patience": 60.0, "sync": sync}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("sync", [pytest.param("disk", marks=pytest.mark.long), "tensors"])
 def test_models_are_measured_on_the_server_that_the_recipe_names(sglang, served_models, tmp_path, sync):
     """Each with its own weights: at next to no temperature it answers as the engine of the process."""
@@ -167,6 +145,7 @@ def test_weights_reach_responses_that_are_being_written(sglang, served_models, t
     assert any(0 < mean < 1 for mean in means)
 
 
+@pytest.mark.long
 def test_a_stage_that_was_stopped_goes_on_with_its_own_weights(sglang, served_models, tmp_path):
     """The server holds those of another stage meanwhile, under a version of the same number."""
     changes = {"rollout": {"top_k": 1}, "distill": FEW | {"to_batch": models.STOPS_AT}}

@@ -1,12 +1,15 @@
 """Servers that a run starts: ready, watched, started again, and gone with it, however it ends."""
 
+import asyncio
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 import tomllib
+import urllib.error
 import urllib.request
 from dataclasses import replace
 from functools import partial
@@ -17,16 +20,20 @@ import pytest
 from recipes import tiny_recipe
 
 from opd.config.servers import ServerGroupConfig
-from opd.config.teachers import SGLangTeacherConfig
+from opd.config.teachers import SGLangTeacherConfig, VLLMTeacherConfig
 from opd.errors import ConfigError, LaunchError, PreemptedError, TeacherError
 from opd.pipelines.doctor.servers import check_servers
+from opd.pipelines.launch import server_key, started_server
 from opd.pipelines.launch import servers as module
-from opd.pipelines.launch import started_server
 from opd.pipelines.launch.local import check_ranks, is_rank
+from opd.pipelines.launch.server_key import key_of, run_key
 from opd.pipelines.launch.servers import Servers, StartedGroup
-from opd.pipelines.records.settings import Change
+from opd.rollout import weight_mirror
 from opd.rollout.preemption import Preemption
-from opd.served.http_pool import HTTPPool, LoopThread, RefusedError
+from opd.served.http_client import RefusedError
+from opd.served.http_pool import HTTPPool
+from opd.served.loop_thread import LoopThread
+from opd.served.plugin import opd_server_key
 from opd.teachers.served_teacher import pool_options
 
 LITTLE = [sys.executable, str(Path(__file__).with_name("little_server.py"))]
@@ -384,19 +391,14 @@ def test_a_server_is_told_its_devices_and_not_which_rank_has_started_it(monkeypa
         started_server._environment(group, 0)
 
 
-def test_where_servers_run_may_change_between_attempts_and_what_they_compute_not():
-    def change(*path):
-        return Change(("servers", "group", *path), 1, 2).free
-
-    assert change("count")
-    assert change("devices")
-    assert not change("arguments", "dtype")
-    assert not change("command")
-
-
-def test_a_server_whose_scheduler_hangs_is_started_again(tmp_path):
+@pytest.mark.parametrize(
+    ("kind", "arguments", "developers"),
+    [("sglang", {}, "0"), ("vllm", {}, "1"), ("vllm", {}, "0"), ("vllm", {"runner": "pooling"}, "0")],
+)
+def test_a_server_in_which_what_computes_hangs_is_started_again(tmp_path, kind, arguments, developers):
     """It says that it is ready all the while: another process of it answers that."""
-    group = start(tmp_path, silence_seconds=1.0)
+    variables = {"VLLM_SERVER_DEV_MODE": developers}
+    group = start(tmp_path, type=kind, silence_seconds=1.0, arguments=arguments, environment=variables)
     try:
         own, seen = parts(tmp_path, group.servers[0])[0], group.servers[0].worked
         until(lambda: group.servers[0].worked > seen)
@@ -409,6 +411,127 @@ def test_a_server_whose_scheduler_hangs_is_started_again(tmp_path):
         until(lambda: group.servers[0].worked > seen)
     finally:
         group.close()
+
+
+def asked(url, key="", path="/server_info"):
+    request = urllib.request.Request(url + path, headers={"Authorization": f"Bearer {key}"})
+    try:
+        with urllib.request.urlopen(request, timeout=10) as answer:
+            return answer.status
+    except urllib.error.HTTPError as refusal:
+        return refusal.code
+
+
+@pytest.mark.parametrize(("kind", "locked"), [("sglang", True), ("vllm", True), ("sglang", False)])
+def test_servers_answer_the_run_alone(tmp_path, kind, locked):
+    """And nobody else can read what it asks them with."""
+    pytest.importorskip("orjson", reason="needs the extra sglang")
+    group, logs = little(tmp_path, type=kind, key=locked, silence_seconds=4), tmp_path / "logs"
+    config = {"sglang": SGLangTeacherConfig, "vllm": VLLMTeacherConfig}[kind](servers="own", path="x")
+    config = config.model_copy(update={"signal": "sampled", "max_in_flight_tokens": 9})
+    key = run_key(logs)
+    servers, loop = Servers({"own": group}, begins(logs), key=key), LoopThread("test")
+    try:
+        found = servers.at({"teacher": (config, Path("model"))})["teacher"]
+        pool = HTTPPool("teacher x", pool_options(found), TeacherError)
+        assert loop.run(pool.ask(pool.servers[0], "GET", "/server_info")) == {}
+        assert loop.run(pool.post("/abort_request", {}, 1, lambda answer: answer, 100)) is None
+        assert pool.options.max_in_flight_tokens == 9
+        loop.run(pool.close())
+        assert asked(found.urls[0]) == (401 if locked else 200)
+        assert asked(found.urls[0], "other") == (401 if locked else 200)
+        assert asked(found.urls[0], key) == asked(found.urls[0], path="/health") == 200
+        [server] = servers._started["own"].servers
+        seen = server.worked
+        until(lambda: server.worked > seen)
+        files = [file for file in logs.iterdir() if key in file.read_text()]
+        assert {file.stat().st_mode & 0o777 for file in [*files, server.log]} == {0o600}
+        assert not [line for line in _commands() if key in line]
+        assert key not in f"{found!r}{pool_options(found)!r}{server!r}"
+    finally:
+        loop.close()
+        servers.close()
+
+
+def test_all_processes_of_a_run_find_one_key(tmp_path):
+    code = "import sys; from pathlib import Path; from opd.pipelines.launch.server_key import run_key\n"
+    code += "print(run_key(Path(sys.argv[1])))"
+    runs = [
+        subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "logs")], stdout=subprocess.PIPE)
+        for _ in range(3)
+    ]
+    [key] = {run.communicate()[0].decode().strip() for run in runs}
+    assert [file.name for file in (tmp_path / "logs").iterdir()] == [".key"]
+    assert re.fullmatch("opd-[0-9a-f]{64}", key)  # a server takes what begins with a dash for an argument
+
+
+@pytest.mark.parametrize(
+    ("made", "mode", "words"),
+    [
+        (b"", 0o600, "is damaged"),
+        (b"opd-0123\nhost: 0.0.0.0", 0o600, "is damaged"),
+        (b"\xff\xfe", 0o600, "is damaged"),
+        (b"opd-" + 64 * b"0" + b"\n", 0o600, "is damaged"),
+        (b"opd-" + 64 * b"0", 0o640, r"can be read by others \(mode 640\)"),
+        ("folder", 0o700, r"cannot be read \(it is no plain file\)"),
+        ("link", 0o600, r"cannot be read \(it is no plain file\)"),
+    ],
+)
+def test_a_key_that_nobody_has_made_so_is_refused(tmp_path, monkeypatch, made, mode, words):
+    """Without one, or with one that others know, servers would be open to them."""
+    monkeypatch.setattr(server_key, "_WRITTEN", 0.05)
+    logs = tmp_path / "logs"
+    logs.mkdir()
+    path = logs / ".key"
+    if isinstance(made, bytes):
+        path.write_bytes(made)
+        path.chmod(mode)
+    elif made == "folder":
+        path.mkdir()
+    else:
+        (tmp_path / "elsewhere").write_text("opd-" + 64 * "0")
+        path.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(LaunchError, match=rf"\.key, the key of the run's servers, {words}; remove it"):
+        StartedGroup.begin("own", little(tmp_path), Path("model"), logs)
+    assert key_of([little(tmp_path, key=False)], logs) == ""
+
+
+def test_what_a_server_says_of_its_key_is_in_no_error(tmp_path):
+    """Not half of it either, where the words are cut."""
+    key = run_key(tmp_path / "logs")
+    for before in (0, 280):
+        command = [sys.executable, "-c", f"print('x' * {before} + \"api_key='{key}'\"); raise SystemExit(3)"]
+        with pytest.raises(LaunchError, match=r"the last it said was: x*api_key=") as refusal:
+            begun(ServerGroupConfig(command=command, start_seconds=60), tmp_path / "logs")
+        assert "opd-" not in refusal.value.args[0].partition("was: ")[2].partition("see")[0]
+
+
+def test_a_server_of_vllm_asks_everybody_for_its_key(monkeypatch):
+    monkeypatch.setenv(opd_server_key.VARIABLE, "secret")
+    said = []
+
+    async def app(scope, receive, send):
+        said.append("answered")
+
+    async def send(message):
+        said.append(message.get("status", message["type"]))
+
+    def ask(kind, path, *headers, root=""):
+        said.clear()
+        scope = {"type": kind, "path": root + path, "root_path": root, "headers": headers}
+        asyncio.run(opd_server_key.RequireKey(app)(scope, None, send))
+        return said[0]
+
+    for path in ("/collective_rpc", "/pause", "/v1/completions", "/healthy", "//health"):
+        assert ask("http", path) == ask("http", path, (b"authorization", b"Bearer other")) == 401
+        assert ask("http", path, (b"authorization", b"Bearer secret")) == "answered"
+    assert ask("http", "/health") == ask("lifespan", "") == "answered"
+    assert ask("http", "/health", root="/below") == "answered"
+    assert ask("http", "/pause", root="/health") == 401
+    assert ask("websocket", "/v1/realtime") == "websocket.close"
+    monkeypatch.setenv(opd_server_key.VARIABLE, "")  # or not passed on to it
+    with pytest.raises(RuntimeError, match="OPD_SERVER_KEY is not set"):
+        opd_server_key.RequireKey(app)
 
 
 def test_a_request_ends_with_what_its_servers_were_given_up_for(tmp_path):
@@ -460,6 +583,22 @@ def test_a_refusal_of_a_server_that_the_run_has_started_says_where_its_settings_
         servers.close()
 
 
+@pytest.mark.parametrize("own", [True, False])
+def test_what_is_to_be_done_about_a_server_that_does_not_answer_depends_on_who_starts_it(own):
+    pytest.importorskip("orjson", reason="needs the extra sglang")
+    config = SGLangTeacherConfig(urls=["http://127.0.0.1:1"], path="x", patience=0)
+    if own:
+        config = SGLangTeacherConfig(servers="own", path="x", patience=0).at(config.urls)
+    pool, loop = HTTPPool("teacher x", pool_options(config), TeacherError), LoopThread("test")
+    mend = "the run starts servers.own again by itself: see in logs/servers" if own else "mend or start it"
+    try:
+        with pytest.raises(TeacherError, match=f"; {mend}.* continue with --resume"):
+            loop.run(pool.post("/generate", {}, 1, lambda answer: answer, 100))
+    finally:
+        loop.run(pool.close())
+        loop.close()
+
+
 ENDS_SLOWLY = """
 import ctypes, signal, subprocess, sys, threading, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -489,6 +628,80 @@ def test_what_a_dying_server_has_started_is_ended_though_it_looks_dead_already()
         os.close(write)
         assert guard.wait(60) == 0
     assert not alive(child)
+
+
+@pytest.fixture
+def guarded():
+    """Starts a guard of `sleep` that makes folders for weights; gives it, and what to close to end it."""
+    started = []
+
+    def start(*folders):
+        read, write = os.pipe()
+        gone = os.dup(read)
+        guard = subprocess.Popen(
+            [sys.executable, "-I", started_server.GUARD, str(read), str(gone), "5", "sleep", "1000"],
+            env=os.environ | {"OPD_WEIGHTS_FOLDERS": os.pathsep.join(map(str, folders))},
+            pass_fds=[read, gone],
+        )
+        started.append(guard)
+        os.close(read)
+        os.close(gone)
+        until(lambda: all(folder.exists() for folder in folders if folder.name.startswith("opd-weights-")))
+        return guard, write
+
+    yield start
+    for guard in started:
+        guard.terminate()
+        guard.wait(60)
+
+
+def test_folders_for_weights_live_as_long_as_their_server(tmp_path, guarded):
+    mirror, spare, other = [tmp_path / f"{name}-1" for name in ("opd-weights", "opd-weights-b", "x")]
+    guard, write = guarded(mirror, spare, other)
+    assert mirror.stat().st_mode & 0o777 == 0o700
+    assert not other.exists()  # of a name that is nobody's
+    other.mkdir()
+    (mirror / "model.safetensors").write_bytes(b"weights")
+    os.close(write)  # the run has ended, however that was
+    guard.wait(60)
+    assert list(tmp_path.iterdir()) == [other]
+
+
+def test_folders_for_weights_of_those_who_were_killed_at_once_are_removed_by_the_next(
+    tmp_path, monkeypatch, guarded
+):
+    monkeypatch.setattr(weight_mirror, "_roots", lambda: [str(tmp_path), str(tmp_path / "missing")])
+    killed, lives = tmp_path / "opd-weights-1", tmp_path / "opd-weights-2"
+    (tmp_path / "opd-weights-link").symlink_to(tmp_path)
+    first, its = guarded(killed)
+    second, other = guarded(lives)
+    (killed / "model.safetensors").write_bytes(b"weights")
+    until(lambda: _children(first.pid) and _children(_children(first.pid)[0]))
+    [inner] = _children(first.pid)
+    first.send_signal(signal.SIGSTOP)  # one that sees the other end ends itself in order
+    for pid in (inner, first.pid):
+        os.kill(pid, signal.SIGKILL)
+    first.wait(60)
+    os.close(its)
+    assert killed.exists()
+    weight_mirror.remove_ownerless()  # its server may be starting at this moment
+    assert killed.exists()
+    monkeypatch.setattr(weight_mirror, "_YOUNG", 0.0)
+
+    def removed():
+        weight_mirror.remove_ownerless()
+        return not killed.exists()
+
+    until(removed)  # who was killed holds the lock until it is gone, which takes a moment
+    assert lives.exists()
+    assert (tmp_path / "opd-weights-link").is_symlink()
+    os.close(other)
+    second.wait(60)
+    assert not lives.exists()
+
+
+def _children(pid):
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def _state(pid):
@@ -574,6 +787,16 @@ SERVED = {"type": "sglang", "servers": "group"}
             "would each start the servers group; set runtime.workers to 1",
         ),
         ({"servers": {"group": {"arguments": {"port": 1}}}}, "port is set by opd"),
+        ({"servers": {"group": {"arguments": {"admin-api-key": "k"}}}}, "admin-api-key is set by opd"),
+        ({"servers": {"group": {"arguments": {"hos": "x"}}}}, "takes hos for host, which is set by opd"),
+        ({"servers": {"group": {"arguments": {"mem-frac": 1}}}}, "for mem-fraction-static, .* write it out"),
+        (
+            {"servers": {"group": {"arguments": {"lora-target-modules": ["q_proj", "--host", "x"]}}}},
+            "lora-target-modules has '--host', which a server takes for another argument",
+        ),
+        ({"servers": {"group": {"arguments": {"dtype": "--host=x"}}}}, "dtype has '--host=x', which"),
+        ({"servers": {"group": {"arguments": {"dtype": "-tp"}}}}, "dtype has '-tp', which"),
+        ({"servers": {"group": {"arguments": {"a b": 1}}}}, "'a b' is no name of an argument"),
         (
             {
                 "servers": {"group": {"devices": [1]}, "other": {"count": 2, "devices": [0, 1]}},
@@ -592,18 +815,35 @@ SERVED = {"type": "sglang", "servers": "group"}
             "a number above 0, at most 1",
         ),
         (
-            {"servers": {"group": {"arguments": {"lora-paths": ["a"]}}}},
-            "give true, false, a number or a text",
+            {"servers": {"group": {"arguments": {"lora-paths": ["a", 1]}}}},
+            "give true, false, a number, a text, or several texts",
+        ),
+        (
+            {"servers": {"group": {"arguments": {"config": "x.yaml"}}}},
+            "arguments has config, by which .* set key to false",
+        ),
+        (
+            {"servers": {"group": {"command": ["x", "--config", "x.yaml"]}}},
+            "command has --config, and opd gives a server its key; take it out, or set key to false",
+        ),
+        (
+            {"servers": {"group": {"type": "vllm", "command": ["x", "--api-key=secret"]}}},
+            "command has --api-key, and opd gives a server its key",
         ),
         ({"servers": {"group": {"environment": {"A=B": "x"}}}}, "'A=B' is no name of a variable"),
         ({"servers": {"group": {"environment": {"": "x"}}}}, "'' is no name of a variable"),
         ({"servers": {"group": {"command": [""]}}}, "begins with an empty text"),
-        ({"servers": {"../x": {}}}, "name"),
+        ({"servers": {"../x": {}}}, r"'\.\./x' cannot be a name: .* do not begin with a dot"),
     ],
 )
 def test_what_cannot_be_is_said_of_the_recipe(changes, sentence):
     with pytest.raises(ValueError, match=sentence):
         tiny_recipe(**changes)
+
+
+def test_numbers_below_zero_are_arguments():
+    arguments = {"chunked-prefill-size": -1, "seed": "-2", "ratio": -1e-5}
+    assert ServerGroupConfig(arguments=arguments).words[1::2] == ["-1", "-2", "-1e-05"]
 
 
 def test_groups_share_a_device_if_they_leave_each_other_room():

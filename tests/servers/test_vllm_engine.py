@@ -28,7 +28,7 @@ from opd.rollout.served_engine import ServedModel
 from opd.rollout.vllm_engine import VLLMEngine
 from opd.rollout.vllm_workers import FolderPush, Outputs
 from opd.rollout.weight_sync import WeightFolder
-from opd.served.http_pool import Patience, PoolOptions
+from opd.served.http_client import Patience, PoolOptions
 from opd.types import RolloutRequest, SamplingParams, Status
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(3000)]
@@ -260,12 +260,15 @@ def test_the_doctor_looks_at_it(vllm, folders):
     assert "with hidden_size 32, the student has 48" in findings[0].detail
 
 
-def test_a_specialist_learns_on_a_server_that_its_recipe_starts(vllm, tmp_path):
-    """With a cut, so that log-probabilities are those before it; nothing is left of the server."""
+@pytest.mark.parametrize("lora", [None, {"rank": 4, "alpha": 8}])
+def test_a_specialist_learns_on_a_server_that_its_recipe_starts(vllm, tmp_path, lora):
+    """With a cut, so that log-probabilities are those before it; nothing is left of the server. Adapters come
+    alone.
+    """
     path = write_vllm_models(tmp_path)["a"]
     recipe = write_recipe(
         tmp_path / "recipe.yaml",
-        model={"path": str(path)},
+        model={"path": str(path), "lora": lora},
         base=None,
         domains={
             "sort": {
@@ -312,6 +315,8 @@ def test_a_specialist_learns_on_a_server_that_its_recipe_starts(vllm, tmp_path):
     apart = [step["mismatch/max_abs"] for step in steps if "mismatch/max_abs" in step]
     assert apart
     assert max(apart) < 1e-3
+    sent, whole = steps[-1]["rollout/pushed_bytes"], (path / "model.safetensors").stat().st_size
+    assert sent < whole / 2 if lora else sent > whole / 2
     models = json.loads((run.out / "stages/evaluate/models.json").read_text())["models"]
     assert "vllm" in {model["engine"] for model in models.values()}
 

@@ -24,7 +24,7 @@ from opd.rollout.vllm_engine import MessageReader, VLLMDialect, VLLMEngine
 from opd.rollout.vllm_workers import FolderPush, Outputs
 from opd.rollout.weight_sync import WeightFolder
 from opd.served.distinct import check_distinct
-from opd.served.http_pool import Patience, PoolOptions, UnavailableError
+from opd.served.http_client import Patience, PoolOptions, UnavailableError
 from opd.types import RolloutRequest, SamplingParams, Status
 
 pytest.importorskip("orjson", reason="needs the extra sglang")
@@ -332,6 +332,6 @@ def test_servers_are_started_in_the_mode_that_a_recipe_needs():
     cut = tiny_recipe(rollout={"engine": HERE, "temperature": 1.0, "top_k": 4})
     assert mode_of(cut) == "raw_logprobs"
     own = tiny_recipe(rollout={"engine": OWN}, servers={"own": {"type": "vllm"}}).rollout.engine
-    assert own.server_environment == {"VLLM_SERVER_DEV_MODE": "1"}
+    assert own.server_environment(own.server_arguments) == {"VLLM_SERVER_DEV_MODE": "1"}
     group = ServerGroupConfig(type="vllm", arguments=own.server_arguments)
     assert group.words == ["--enable-scale-out", "--generation-config", "vllm"]

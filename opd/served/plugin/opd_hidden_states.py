@@ -267,8 +267,8 @@ def make_folder(path):
     parent, own = os.path.split(path)
     for name in os.listdir(parent):
         if FOLDER_NAME.fullmatch(name) and name != own:
-            _remove_abandoned(os.path.join(parent, name), age=_LOOK_SECONDS)
-    _remove_abandoned(path, age=0.0)
+            remove_abandoned(os.path.join(parent, name), age=_LOOK_SECONDS)
+    remove_abandoned(path, age=0.0)
     os.mkdir(path, 0o700)
     lock = os.open(os.path.join(path, LOCK), os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -290,18 +290,22 @@ def tidy(folder):
                     os.unlink(entry.path)
 
 
-def _remove_abandoned(path, age):
+def remove_abandoned(path, age: float, lock: str | None = LOCK):
+    """Remove a folder of this user's that is `age` seconds old and of which nobody holds the file `lock`, or
+    the folder itself if that is `None`: who had it was killed.
+    """
     with contextlib.suppress(OSError):
         found = os.lstat(path)
         mine = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
         if not mine or time.time() - found.st_mtime < age:
             return
-        lock = os.open(os.path.join(path, LOCK), os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        locked, how = (path, os.O_DIRECTORY) if lock is None else (os.path.join(path, lock), os.O_RDWR)
+        held = os.open(locked, how | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(path, ignore_errors=True)
         finally:
-            os.close(lock)
+            os.close(held)
 
 
 def _add_routes(*_, **__):

@@ -164,11 +164,9 @@ class Remote:
 
 def no_memory(name: str, reason: str) -> str:
     """The sentence for an actor that asked for more memory than there is."""
-    wanted = "runtime.decode.kv_cache_mb" if name.startswith("engine") else "batch.max_tokens"
-    return (
-        f"{name} ran out of memory ({reason}); lower {wanted}, or give it a larger node, then continue with"
-        " --resume."
-    )
+    wanted = {"engine": "lower runtime.decode.kv_cache_mb, or ", "server": ""}
+    lower = wanted.get(role_of(name), "lower batch.max_tokens, or ")
+    return f"{name} ran out of memory ({reason}); {lower}give it a larger node, then continue with --resume."
 
 
 def _reason(error: Exception) -> str:

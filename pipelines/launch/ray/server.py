@@ -1,5 +1,5 @@
 """Servers of a recipe's `servers` that are actors: the process beside one, on its node, and what a stage sees
-of a group.
+of a group and of the weights kept beside its servers.
 
 An actor starts its server, watches it, starts it again and ends it, as a run on one machine does; the server
 goes on while trainers come and go, and is gone with the actor.
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import sys
 import threading
 import time
@@ -20,17 +21,22 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from opd.config import Recipe
 from opd.config.servers import ServerGroupConfig
-from opd.errors import LaunchError
+from opd.errors import LaunchError, RolloutError
 from opd.output import Logged, as_words
 from opd.pipelines.launch.ray.actors import PING_SECONDS, ActorLostError, ActorSpec, Remote
 from opd.pipelines.launch.ray.cluster import import_ray, one_line, server_names
+from opd.pipelines.launch.server_key import key_of
 from opd.pipelines.launch.servers import Place, Servers, StartedGroup, same_model, until_free
 from opd.pipelines.launch.started_server import ending
 from opd.pipelines.records.run_folder import RunFolder
 from opd.progress import doing
 from opd.ranks import Ranks
+from opd.rollout.weight_mirror import VARIABLE, WeightMirror, mirror_places, remove_ownerless
+from opd.served.http_client import UnavailableError
 
 _log = logging.getLogger(__name__)
 
@@ -62,6 +68,9 @@ class ServerActor:
         self._logs = RunFolder.attach(spec.folder).server_logs
         self._group: StartedGroup | None = None
         self._starting = False
+        self._places: list[Path] = []
+        """Folders for new weights, which its server's guard makes and removes."""
+        self._mirror: WeightMirror | None = None
 
     def ping(self) -> int:
         """The process."""
@@ -81,7 +90,8 @@ class ServerActor:
             place = Place(wanted.number, import_ray().util.get_node_ip_address(), wanted.port)
             if wanted.port:  # an actor that was killed leaves its server to the guard, which takes a while
                 until_free(place.host, wanted.port, ending())
-            group = StartedGroup.begin(wanted.group, wanted.config, model, self._logs, place)
+            config = self._with_mirror(wanted.config) if wanted.any_weights else wanted.config
+            group = StartedGroup.begin(wanted.group, config, model, self._logs, place)
             self._group = group  # `end` may be asked for meanwhile
             group.wait()
             return group.urls[0]
@@ -90,6 +100,19 @@ class ServerActor:
             raise
         finally:
             self._starting = False
+
+    def _with_mirror(self, config: ServerGroupConfig) -> ServerGroupConfig:
+        """`config` with folders for weights that the server is given."""
+        remove_ownerless()
+        self._places = mirror_places()
+        self._mirror = WeightMirror(self._places, object_store_bytes())
+        told = {VARIABLE: os.pathsep.join(map(str, self._places))}
+        return config.model_copy(update={"environment": {**config.environment, **told}})
+
+    def mirror(self, verb: str, *arguments: Any) -> Any:
+        """What `verb` of its server's `WeightMirror` says; `None` if it has none."""
+        mirror = self._mirror
+        return None if mirror is None else getattr(mirror, verb)(*arguments)
 
     def state(self) -> tuple[bool, str | None, list[tuple[str, int, str]]]:
         """Control: whether it has a server, or is starting one; why that is given up; and what was logged
@@ -106,9 +129,12 @@ class ServerActor:
 
     def end(self) -> None:
         """Control: end its server. Returns once that is gone."""
-        group, self._group = self._group, None
+        group, self._group, self._mirror = self._group, None, None
         if group is not None:
             group.close()
+        for place in self._places:
+            shutil.rmtree(place, ignore_errors=True)  # its guard has, unless it was killed itself
+        self._places = []
 
 
 @dataclass
@@ -216,13 +242,79 @@ class ActorGroup:
             )
 
 
-def servers_of(recipe: Recipe, remotes: Sequence[Remote], ranks: Ranks) -> AbstractContextManager[Servers]:
-    """The servers of `recipe`, which `remotes` have, while a stage runs."""
+@dataclass(frozen=True, slots=True)
+class MirrorBeside:
+    """Implements `opd.rollout.delta_push.Receiver`: the mirror that the actor of a server keeps."""
+
+    remote: Remote
+
+    def held(self) -> str | None:
+        """See `WeightMirror`."""
+        return self._ask("held")
+
+    def folder(self) -> str | None:
+        """See `WeightMirror`."""
+        return self._ask("folder")
+
+    def begin(self, form: Any, files: Mapping[str, bytes]) -> bool:
+        """See `WeightMirror`."""
+        return bool(self._ask("begin", form, files))
+
+    def change(self, base: str) -> bool:
+        """See `WeightMirror`."""
+        return bool(self._ask("change", base))
+
+    def take(self, part: Any) -> None:
+        """See `WeightMirror`; `part` is what `share` returned."""
+        self._ask("take", part)
+
+    def settle(self, digest: str) -> str | None:
+        """See `WeightMirror`."""
+        return self._ask("settle", digest)
+
+    def _ask(self, verb: str, *arguments: Any) -> Any:
+        """Raises `UnavailableError` if the actor died, or hung and was ended: Ray starts it again."""
+        try:
+            return self.remote.call("mirror", verb, *arguments)
+        except ActorLostError as error:
+            raise UnavailableError(str(error), answered=False) from None
+
+
+def object_store_bytes() -> int:
+    """Of this node's shared memory that Ray's object store may take: it does once it is written to, and
+    whoever writes is ended by the system if there is none left.
+    """
+    ray = import_ray()
+    node = ray.get_runtime_context().get_node_id()
+    own = [known["Resources"] for known in ray.nodes() if known["NodeID"] == node]
+    return int(own[0].get("object_store_memory", 0)) if own else 0
+
+
+def share(part: bytes) -> Any:
+    """Put `part` into the object store, from which each node takes it once; kept until what is returned is
+    gone. Raises `RolloutError` if there is no room.
+    """
+    ray = import_ray()
+    try:
+        return ray.put(np.frombuffer(part, dtype=np.uint8))
+    except ray.exceptions.RayError as error:
+        raise RolloutError(
+            f"Ray's object store takes no {len(part) / 2**20:.0f} MiB of weights ({one_line(error)}); give it"
+            " more memory, or set rollout.engine.folder to one that all nodes see."
+        ) from None
+
+
+def servers_of(
+    recipe: Recipe, remotes: Sequence[Remote], ranks: Ranks, logs: Path
+) -> AbstractContextManager[Servers]:
+    """The servers of `recipe`, which `remotes` have and which write to `logs`, while a stage runs."""
     by_name = {remote.name: remote for remote in remotes}
     groups = {
         group: [by_name[name] for name in names] for group, names in server_names(recipe.servers).items()
     }
-    return closing(Servers(recipe.servers, partial(ActorGroup.begin, remotes=groups), ranks))
+    mirrors = {group: [MirrorBeside(remote) for remote in own] for group, own in groups.items()}
+    key, begin = key_of(recipe.servers.values(), logs), partial(ActorGroup.begin, remotes=groups)
+    return closing(Servers(recipe.servers, begin, ranks, mirrors=mirrors, key=key))
 
 
 def end_servers(remotes: Sequence[Remote]) -> None:

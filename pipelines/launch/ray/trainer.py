@@ -139,15 +139,16 @@ class TrainerActor:
                 os.environ |= place
                 ranks = stack.enter_context(joined(recipe.model.device, train.timeout_seconds))
                 stack.enter_context(ranks.naming_the_lost(f"the work on stage {stage}"))
+            folder = RunFolder.attach(self._spec.folder)
             return execute(
                 recipe,
-                RunFolder.attach(self._spec.folder),
+                folder,
                 plan(recipe)[stage],
                 lambda *words: self._say("progress", *words),
                 self._preemption,
                 RayHelpers(recipe, stage, actors.engines, actors.teachers),
                 ranks,
-                stack.enter_context(servers_of(recipe, actors.servers, ranks)),
+                stack.enter_context(servers_of(recipe, actors.servers, ranks, folder.server_logs)),
             )
 
     def _say(self, kind: Any, *words: Any) -> None:

@@ -1,0 +1,157 @@
+"""The student with adapters as whoever sends them alone has it here: what servers are to hold, and to say.
+
+Servers apply adapters by names of their own, to layers they have fused: a tensor whose name they do not know
+is left out without a word. So each is tried once, by an adapter that changes every layer much; after that the
+trained ones, which change little in a step, are proved by their outputs.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterable, Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
+import safetensors.torch
+import torch
+
+from opd.config.train import LoRAConfig
+from opd.kernels.ops import linear_logprobs
+from opd.models.adapters import BASE_DIGEST, AdaptedLM
+from opd.models.causal_lm import CausalLM
+from opd.models.hf_folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from opd.models.hf_weights import LORA_A, LORA_B, PREFIX
+from opd.rollout.weight_proof import FUSED
+from opd.rollout.weight_sync import WeightFolder, Weights
+from opd.served.sglang_answers import PROBE
+from opd.storage.files import permit_as
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+TRIED = 0.5
+"""Of a weight's own spread: that of what the adapter adds by which a server is tried."""
+
+
+def probe_logprobs(model: CausalLM) -> Tensor:
+    """[len(PROBE) - 1] float32: what `model` says of the probe's tokens, at temperature 1."""
+    ids = torch.from_numpy(PROBE.astype(np.int64))
+    hidden = model.hidden(ids, torch.arange(len(ids)), [0, len(ids)])
+    return linear_logprobs(hidden[:-1], model.head(), ids[1:])
+
+
+class AdaptedStudent:
+    """A base in the host's memory, and on it whatever adapters it is asked about.
+
+    Args:
+        folder: The base, a Hugging Face folder.
+        lora: Its adapters' form.
+        dtype: Of the base's weights.
+    """
+
+    def __init__(self, folder: Path, lora: LoRAConfig, dtype: str) -> None:
+        base = CausalLM.from_pretrained(folder, dtype=dtype, device="cpu")
+        self._model, self.lora = AdaptedLM(base, lora, folder), lora
+        self._lock = threading.Lock()
+
+    @cached_property
+    def base(self) -> list[tuple[str, Tensor]]:
+        """The base's tensors themselves, by Hugging Face's names."""
+        return list(self._model.base_weights())
+
+    def outputs(self, adapters: Weights) -> np.ndarray:
+        """[len(PROBE) - 1] float32: log-probabilities of the probe's tokens with these `adapters`, one
+        forward pass on the CPU. Raises `ModelError` if they belong to another base, or are of another form.
+        """
+        with self._lock, torch.no_grad():
+            self._model.load_weights(adapters)
+            return probe_logprobs(self._model).float().numpy()
+
+    @cached_property
+    def trial(self) -> list[tuple[str, Tensor]]:
+        """Adapters that change every layer they are for by half of what its weights differ among each other:
+        the same for everybody.
+        """
+        noise, own = torch.Generator().manual_seed(0), dict(self.base)
+        found = []
+        for name, tensor in self._model.weights():
+            if name != BASE_DIGEST:
+                width = tensor.shape[1]  # of `A` the layer's, of `B` the rank
+                size = width**-0.5
+                if name.endswith(LORA_B):
+                    weight = own[name.removesuffix(LORA_B) + ".weight"]
+                    spread = float(weight.float().std())
+                    size *= TRIED * spread * weight.shape[1] ** 0.5 / self.lora.scaling
+                tensor = (torch.randn(tensor.shape, generator=noise) * size).to(tensor.dtype)
+            found.append((name, tensor))
+        return found
+
+    @cached_property
+    def on_trial(self) -> tuple[np.ndarray, float]:
+        """`outputs` of `trial`, and how far from the base's own they are, in nats."""
+        none = [(name, t if name == BASE_DIGEST else torch.zeros_like(t)) for name, t in self.trial]
+        due = self.outputs(self.trial)
+        return due, float(np.abs(due - self.outputs(none)).max())
+
+    @cached_property
+    def beside(self) -> dict[str, tuple[int, ...]]:
+        """Tensors that adapters have not, and servers need: of layers that they fuse with adapted ones. Names
+        and shapes; they are zero. SGLang ends at keys and values without queries.
+        """
+        own = {name: tensor.shape for name, tensor in self.base}
+        adapted = [name.removesuffix(LORA_A) for name, _ in self._model.adapters() if name.endswith(LORA_A)]
+        found = {}
+        for layer in adapted:
+            before, _, last = layer.rpartition(".")
+            for parts in FUSED.values():
+                for part in parts if last in parts else ():
+                    name = f"{before}.{part}"
+                    if name not in adapted and f"{name}.weight" in own:
+                        rows, columns = own[f"{name}.weight"]
+                        found[name + LORA_A] = (self.lora.rank, columns)
+                        found[name + LORA_B] = (rows, self.lora.rank)
+        return found
+
+
+class AdapterFolder(WeightFolder):
+    """Folders of successive adapters in peft's form; see `WeightFolder`.
+
+    Args:
+        root: On a disk that every receiver sees under the same path.
+        student: Whose adapters they are.
+    """
+
+    # A vLLM server reads what it has unloaded anew for a request that came too late, and ends without it.
+    behind: ClassVar[int] = 1
+
+    def __init__(self, root: str | Path, student: AdaptedStudent) -> None:
+        super().__init__(root)
+        self._student = student
+
+    def _fill(self, folder: Path, weights: Weights) -> None:
+        tensors = {PREFIX + name: tensor.contiguous() for name, tensor in weights if name != BASE_DIGEST}
+        dtype = next(iter(tensors.values())).dtype
+        tensors |= {PREFIX + n: torch.zeros(s, dtype=dtype) for n, s in self._student.beside.items()}
+        safetensors.torch.save_file(tensors, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+        lora = self._student.lora
+        described = {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "r": lora.rank,
+            "lora_alpha": lora.alpha,
+            "lora_dropout": 0.0,
+            "bias": "none",
+            "target_modules": sorted(set(_layers(tensors))),
+            "inference_mode": True,
+        }
+        (folder / ADAPTER_CONFIG).write_text(json.dumps(described), "utf-8")
+        permit_as(folder / ADAPTER_CONFIG, folder)  # a server may be another user's
+
+
+def _layers(names: Iterable[str]) -> Iterator[str]:
+    """Last names of the layers that tensors of these names are for."""
+    for name in names:
+        yield name.removesuffix(LORA_A).removesuffix(LORA_B).rpartition(".")[2]

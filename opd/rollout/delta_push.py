@@ -1,0 +1,232 @@
+"""New weights for workers that have a mirror of them on their own node: whole once, then what has changed.
+
+No file system is shared. Each worker has a `Receiver` beside it, which keeps a folder that the worker reads.
+What a receiver holds is known by its digest, so one that was lost in the middle, or was started again, is
+sent everything.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from opd.errors import RolloutError
+from opd.foreign import is_file_name
+from opd.models.causal_lm import weights_digest
+from opd.models.hf_folder import INDEX
+from opd.rollout.served_workers import Ask, Prepared, copies
+from opd.rollout.weight_delta import (
+    BLOCK_ELEMENTS,
+    all_blocks,
+    changed_blocks,
+    form_as_json,
+    form_of,
+    grouped,
+    pack,
+)
+from opd.rollout.weight_sync import Weights
+from opd.served.http_client import Server, UnavailableError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_log = logging.getLogger(__name__)
+
+Read = Callable[[Ask, Server, str, Path], Awaitable[None]]
+"""`read(ask, server, name, folder)`: have a server take the weights in a folder that it sees, and call them
+`name`. Raises as `Push.load`."""
+Share = Callable[[bytes], Any]
+"""Puts a part where every receiver can take it; what it returns stands for it. Kept until that is gone."""
+WORTH = 0.5
+"""Of all bytes: changes that take more are not collected, and everything is sent."""
+
+
+class Receiver(Protocol):
+    """A `WeightMirror` beside a worker, as another process sees it: see there for its verbs.
+
+    Each raises `RolloutError` where it declines, and `UnavailableError` where it is away.
+    """
+
+    def held(self) -> str | None: ...
+
+    def folder(self) -> str | None: ...
+
+    def begin(self, form: Any, files: Mapping[str, bytes]) -> bool: ...
+
+    def change(self, base: str) -> bool: ...
+
+    def take(self, part: Any) -> None: ...
+
+    def settle(self, digest: str) -> str | None: ...
+
+
+class _Parts:
+    """What receivers take in turn: each part is shared once for all that are at it at the same time, and kept
+    until the last of them has it: all parts together may be larger than what keeps them.
+    """
+
+    def __init__(self, parts: Sequence[Callable[[], bytes]]) -> None:
+        self._parts = parts
+        self._shared: dict[int, Any] = {}
+        self._at: dict[object, int] = {}
+        """The part that each receiver takes now."""
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def given(self, share: Share) -> Iterator[Iterator[Any]]:
+        """All of them in their order, for one receiver, in the block."""
+        own = object()
+        try:
+            yield (self._of(own, number, share) for number in range(len(self._parts)))
+        finally:
+            with self._lock:
+                self._at.pop(own, None)
+                self._forget()
+
+    def _of(self, own: object, number: int, share: Share) -> Any:
+        with self._lock:
+            self._at[own] = number
+            self._forget()
+            if number not in self._shared:
+                self._shared[number] = share(self._parts[number]())
+            return self._shared[number]
+
+    def _forget(self) -> None:
+        """What all have taken."""
+        first = min(self._at.values(), default=len(self._parts))
+        for number in [number for number in self._shared if number < first]:
+            del self._shared[number]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Sendable(Prepared):
+    """One version with its digest, and what makes it of nothing or of the one before."""
+
+    everything: _Parts
+    base: str | None = None
+    """Digest of what `changes` are for."""
+    changes: _Parts | None = None
+    """`None`: there are none, or they are nearly as large as everything."""
+
+
+class DeltaPush:
+    """Implements `opd.rollout.served_workers.Push`.
+
+    Args:
+        receivers: By the URL of the worker that each is beside.
+        share: How a part gets to them.
+        read: How a worker takes a folder.
+        model: A Hugging Face folder, whose configuration and tokenizer go beside the weights.
+        part_bytes: About how large a part is, at most.
+    """
+
+    def __init__(
+        self,
+        receivers: Mapping[str, Receiver],
+        share: Share,
+        read: Read,
+        model: Path,
+        part_bytes: int,
+    ) -> None:
+        self._receivers, self._read, self._part_bytes = receivers, read, part_bytes
+        self._elements = max(1, min(BLOCK_ELEMENTS, part_bytes // 8))
+        self._put = share
+        found = (file for file in model.iterdir() if file.suffix == ".json" and is_file_name(file.name))
+        self._files = {file.name: file.read_bytes() for file in found if file.name != INDEX}
+        self._last: _Sendable | None = None
+        self._counting = threading.Lock()
+        self.sent_bytes = 0
+        """Of all parts so far, however many workers took each."""
+
+    def prepare(self, weights: Weights, version: int) -> Prepared:
+        """See `Push`: what has changed since the version before is found out here."""
+        last, own = self._last, copies(weights)
+        digest = weights_digest(own, quick=True)
+        changes = None if last is None else self._changes(last.weights, own)
+        made = _Sendable(own, digest=digest, everything=self._everything(own))
+        if last is not None and changes is not None:
+            made = replace(made, base=last.digest, changes=changes)
+        self._last = made
+        return made
+
+    def frozen(self, weights: Weights) -> Prepared:
+        """See `Push`."""
+        own = [(name, tensor.detach().cpu().contiguous()) for name, tensor in weights]
+        return _Sendable(own, digest=weights_digest(own, quick=True), everything=self._everything(own))
+
+    async def load(self, ask: Ask, server: Server, name: str, prepared: Prepared) -> None:
+        """See `Push`."""
+        assert isinstance(prepared, _Sendable)
+        receiver = self._receivers.get(server.url)
+        if receiver is None:
+            raise RolloutError(
+                f"{server.url} is no server that the run has started on the cluster, which alone are given"
+                " what has changed; leave rollout.engine.sync out."
+            )
+        folder = await asyncio.to_thread(self._give, server.url, receiver, prepared)
+        await self._read(ask, server, name, Path(folder))
+
+    def _give(self, url: str, receiver: Receiver, due: _Sendable) -> str:
+        """The folder beside the worker, once it has these weights."""
+        held = receiver.held()
+        folder = receiver.folder() if held == due.digest else None
+        if folder is None and held is not None and held == due.base and due.changes is not None:
+            folder = self._give_changes(url, receiver, held, due.changes, due.digest)
+        if folder is None:
+            folder = self._give_everything(url, receiver, due)
+        return folder
+
+    def _give_changes(
+        self, url: str, receiver: Receiver, base: str, changes: _Parts, digest: str
+    ) -> str | None:
+        """`None` if everything has to be sent."""
+        try:
+            return self._send(receiver, changes, digest) if receiver.change(base) else None
+        except RolloutError as refusal:
+            _log.warning("%s could not be given what has changed: %s", url, refusal)
+            return None
+
+    def _give_everything(self, url: str, receiver: Receiver, due: _Sendable) -> str:
+        mib = sum(tensor.nbytes for _, tensor in due.weights) / 2**20
+        _log.info("%s is sent all weights, %.0f MiB", url, mib)
+        if receiver.begin(form_as_json(form_of(due.weights)), self._files):
+            folder = self._send(receiver, due.everything, due.digest)
+            if folder is not None:
+                return folder
+        raise UnavailableError(f"{url} has gone while new weights came", answered=False)
+
+    def _send(self, receiver: Receiver, parts: _Parts, digest: str) -> str | None:
+        with parts.given(self._share) as shared:
+            for part in shared:
+                receiver.take(part)
+        return receiver.settle(digest)
+
+    def _share(self, part: bytes) -> Any:
+        with self._counting:
+            self.sent_bytes += len(part)
+        return self._put(part)
+
+    def _everything(self, weights: list[tuple[str, Tensor]]) -> _Parts:
+        """No part takes memory before it is asked for."""
+        blocks = all_blocks(weights, self._elements)
+        return _Parts([partial(pack, own) for own in grouped(blocks, self._part_bytes)])
+
+    def _changes(self, base: list[tuple[str, Tensor]], weights: list[tuple[str, Tensor]]) -> _Parts | None:
+        """`None` if they are not worth it."""
+        if form_of(base) != form_of(weights):
+            return None
+        most, size, found = WORTH * sum(tensor.nbytes for _, tensor in weights), 0, []
+        for blocks in grouped(changed_blocks(base, weights, self._elements), self._part_bytes):
+            part = pack(blocks)
+            size += len(part)
+            if size > most:
+                return None
+            found.append(partial(bytes, part))
+        return _Parts(found)

@@ -1,0 +1,213 @@
+"""A copy of a server's weights on its own node, as a folder that it reads: the receiving end of `DeltaPush`.
+
+It is written whole once and changed in place then, and counts only while its digest is the one that is due.
+The folder is made, and removed with all that is in it, by whoever guards the server (`server_guard.py`): here
+files are written into one that is there, so that nothing is left when the process that writes is killed.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import mmap
+import os
+import shutil
+import tempfile
+import uuid
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from opd.errors import RolloutError, reason_of
+from opd.foreign import is_file_name
+from opd.models.causal_lm import weights_digest
+from opd.models.hf_folder import SINGLE
+from opd.rollout.weight_delta import Form, form_from_json, unpack
+from opd.served.plugin.opd_hidden_states import SHARED, remove_abandoned
+from opd.storage.tensors import header_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_log = logging.getLogger(__name__)
+
+VARIABLE = "OPD_WEIGHTS_FOLDERS"
+"""Tells a server's guard which folders it makes, and removes when the server is gone."""
+_PREFIX = "opd-weights-"
+_YOUNG = 60.0
+"""Seconds in which a folder may not be locked by its owner yet."""
+
+
+def mirror_places() -> list[Path]:
+    """Folders for one server's weights, of names that nobody else has: in shared memory, and where there is
+    no room, on the disk for temporary files.
+    """
+    name = f"{_PREFIX}{uuid.uuid4().hex}"
+    return [Path(root) / name for root in _roots()]
+
+
+def _roots() -> list[str]:
+    return list(dict.fromkeys((SHARED, tempfile.gettempdir())))
+
+
+def remove_ownerless() -> None:
+    """Remove this user's folders of which the server and all who would have removed them were killed at once,
+    as a job is that takes too much memory: nobody holds their lock.
+    """
+    for root in _roots():
+        for left in Path(root).glob(f"{_PREFIX}*"):
+            remove_abandoned(left, _YOUNG, lock=None)
+
+
+@dataclass(slots=True)
+class _Held:
+    """The file of weights that is there now."""
+
+    path: Path
+    tensors: dict[str, Tensor]
+    """In their order; they lie in the file, which is mapped."""
+    form: Form
+    digest: str | None
+    """Of what they are; `None` while they are changed."""
+
+
+class WeightMirror:
+    """See the module. One caller at a time.
+
+    Args:
+        places: Folders that somebody else makes and removes; the first that has room is written into.
+        promised: Bytes of shared memory that others may take, who die if it is not there.
+    """
+
+    def __init__(self, places: Sequence[Path], promised: int = 0) -> None:
+        self._places, self._promised = list(places), promised
+        self._own: _Held | None = None
+
+    def held(self) -> str | None:
+        """The quick digest of the weights that are there; `None` if they are not, or not whole."""
+        own = self._own
+        return None if own is None or not own.path.exists() else own.digest
+
+    def folder(self) -> str | None:
+        """The Hugging Face folder that has them."""
+        return None if self._own is None or self.held() is None else str(self._own.path.parent)
+
+    def begin(self, form: Any, files: Mapping[str, bytes]) -> bool:
+        """Make room for all weights, of the form that `form_as_json` gave; what was there is gone. `files`
+        are written beside them. False: the server is gone, and its folders.
+
+        Raises `RolloutError` if there is no room, or a file or the form is not what it should be.
+        """
+        known = form_from_json(form)
+        for name in files:
+            if not is_file_name(name) or not name.endswith(".json"):
+                raise RolloutError(
+                    f"a file {name!r} was sent beside new weights; send the model's .json files."
+                )
+        self._drop()
+        header = _header(known)
+        size = len(header) + sum(own.nbytes for own in known)
+        left, told = [place for place in self._places if place.is_dir()], "there is no folder"
+        for place in left:
+            try:
+                self._leave_promised(place, size)
+                self._own = _fill(place, known, header, size)
+                for name, content in files.items():
+                    (place / name).write_bytes(content)
+                return True
+            except OSError as error:
+                self._drop()
+                if not place.is_dir():
+                    return False
+                told = reason_of(error)
+        if not left:
+            return False
+        raise RolloutError(
+            f"{os.uname().nodename} has no room for {size / 2**20:.0f} MiB of new weights in"
+            f" {' or '.join(str(place.parent) for place in left)} ({told}); give it more shared memory, or"
+            " set rollout.engine.folder to one that all nodes see."
+        )
+
+    def change(self, base: str) -> bool:
+        """Begin to change what is there. False: it is not `base`, so all weights have to come."""
+        if self.held() != base or self._own is None:
+            return False
+        self._own.digest = None
+        return True
+
+    def take(self, part: Any) -> None:
+        """Write a part (bytes or [bytes] uint8) of what was begun. Raises as `unpack`."""
+        own = self._own
+        if own is None or own.digest is not None:
+            raise RolloutError("a part of new weights came that nobody had begun to send; send them anew.")
+        for block in unpack(bytes(part), own.form):
+            block.apply(own.tensors[block.name].view(-1))
+
+    def settle(self, digest: str) -> str | None:
+        """All parts have come: the folder, if these are the weights of that quick digest. `None`: the server
+        is gone, and its folders.
+
+        Raises `RolloutError` if they are others.
+        """
+        own = self._own
+        if own is None or not own.path.exists():
+            return None
+        found = weights_digest(own.tensors.items(), quick=True)
+        if found != digest:
+            raise RolloutError(
+                f"{own.path.parent} holds weights of the digest {found} and not {digest}, as were sent; send"
+                " them anew, and look at the node's memory if that comes again."
+            )
+        own.digest = digest
+        return str(own.path.parent)
+
+    def _leave_promised(self, place: Path, size: int) -> None:
+        """Raise `OSError` if so many bytes there leave others less than they were promised."""
+        if str(place.parent) == SHARED and shutil.disk_usage(place).free - size < self._promised:
+            raise OSError(errno.ENOSPC, "what is free is promised to others")
+
+    def _drop(self) -> None:
+        own, self._own = self._own, None
+        if own is not None:
+            with suppress(OSError):
+                own.path.unlink()
+
+
+def _header(form: Form) -> bytes:
+    empty = {own.name: torch.empty(own.shape, dtype=own.dtype, device="meta") for own in _by_size(form)}
+    return header_of(empty, {"format": "pt"})
+
+
+def _by_size(form: Form) -> Form:
+    """In the order in which they lie in a file: the widest elements first, so that all are aligned."""
+    return tuple(sorted(form, key=lambda own: -own.dtype.itemsize))
+
+
+def _fill(place: Path, form: Form, header: bytes, size: int) -> _Held:
+    """A file of zeros of that form in `place`. Raises `OSError` if there is no room."""
+    path = place / SINGLE
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        # What is not there when it is written to by its address ends the process.
+        os.posix_fallocate(descriptor, 0, size)
+        os.pwrite(descriptor, header, 0)
+        content = mmap.mmap(descriptor, size)
+    except OSError:
+        with suppress(OSError):
+            path.unlink()
+        raise
+    finally:
+        os.close(descriptor)
+    found, at = {}, len(header)
+    for own in _by_size(form):
+        if own.elements:
+            flat = torch.frombuffer(content, dtype=own.dtype, count=own.elements, offset=at)
+        else:
+            flat = torch.empty(0, dtype=own.dtype)
+        found[own.name] = flat.view(own.shape)
+        at += own.nbytes
+    return _Held(path, {own.name: found[own.name] for own in form}, form, None)

@@ -1,0 +1,106 @@
+"""The key of the servers that a run starts: without it they answer nobody but whether they are ready.
+
+Others have accounts on a machine, and a server of weights does what it is told. A command line can be read by
+all of them, a file of mode 0600 and a process's environment by its own user alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import secrets
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from opd.config.servers import ServerGroupConfig
+from opd.errors import LaunchError, reason_of, writing
+from opd.redact import hide
+from opd.served.plugin import opd_server_key
+from opd.served.plugin.opd_server_key import VARIABLE
+from opd.storage.files import open_plain
+
+_KEY = re.compile(r"opd-[0-9a-f]{64}")
+"""It begins with a letter: SGLang takes what begins with a dash for another argument."""
+_WRITTEN = 5.0
+"""Seconds that another process may take to write it."""
+_OTHERS = 0o077
+_MIDDLEWARE = f"{opd_server_key.__name__.rpartition('.')[2]}.{opd_server_key.RequireKey.__name__}"
+
+
+@dataclass(frozen=True)
+class Telling:
+    """How a server is told its key."""
+
+    words: list[str] = field(default_factory=list)
+    variables: dict[str, str] = field(default_factory=dict)
+    """Of its environment."""
+    plugin: bool = False
+    """Whether it imports from the folder of opd's plug-ins."""
+
+
+def key_of(groups: Iterable[ServerGroupConfig], logs: Path) -> str:
+    """`run_key` if servers of one of these ask for it, empty otherwise."""
+    return run_key(logs) if any(group.locked for group in groups) else ""
+
+
+def run_key(logs: Path) -> str:
+    """The key of all servers of the run that has this folder for what they say: made once, so that whoever
+    goes on with the run on a cluster can ask those that are there already.
+
+    Raises `LaunchError` if what is there is no such key, or others can read it.
+    """
+    path, until = logs / ".key", time.monotonic() + _WRITTEN
+    logs.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(FileExistsError):  # one that goes on, or another process of the run was faster
+        _write(path, f"opd-{secrets.token_hex(32)}")
+    while not (key := _read(path)) and time.monotonic() < until:
+        time.sleep(0.02)
+    if not _KEY.fullmatch(key):
+        raise _unusable(path, "is damaged")
+    hide(key)
+    return key
+
+
+def _read(path: Path) -> str:
+    try:
+        with open(open_plain(path), "rb") as file:
+            mode, content = os.fstat(file.fileno()).st_mode, file.read(1000)
+    except OSError as error:
+        raise _unusable(path, f"cannot be read ({error.strerror or reason_of(error)})") from None
+    if mode & _OTHERS:
+        raise _unusable(path, f"can be read by others (mode {mode & 0o777:o})")
+    return content.decode(errors="replace")
+
+
+def _unusable(path: Path, what: str) -> LaunchError:
+    return LaunchError(
+        f"{path}, the key of the run's servers, {what}; remove it and continue with --resume, which makes"
+        " another, or set servers.NAME.key to false where no file can be kept from other users."
+    )
+
+
+def telling(group: ServerGroupConfig, key: str, log: Path) -> Telling:
+    """How a server of `group` that writes to `log` is told `key`, if it takes one."""
+    if not (key and group.locked):
+        return Telling()
+    if group.type == "vllm":  # its own key is asked for where it writes, and not where it is given weights
+        return Telling(["--middleware", _MIDDLEWARE], {VARIABLE: key, "VLLM_API_KEY": key}, plugin=True)
+    file = log.with_name(f".{log.stem}.yaml")
+    file.unlink(missing_ok=True)
+    _write(file, f"api-key: {key}\n")
+    return Telling(["--config", str(file.absolute())])
+
+
+def _write(path: Path, text: str) -> None:
+    """A file that was not there, for this user alone."""
+    with writing(path), open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        try:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        except BaseException:
+            path.unlink(missing_ok=True)
+            raise
