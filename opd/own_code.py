@@ -114,6 +114,10 @@ def _handlers() -> Iterator[logging.Handler]:
         logger = logger.parent if logger.propagate else None
 
 
+_LONGEST = 1000
+"""Characters of an error that are told: some hold all that they were given."""
+
+
 def raised(cause: BaseException) -> str:
     """`raised KeyError: 'a' (my_code.py:12)`: what, and the innermost line of the user's own."""
     frame = _own_frame(cause)
@@ -146,7 +150,8 @@ def _is_of_libraries(file: str) -> bool:
 def told(value: object, form: Callable[[Any], str] = str) -> str:
     """`form(value)` on one line; what the user's own makes of itself may raise, too."""
     try:
-        return " ".join(str.__str__(form(value)).split())
+        words = " ".join(str.__str__(form(value)).split())
+        return words if len(words) <= _LONGEST else f"{words[:_LONGEST]}..."
     except KeyboardInterrupt:
         raise
     except BaseException:  # of `__str__` or `__repr__`

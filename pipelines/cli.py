@@ -209,12 +209,14 @@ def _wal(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 def _trajectory(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     if overrides:
         raise ConfigError(f"opd trajectory takes a run folder and --episode; remove {overrides[0]}")
-    if options.action != "replay" and (options.reads or options.substrate):
-        raise ConfigError("--reads and --substrate are for opd trajectory replay; leave them out of show")
+    allowed = (tuple(options.reads), options.substrate, options.image, options.quotas)
+    if options.action != "replay" and any(allowed):
+        raise ConfigError(
+            "--reads, --substrate, --image and --quotas are for opd trajectory replay; leave them out of show"
+        )
     from opd.pipelines.commands.trajectory import Allowed, trajectory_command
 
-    allowed = Allowed(tuple(options.reads), options.substrate)
-    return trajectory_command(options.action, options.run, options.episode, allowed)
+    return trajectory_command(options.action, options.run, options.episode, Allowed(*allowed))
 
 
 def _plan(options: argparse.Namespace, overrides: Sequence[str]) -> int:

@@ -49,7 +49,7 @@ ACCEPTS = {
     "--accept-changed-settings": "go on with other rates, coefficients, bounds; each is recorded, and what"
     " a run cannot change in its middle is refused",
 }
-_SWITCHES = {"--help", "--version", "--resume", *ACCEPTS, "--dry-run", "--parity", "--json"}
+_SWITCHES = {"--help", "--version", "--resume", *ACCEPTS, "--dry-run", "--parity", "--json", "--quotas"}
 ASKED = {
     "recipe": (_place, "with --domain: ask held-out prompts, as this recipe samples, and score the answers"),
     "domain": (str, "whose prompts are asked"),
@@ -80,6 +80,7 @@ _WITH_VALUE = {
     "--episode",
     "--reads",
     "--substrate",
+    "--image",
     "--pairs",
     "--shards",
     "--store",
@@ -272,6 +273,17 @@ def _trajectory_parser(commands: argparse._SubParsersAction) -> None:
         metavar="KIND",
         choices=["process"],
         help="process: replay without bubblewrap, where the log says that it was written so",
+    )
+    trajectory.add_argument(
+        "--image",
+        action=_Once,
+        metavar="NAME",
+        help="the image in which the commands of a replay may run, where the log says that they ran in it",
+    )
+    trajectory.add_argument(
+        "--quotas",
+        action="store_true",
+        help="let the commands of a replay take more than a recipe's default quotas, where the log says so",
     )
 
 

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 torch.set_num_threads(1)
 # The first call of a kernel warms caches, and shared machines pause: a deadline would test the machine.
-settings.register_profile("opd", deadline=None, derandomize=True)
+settings.register_profile("opd", deadline=None, derandomize=True, max_examples=30)
+settings.register_profile("long", settings.get_profile("opd"), max_examples=100)
 settings.load_profile("opd")
 
 
@@ -43,6 +44,7 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys([*filter(None, others), *helpers]))
     if config.getoption("--long"):
         os.environ["OPD_LONG_TESTS"] = "1"
+        settings.load_profile("long")
     left_over.end_with_this_process()
 
 

@@ -52,7 +52,7 @@ def _measured(recipe: Recipe, domain: str, path: Path) -> Finding:
             f"domain {domain} is scored by its source's own checker; --pairs is for a `reward` of its own"
         )
     check_labels(config, domain, [pair.prompt for pair in pairs])
-    context = _contexts(recipe)
+    context = _contexts(recipe, domain)
     samples = []
     for number, pair in enumerate(pairs):
         for name in ("chosen", "rejected"):
@@ -90,16 +90,17 @@ def _softplus(x: float) -> float:
     return max(x, 0.0) + math.log1p(math.exp(-abs(x)))
 
 
-def _contexts(recipe: Recipe) -> Callable[[Prompt], str]:
+def _contexts(recipe: Recipe, domain: str) -> Callable[[Prompt], str]:
     """What the student reads of a prompt: through its chat template, if it has a tokenizer before it is
     trained."""
     source = recipe.model.tokenizer or recipe.model.path
     if source is None:
         return lambda prompt: prompt.text if prompt.text is not None else str(prompt.messages)
+    from opd.pipelines.stages.domains import template_arguments
     from opd.pipelines.stages.student import tokenizer_of
 
     tokenizer: Any = tokenizer_of(recipe, Path(source))
-    template = recipe.model.chat_template_kwargs
+    template = template_arguments(recipe, domain)
     return lambda prompt: str(
         tokenizer.decode(encode_prompt(prompt, tokenizer, template), skip_special_tokens=False)
     )

@@ -12,11 +12,13 @@ import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from opd.config import Recipe
-from opd.errors import ConfigError, DataError, OpdError, StorageError, from_system
+from opd.config.teachers import ServerConfig
+from opd.errors import ConfigError, DataError, MissingExtraError, OpdError, StorageError, from_system
 from opd.foreign import machine_memory, shown
 from opd.imports import import_function, offered
 from opd.pipelines.records.inputs import user_functions
@@ -150,6 +152,25 @@ def check_sinks(recipe: Recipe) -> list[Finding]:
     return [
         found for name in recipe.runtime.sinks for found in attempt(f"sink {name}", partial(required, name))
     ]
+
+
+def check_extras(recipe: Recipe) -> list[Finding]:
+    """An error for each extra that the run needs and this machine lacks: else it is found once servers have
+    been started and models loaded.
+    """
+    if recipe.launch.type == "ray":  # what its nodes have cannot be seen from here
+        return []
+    backend, served = recipe.train.backend, [recipe.teacher(name) for name in recipe.used_teachers()]
+    asks = any(isinstance(config, ServerConfig) for config in (recipe.rollout.engine, *served))
+    needed = {
+        ("model.lora", "lora", "peft"): recipe.model.lora is not None,
+        ("a served model", "sglang", "aiohttp"): asks,
+        ("a served model", "sglang", "orjson"): asks,
+        ("train.backend deepspeed", "deepspeed", "deepspeed"): backend == "deepspeed",
+        ("train.backend megatron", "megatron", "megatron"): backend == "megatron",
+    }
+    lacks = {key[:2] for key, wanted in needed.items() if wanted and find_spec(key[2]) is None}
+    return [Finding("error", f"extra {own[1]}", str(MissingExtraError(*own))) for own in sorted(lacks)]
 
 
 def check_run_dir(path: Path, recipe: Recipe, resume: bool, accepted: Accepted) -> list[Finding]:

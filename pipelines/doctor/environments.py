@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import time
 from collections.abc import Mapping
 from functools import partial
+from typing import Any
 
 from opd.config import Recipe
 from opd.config.environments import EnvironmentConfig
+from opd.errors import ConfigError
+from opd.own_code import calling
 from opd.pipelines.doctor.checks import Finding, attempt
 from opd.rollout.prompts import Domain
 
 _SHOWN = 60
+_MEND = {
+    "container": "put it into the image, or take other params.tools",
+    "process": "install it, or take other params.tools",
+    "bubblewrap": "install it where the system's programs are, or take other params.tools",
+}
+"""Of a program that is not there, by the kind of substrate."""
 
 
 def check_environments(recipe: Recipe, domains: Mapping[str, Domain]) -> list[Finding]:
@@ -21,9 +31,71 @@ def check_environments(recipe: Recipe, domains: Mapping[str, Domain]) -> list[Fi
     """
     findings: list[Finding] = []
     for name, domain in domains.items():
-        if recipe.domains[name].environment is not None and domain.train:
+        config = recipe.domains[name].environment
+        if config is None or not domain.train:
+            continue
+        found = attempt(f"environment {name}", partial(_tools, name, config))
+        findings += found
+        if all(finding.level != "error" for finding in found):
             findings += attempt(f"environment {name}", partial(_check, recipe, domain))
+    for name, own in recipe.of_sets().domains.items():
+        if own.environment is not None:
+            findings += attempt(f"environment {name}", partial(_tools, name, own.environment))
     return findings
+
+
+def _tools(domain: str, config: EnvironmentConfig) -> list[Finding]:
+    """Where tools run, what that does not keep their commands from, and whether all they need is there."""
+    if config.agent is not None:
+        return []
+    from opd.environments.kinds import environment_class
+    from opd.environments.sandbox.substrates import find_substrate
+    from opd.environments.tools import MOST_CALLS, Tools
+
+    made, title = environment_class(config, domain), f"tools {domain}"
+    if not (inspect.isclass(made) and issubclass(made, Tools)):
+        return []
+    tools = made(**config.params)
+    settings = tools.sandbox
+    found = find_substrate(settings.substrate, settings.image)
+    place = found.kind if found.container is None else f"{found.kind}: {found.container}"
+    with calling(f"domains.{domain}.environment: {config.type}", ConfigError):
+        missing = asyncio.run(tools.missing())
+    findings = [
+        Finding("error", title, f"{place} has no {program} for {' and '.join(of)}; {_MEND[found.kind]}")
+        for program, of in missing.items()
+    ]
+    if (longest := MOST_CALLS * settings.seconds) >= config.seconds:
+        detail = (
+            f"a turn's {MOST_CALLS} commands may take {settings.seconds:g} s each, and a step of the"
+            f" environment {config.seconds:g} s, so that commands that sleep would end the run; set"
+            f" domains.{domain}.environment.seconds above {longest:g}, or params.sandbox.seconds lower"
+        )
+        findings.append(Finding("error", title, detail))
+    if not found.open:
+        return [*findings, Finding("ok", title, f"run in {place}")]
+    detail = f"run in {place}, which does not keep them from all of: {', '.join(found.open)}"
+    return [*findings, Finding("warning", title, detail)]
+
+
+def check_tools_shown(recipe: Recipe, domain: Domain, tokenizer: Any) -> list[Finding]:
+    """Whether the chat template tells the model of the tools that it may call."""
+    from opd.pipelines.stages.domains import template_arguments
+    from opd.rollout.prompts import encode_prompt
+
+    given = template_arguments(recipe, domain.name)
+    prompt = next((one for one in [*domain.train, *domain.held_out] if one.messages is not None), None)
+    if not given.get("tools") or prompt is None:
+        return []
+    without = {name: value for name, value in given.items() if name != "tools"}
+    with_tools, alone = (encode_prompt(prompt, tokenizer, one).tolist() for one in (given, without))
+    if with_tools != alone:
+        return []
+    detail = (
+        "the chat template writes no tools, so the model is not told what it may call; set"
+        " model.chat_template to one that does, or describe them in the prompts"
+    )
+    return [Finding("warning", f"tools {domain.name}", detail)]
 
 
 def _check(recipe: Recipe, domain: Domain) -> list[Finding]:

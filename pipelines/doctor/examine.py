@@ -16,6 +16,7 @@ from opd.pipelines.doctor.checks import (
     Finding,
     attempt,
     check_domains,
+    check_extras,
     check_held_out,
     check_kinds,
     check_paths,
@@ -33,7 +34,7 @@ from opd.pipelines.doctor.environments import check_environments
 from opd.pipelines.doctor.evaluation import check_contamination, check_set_prompts, check_sets
 from opd.pipelines.doctor.models import DEVICE, Models, check_device, check_models
 from opd.pipelines.doctor.rewards import check_rewards, check_sandbox
-from opd.pipelines.doctor.servers import check_servers, check_workers
+from opd.pipelines.doctor.servers import check_servers, check_shared, check_workers
 from opd.pipelines.records.run_folder import Accepted, default_path
 
 if TYPE_CHECKING:
@@ -69,6 +70,7 @@ def examine(
 def _examine(recipe: Recipe, run_dir: Path, thorough: bool) -> list[Finding]:
     """All checks but that of the run folder."""
     findings = check_sampling(recipe) + check_ranks(recipe) + check_paths(recipe) + check_sinks(recipe)
+    findings += check_extras(recipe)
     sizes = check_sizes(recipe)
     findings += sizes
     domains: dict[str, Domain] = {}
@@ -99,6 +101,7 @@ def _examine(recipe: Recipe, run_dir: Path, thorough: bool) -> list[Finding]:
     findings += check_set_prompts(recipe, sets, models.tokenizer) if models.tokenizer is not None else []
     findings += check_demonstrations(recipe, models)
     findings += check_kinds(recipe) + check_servers(recipe) + check_workers(recipe)
+    findings += check_shared(recipe)
     if models.student is None:
         return findings
     findings += attempt("precision", lambda: check_precision(recipe, models))

@@ -93,14 +93,14 @@ def sample_responses(recipe: Recipe, domain: Domain, student: CausalLM, tokenize
     """The student's responses to a few held-out prompts, sampled as the recipe does; a uid ends with the
     place of its prompt among them.
     """
-    from opd.pipelines.stages.domains import prompt_room
+    from opd.pipelines.stages.domains import prompt_room, template_arguments
     from opd.pipelines.stages.student import sampling_params
     from opd.rollout.collect import responses
     from opd.rollout.prompts import encode_prompt, truncated
     from opd.rollout.torch_engine import TorchEngine
 
     recipe = recipe.for_domain(domain.name)
-    room, kwargs = prompt_room(recipe, tokenizer, domain.name), recipe.model.chat_template_kwargs
+    room, kwargs = prompt_room(recipe, tokenizer, domain.name), template_arguments(recipe, domain.name)
     prompts = [
         truncated(encode_prompt(prompt, tokenizer, kwargs), room.tokens, tokenizer.bos_token_id)
         for prompt in domain.held_out[:_PROMPTS]

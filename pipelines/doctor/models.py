@@ -559,7 +559,8 @@ def _check_temperature(title: str, path: str | None, temperature: float) -> list
 
 def check_prompts(recipe: Recipe, domain: Domain, tokenizer: Any) -> list[Finding]:
     """All prompts: do they need a chat template, do they fit? Of some, how long are they?"""
-    from opd.pipelines.stages.domains import prompt_room
+    from opd.pipelines.doctor.environments import check_tools_shown
+    from opd.pipelines.stages.domains import prompt_room, template_arguments
     from opd.rollout.prompts import encode_prompt, fit
 
     title, policy = f"prompts {domain.name}", recipe.domains[domain.name].long_prompts
@@ -570,7 +571,7 @@ def check_prompts(recipe: Recipe, domain: Domain, tokenizer: Any) -> list[Findin
             " or a folder that has one, or model.tokenizer"
         )
         return [Finding("error", title, detail)]
-    kwargs, room = recipe.model.chat_template_kwargs, prompt_room(recipe, tokenizer, domain.name)
+    kwargs, room = template_arguments(recipe, domain.name), prompt_room(recipe, tokenizer, domain.name)
     fitted = fit(domain, room, policy, lambda prompt: encode_prompt(prompt, tokenizer, kwargs))
     prompts = [*fitted.domain.train, *fitted.domain.held_out]
     some = prompts[:: -(-len(prompts) // _MEASURED)]
@@ -583,4 +584,4 @@ def check_prompts(recipe: Recipe, domain: Domain, tokenizer: Any) -> list[Findin
     findings = [Finding("ok", title, f"{len(prompts)} prompts looked at, {spread}")]
     if fitted.long:
         findings.append(Finding("warning", title, fitted.sentence(room, policy)))
-    return findings
+    return findings + check_tools_shown(recipe, domain, tokenizer)

@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any
 from opd.config import Recipe
 from opd.config.servers import ServerGroupConfig
 from opd.config.teachers import ServedEngineConfig
-from opd.errors import ConfigError, RolloutError
+from opd.errors import ConfigError, MissingExtraError, RolloutError, TeacherError
 from opd.pipelines.doctor.checks import Finding, attempt
 
 if TYPE_CHECKING:
-    from opd.served.http_pool import HTTPPool, Server
+    from opd.served.http_client import Server
+    from opd.served.http_pool import HTTPPool
 
 
 WORKERS = "rollout workers"
@@ -50,6 +51,31 @@ def _check_servers(name: str, group: ServerGroupConfig) -> list[Finding]:
     return [Finding("ok", f"servers {name}", f"{group.count} to be started by {program}")]
 
 
+def check_shared(recipe: Recipe) -> list[Finding]:
+    """Whether two URLs of teachers or of the student lead to one server: an error, or nothing."""
+    from opd.config.teachers import ServedTeacherConfig
+
+    engine, options = recipe.rollout.engine, {}
+    settings = {name: recipe.teacher(name) for name in recipe.used_teachers()}
+    teachers = {
+        name: own for name, own in settings.items() if isinstance(own, ServedTeacherConfig) and own.urls
+    }
+    student = isinstance(engine, ServedEngineConfig) and bool(engine.urls)
+    if not teachers and not student:
+        return []
+    from opd.teachers.served_teacher import check_own_servers, pool_options
+
+    try:
+        if isinstance(engine, ServedEngineConfig) and student:
+            options["rollout.engine.urls"] = pool_options(engine)
+        check_own_servers(teachers, options)
+    except TeacherError as error:
+        return [Finding("error", "servers", str(error))]
+    except (ConfigError, MissingExtraError):
+        return []  # which the visit of each server reports
+    return []
+
+
 def check_workers(recipe: Recipe) -> list[Finding]:
     """The servers that the student writes on, if it does and they are there already."""
     engine = recipe.rollout.engine
@@ -61,7 +87,8 @@ def check_workers(recipe: Recipe) -> list[Finding]:
 def _check_workers(recipe: Recipe, config: ServedEngineConfig) -> list[Finding]:
     """Each worker: is it there, and does it serve a model of the student's form?"""
     from opd.models.hf_folder import read_object
-    from opd.served.http_pool import HTTPPool, LoopThread
+    from opd.served.http_pool import HTTPPool
+    from opd.served.loop_thread import LoopThread
     from opd.teachers.served_teacher import pool_options
     from opd.teachers.skeleton import small_files
 
@@ -75,7 +102,7 @@ def _check_workers(recipe: Recipe, config: ServedEngineConfig) -> list[Finding]:
     try:
         findings = []
         for server in pool.servers:
-            visit = partial(_visit_vllm, recipe) if config.program == "vllm" else _visit_worker
+            visit = partial(_visit_vllm if config.program == "vllm" else _visit_worker, recipe)
             findings += attempt(WORKERS, lambda s=server, v=visit: [loop.run(v(pool, s, form))])
         return findings
     finally:
@@ -83,16 +110,36 @@ def _check_workers(recipe: Recipe, config: ServedEngineConfig) -> list[Finding]:
         loop.close()
 
 
-async def _visit_worker(pool: HTTPPool, server: Server, form: dict[str, Any]) -> Finding:
+async def _visit_worker(recipe: Recipe, pool: HTTPPool, server: Server, form: dict[str, Any]) -> Finding:
     from opd.rollout.weight_proof import check_config
-    from opd.served.http_pool import RefusedError, UnavailableError
+    from opd.served.http_client import RefusedError, UnavailableError
 
     try:
         info = await pool.ask(server, "GET", "/model_info") or {}
+        sent = await _adapters(recipe, pool, server)
     except (UnavailableError, RefusedError) as trouble:
         raise RolloutError(f"{pool.owner}: {trouble}; start the worker or correct its URL.") from None
     check_config(server.url, info, form.get("text_config", form))
-    return Finding("ok", WORKERS, f"{server.url} serves {info.get('model_path')}")
+    return Finding("ok", WORKERS, f"{server.url} serves {info.get('model_path')}{sent}")
+
+
+async def _adapters(recipe: Recipe, pool: HTTPPool, server: Server) -> str:
+    """How it is sent the recipe's adapters, if that trains some, as the end of a sentence. Raises
+    `RolloutError` where the recipe wants them alone and it was not started for that, and as `HTTPPool.ask`.
+    """
+    from opd.pipelines.stages.served_engine import LACKS
+
+    engine, lora = recipe.rollout.engine, recipe.model.lora
+    if lora is None or not isinstance(engine, ServedEngineConfig):
+        return ""
+    reason = recipe.merged_because
+    if reason is None and (lacks := await LACKS[engine.program](pool, server, lora)) is not None:
+        reason = f"it was not started with {lacks}"
+        if engine.lora == "adapters":
+            raise RolloutError(
+                f"{server.url} takes no adapters: {reason}; set rollout.engine.lora to merged."
+            )
+    return ", with adapters alone" if reason is None else f", with adapters merged into all weights: {reason}"
 
 
 async def _visit_vllm(recipe: Recipe, pool: HTTPPool, server: Server, form: dict[str, Any]) -> Finding:
@@ -101,16 +148,17 @@ async def _visit_vllm(recipe: Recipe, pool: HTTPPool, server: Server, form: dict
     from opd.rollout.served_engine import ServedModel
     from opd.rollout.vllm_workers import VLLMVerbs
     from opd.rollout.weight_proof import check_config
-    from opd.served.http_pool import RefusedError, UnavailableError
+    from opd.served.http_client import RefusedError, UnavailableError
     from opd.served.vllm_answers import model_of
 
     mode = mode_of(recipe)
     verbs = VLLMVerbs(ServedModel(0, recipe.rollout.max_sequence), mode)
-    verbs.pool = pool
+    verbs.use(pool)
     try:
         await verbs.check_settings(server)
         path, _ = model_of(await pool.ask(server, "GET", "/v1/models"))
+        sent = await _adapters(recipe, pool, server)
     except (UnavailableError, RefusedError) as trouble:
         raise RolloutError(f"{pool.owner}: {trouble}; start the worker or correct its URL.") from None
     check_config(server.url, {"model_path": path}, form.get("text_config", form))
-    return Finding("ok", WORKERS, f"{server.url} serves {path}, with {mode}")
+    return Finding("ok", WORKERS, f"{server.url} serves {path}, with {mode}{sent}")

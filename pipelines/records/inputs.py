@@ -20,9 +20,11 @@ def given_inputs(recipe: Recipe) -> Given:
     """The digest of every file of `recipe`'s own models, tokenizer, data and code that a stage may read.
 
     Weights that a folder's `checksums.json` lists are not read for it: who loads them compares them. Raises
-    `CheckpointError`, `DataError` or `StorageError` for what cannot be read.
+    `CheckpointError`, `DataError` or `StorageError` for what cannot be read, and `SandboxError` for an image
+    that is not there.
     """
     given = {where: _digests(source) for where, source in _sources(recipe)}
+    given |= {where: {image: _image(image)} for where, image in _images(recipe).items()}
     code = {where: _code(path) for where, path in user_code(recipe).items()}
     return given | {where: files for where, files in code.items() if files}
 
@@ -135,6 +137,23 @@ def _sources(recipe: Recipe) -> Iterator[tuple[str, str]]:
     for name, sft in recipe.demonstrated().items():
         files[f"domains.{name}.sft.source" if name else "sft.source"] = sft.source
     yield from ((where, source) for where, source in files.items() if Path(source).is_file())
+
+
+def _images(recipe: Recipe) -> dict[str, str]:
+    """Key of the recipe -> image in which an environment's tools run."""
+    scored = {f"domains.{name}": own for name, own in recipe.domains.items()}
+    scored |= {f"evaluation.sets.{name}": own for name, own in recipe.of_sets().domains.items()}
+    return {
+        f"{where}.environment.params.sandbox.image": own.environment.image
+        for where, own in scored.items()
+        if own.environment is not None and own.environment.image is not None
+    }
+
+
+def _image(name: str) -> str:
+    from opd.environments.sandbox.containers import digest_of_image
+
+    return digest_of_image(name)
 
 
 def _digests(source: str) -> dict[str, str]:

@@ -18,6 +18,7 @@ downloaded/TEACHER/              published teachers of the recipe as Hugging Fac
 weights_cache/NODE/              what a node has read of teachers in object stores, until the run has ended
 logs/ACTOR.log                   what each actor of `launch: ray` said
 logs/servers/GROUP-N.log         what each server said that the run has started
+logs/servers/.key                what these servers ask for: for the user of the run alone
 results.json  report.html
 
 A run that goes on otherwise than it did forgets responses. A step is repeated with those that were written

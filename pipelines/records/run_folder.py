@@ -426,7 +426,7 @@ class RunFolder(Layout):
         now = written(recipe)
         now["runtime"]["threads"] = self.threads(recipe)
         # The rest stays as it was written, so that its digest holds for other releases too.
-        stays = fixed(now if any(not change.free for change in changes) else started)
+        stays = fixed(now if any(change.path[0] not in FREE for change in changes) else started)
         config = stays | {key: now[key] for key in FREE}
         if changes:
             self._record_settings(recipe, changes, config)
@@ -532,7 +532,7 @@ class RunFolder(Layout):
         for change in compared(before, written(located(recipe))):
             moved = change.name in paths and self._gives_the_same(change.name, recipe)
             if change.free or moved:
-                found += [change] if change.path[0] == "watch" else []
+                found += [change] if change.recorded and not moved else []
                 continue
             require(run, recipe, change, accepted, progress)
             found.append(change)

@@ -1,9 +1,11 @@
 """What a recipe may say otherwise while its run goes on, and in which stages that counts.
 
-How and where a run goes, and what watches it, may always change (`FREE`). With `--accept-changed-settings` so
-may what every step reads anew and nothing was made of: rates, coefficients, bounds, how often something is
-measured, how tokens are drawn. Models, domains, the order of prompts, seeds and shapes stay: what is on disk
-hangs on them. A change counts in stages that are not done, from the checkpoint on that each goes on from.
+How and where a run goes, and what watches it, may always change (`FREE`); so may where its inference servers
+are and how they are started, asked and sent weights (`Change.serves`), which prove what they are. With
+`--accept-changed-settings` so may what every step reads anew and nothing was made of: rates, coefficients,
+bounds, how often something is measured, how tokens are drawn, the numbers in which servers compute. Models,
+domains, the order of prompts, seeds and shapes stay: what is on disk hangs on them. A change counts in stages
+that are not done, from the checkpoint on that each goes on from.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from opd.config import Recipe
 from opd.config.hub_names import told
 from opd.config.load import path_keys
 from opd.config.rewards import HOW_ASKED
+from opd.config.teachers import ServerConfig
 from opd.errors import RunFolderError
 from opd.redact import redacted
 
@@ -26,11 +29,21 @@ FREE = ("runtime", "run_dir", "launch", "train", "watch")
 ACCEPT_SETTINGS = "--resume --accept-changed-settings"
 """How a command is told to go on with other settings than the run was started with."""
 
-_WHERE_SERVED = [
-    (name,)
-    for name in ("count", "tensor_parallel", "devices", "start_seconds", "silence_seconds", "restarts")
-]
-"""Of a group of servers: where and how many, not what they compute."""
+_REACHED = frozenset(ServerConfig.model_fields)
+"""Where servers are and how patiently they are asked."""
+_SENT = frozenset(("sync", "folder", "host"))
+"""How the student's servers get its weights, to the last bit."""
+_COMPUTED = (
+    "dtype",
+    "quantization",
+    "kv-cache-dtype",
+    "torchao-config",
+    "quantization-param-path",
+    "json-model-override-args",
+    "hf-overrides",
+)
+"""Arguments of a server by which it computes other numbers on purpose, from weights that it has proved."""
+_COMPUTES = rf"arguments\.({'|'.join(_COMPUTED)})"
 
 _OPTIM = r"optim\.(lr|schedule|warmup_steps|final_lr_fraction|weight_decay|max_grad_norm)"
 _CLIP = r"(clip_low|clip_high|dual_clip|correction(\..+)?)"
@@ -79,7 +92,26 @@ class Change:
     @property
     def free(self) -> bool:
         """Whether it may change without anybody's leave."""
-        return self.path[0] in FREE or (self.path[0] == "servers" and self.path[2:3] in _WHERE_SERVED)
+        return self.path[0] in FREE or self.serves
+
+    @property
+    def serves(self) -> bool:
+        """Whether it is about where servers are, and how they are started, asked and given weights: whatever
+        it is, what they compute is proved before they are used.
+        """
+        match self.path:
+            case ("servers", _, "arguments", name):
+                return name not in _COMPUTED
+            case ("teachers", _, name):
+                return name in _REACHED
+            case ("rollout", "engine", name):
+                return name in _REACHED | _SENT
+        return self.path[0] == "servers"
+
+    @property
+    def recorded(self) -> bool:
+        """Whether the run keeps that it was another before."""
+        return not self.free or self.serves or self.path[0] == "watch"
 
     @property
     def draws(self) -> bool:
@@ -96,7 +128,7 @@ class Change:
         checkpoint was then written, but for its first step, by weights that do not come again.
         """
         if self.path[0] != "watch":
-            return not _ASIDE.fullmatch(self.path[-1])
+            return not self.serves and not _ASIDE.fullmatch(self.path[-1])
         rule = (recipe.watch or {}).get(self.path[1]) if len(self.path) > 1 else None
         said = json.dumps([side for side in (self.old, self.new) if side is not NOTHING])
         return "lower_rate" in said or (rule is not None and rule.action == "lower_rate")
@@ -117,13 +149,32 @@ class _Place:
     """Stages that read them; one that ends with a dash stands for all that begin so."""
 
 
+def _of_servers(recipe: Recipe, everywhere: tuple[str, ...]) -> dict[tuple[str, ...], _Place]:
+    """The groups of teachers' and servers' settings; `everywhere`: the stages in which the student writes."""
+    places: dict[tuple[str, ...], _Place] = {}
+    for teacher, config in recipe.teachers.items():
+        learners = [
+            f"specialist-{name}"
+            for name in recipe.domains
+            if (opd := recipe.for_domain(name).specialist.opd) is not None and teacher in opd.weights
+        ]
+        stages = ("merge", "baseline-off_policy", *learners)
+        places[("teachers", teacher)] = _Place("(?!)", stages)
+        if isinstance(config, ServerConfig) and config.servers is not None:
+            places[("servers", config.servers)] = _Place(_COMPUTES, stages)
+    engine = recipe.rollout.engine
+    if isinstance(engine, ServerConfig) and engine.servers is not None:
+        places[("servers", engine.servers)] = _Place(_COMPUTES, everywhere)
+    return places
+
+
 def _place(recipe: Recipe, path: tuple[str, ...]) -> tuple[_Place, str]:
     """The group of a setting, and its name there."""
     everywhere = ("base", "sft-", "specialist-", "merge", "baseline-", "evaluate")
     learners = tuple(
         f"specialist-{name}" for name in recipe.domains if recipe.domains[name].specialist is None
     )
-    places: dict[tuple[str, ...], _Place] = {
+    places = _of_servers(recipe, everywhere) | {
         ("specialist",): _Place(_SPECIALIST, (*learners, "baseline-mixed_grpo", "baseline-mixed_grpo_all")),
         ("distill",): _Place(_MERGE, ("merge", "baseline-off_policy")),
         ("base",): _Place(_SFT, ("base",)),
@@ -213,7 +264,9 @@ class Recorded:
     @property
     def measures_otherwise(self) -> bool:
         """Whether an evaluation would find other numbers with it."""
-        return "rollout." in self.field or _JUDGES.search(self.field) is not None
+        draws = re.search(r"(^|\.)rollout\.(?!engine\.)", self.field) is not None
+        computes = re.fullmatch(rf"servers\..+\.{_COMPUTES}", self.field) is not None
+        return draws or computes or _JUDGES.search(self.field) is not None
 
     @classmethod
     def of(cls, recipe: Recipe, change: Change, progress: Progress, time: str) -> Recorded:

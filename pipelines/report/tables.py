@@ -57,7 +57,7 @@ BYTES = {
     "cached_bytes": "Taken from copies on the node in place of the stores",
     "weight_bytes_peak": "Weights in memory at once, at most",
     "rollout/kv_saved_bytes": "Keys and values kept",
-    "rollout/pushed_bytes": "Weights given to the engines",
+    "rollout/pushed_bytes": "Weights sent to the engines",
 }
 SECONDS = {"stall_seconds": "Waited for layers and heads", "rollout/log_seconds": "Waited for the log"}
 

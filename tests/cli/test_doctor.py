@@ -23,8 +23,8 @@ from opd.models.checkpoint import save_checkpoint
 from opd.models.tokenizers import character_tokenizer
 from opd.pipelines.cli import main
 from opd.pipelines.commands.publish import publish_checkpoint
-from opd.pipelines.doctor import estimate
-from opd.pipelines.doctor.checks import check_domains, check_ranks, check_sizes
+from opd.pipelines.doctor import checks, estimate
+from opd.pipelines.doctor.checks import check_domains, check_extras, check_ranks, check_sizes
 from opd.pipelines.doctor.estimate import (
     answers_asked,
     answers_held,
@@ -224,6 +224,17 @@ def test_a_chat_template_without_a_generation_prompt_is_told(student, tmp_path):
     mine = with_template(student, tmp_path / "mine", headless)
     (told,) = warnings(examine(chat_recipe(mine, mine, tmp_path), thorough=False), "chat template")
     assert "prompts end before 'assistant', which the model would have to write" in told
+
+
+@pytest.mark.parametrize("shows", [True, False])
+def test_a_chat_template_that_ignores_the_tools_is_told(student, tmp_path, shows):
+    mine = with_template(student, tmp_path / "mine", "{{ tools | length if tools }}" * shows + TEMPLATE)
+    settings = chat_recipe(mine, mine, tmp_path).model_dump()
+    settings["domains"]["chat"]["environment"] = {"type": "tools", "params": {"tools": ["calculator"]}}
+    found = examine(Recipe.model_validate(settings), thorough=False)
+    assert find(found, "error") == {}
+    told = [one for one in warnings(found, "tools chat") if "the chat template writes no tools" in one]
+    assert len(told) == (not shows)
 
 
 def test_a_turn_that_ends_where_no_response_does_is_found_early(student, tmp_path):
@@ -991,3 +1002,29 @@ def test_adapters_that_are_larger_than_what_they_change_are_a_warning(tmp_path, 
     recipe = make_recipe(tmp_path, model={"config": LLAMA, "lora": {"rank": rank}})
     found = find(examine(recipe, thorough=False), "warning")
     assert ("model.lora.rank" in found) == warned
+
+
+SERVED = {"type": "sglang", "servers": "own"}
+
+
+@pytest.mark.parametrize(
+    ("lacks", "extra", "changes"),
+    [
+        ("peft", "lora", {"model": {"lora": {}, "config": {"model_type": "llama"}}}),
+        ("orjson", "sglang", {"servers": {"own": {}}, "rollout": {"engine": SERVED}}),
+        ("aiohttp", "sglang", {"servers": {"own": {}}, "teachers": {"sort": SERVED}}),
+        ("deepspeed", "deepspeed", {"train": {"backend": "deepspeed"}}),
+        ("megatron", "megatron", {"train": {"backend": "megatron"}}),
+    ],
+)
+def test_an_extra_that_is_not_installed_is_named_before_anything_is_started(
+    student, tmp_path, monkeypatch, lacks, extra, changes
+):
+    monkeypatch.setattr(checks, "find_spec", lambda name: None if name == lacks else SimpleNamespace())
+    recipe = make_recipe(student, **changes)
+    [finding] = check_extras(recipe)
+    assert (finding.level, finding.title) == ("error", f"extra {extra}")
+    assert f"pip install 'opd[{extra}]'" in finding.detail
+    assert finding in examine(recipe, run_dir=tmp_path / "run", thorough=False)
+    assert check_extras(make_recipe(student, **changes, launch="ray")) == []
+    assert check_extras(make_recipe(student)) == []

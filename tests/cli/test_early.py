@@ -1,5 +1,6 @@
 """What `opd run` and `opd doctor` say before any library of models is imported or anything is trained."""
 
+import json
 import os
 import re
 import subprocess
@@ -293,11 +294,25 @@ def test_a_wrong_source_brings_no_second_sentence(tmp_path, capsys):
 
 
 LIGHT = """
-import sys
+import json, sys
 from opd.pipelines.cli import main
-status = main(sys.argv[1:])
-print(status, sorted({"torch", "transformers", "matplotlib"} & set(sys.modules)))
+for words in json.loads(sys.argv[1]):
+    status = main(words)
+    print(status, sorted({"torch", "transformers", "matplotlib"} & set(sys.modules)))
 """
+REFUSED = [
+    ["--distill.steps", "many"],
+    ["--domains.sort.source", "procedral:sort"],
+    ["--domains.sort.source", "gone.jsonl", "--domains.sort.reward", "early_rewards:of_length"],
+    ["--domains.sort.reward", "gone:x"],
+    ["--domains.sort.reward", "early_rewards:needs_a_number"],
+    ["--domains.sort.reward", "early_rewards_that_exit:x"],
+    ["--specialist.advantage", "{type: custom, path: gone:x}"],
+    ["--storage.published", "memory://x"],
+    ["--runtime.threads", "4000"],
+    ["--out", "."],
+    ["--out", "early_rewards.py/run"],
+]
 
 
 def test_a_reward_that_ends_the_process_is_no_success(tmp_path):
@@ -311,37 +326,24 @@ def test_a_reward_that_ends_the_process_is_no_success(tmp_path):
     assert result.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["--distill.steps", "many"],
-        ["--domains.sort.source", "procedral:sort"],
-        ["--domains.sort.source", "gone.jsonl", "--domains.sort.reward", "early_rewards:of_length"],
-        ["--domains.sort.reward", "gone:x"],
-        ["--domains.sort.reward", "early_rewards:needs_a_number"],
-        ["--domains.sort.reward", "early_rewards_that_exit:x"],
-        ["--specialist.advantage", "{type: custom, path: gone:x}"],
-        ["--storage.published", "memory://x"],
-        ["--runtime.threads", "4000"],
-        ["--out", "."],
-        ["--out", "early_rewards.py/run"],
-    ],
-)
-def test_a_cheap_refusal_imports_no_library_of_models(tmp_path, words):
+def test_a_cheap_refusal_imports_no_library_of_models(tmp_path):
     write_recipe(tmp_path / "recipe.yaml")
     (tmp_path / "early_rewards_that_exit.py").write_text("raise SystemExit(0)")
-    words = ["run", "recipe.yaml", *([] if "--out" in words else ["--out", "run"]), *words]
+    given = [
+        ["run", "recipe.yaml", *([] if "--out" in words else ["--out", "run"]), *words] for words in REFUSED
+    ]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     result = subprocess.run(
-        [sys.executable, "-c", LIGHT, *words],
+        [sys.executable, "-c", LIGHT, json.dumps(given)],
         cwd=tmp_path,
         env=environment,
         capture_output=True,
         text=True,
         check=True,
     )
-    assert result.stdout == "2 []\n", result.stdout + result.stderr
-    assert result.stderr.count("\n") == 1
+    said = dict(zip(map(str, REFUSED), result.stdout.splitlines(), strict=True))
+    assert said == dict.fromkeys(map(str, REFUSED), "2 []"), result.stderr
+    assert result.stderr.count("\n") == len(REFUSED), result.stderr
 
 
 @pytest.mark.parametrize(

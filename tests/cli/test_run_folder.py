@@ -432,6 +432,69 @@ def test_rules_change_without_leave_and_are_recorded(tmp_path: Path):
             assert (off.field, off.new) == ("watch.dead_groups", None)
 
 
+GROUP = {"arguments": {"dtype": "bfloat16", "context-length": 128}, "count": 1}
+ASKED = {"type": "sglang", "path": "x", "signal": "topk"}
+OWN = {
+    "servers": {"own": GROUP},
+    "teachers": {"t": {**ASKED, "servers": "own"}, "u": {**ASKED, "urls": ["http://a:1"]}},
+    "domains": {"sort": {"source": "procedural:sort", "teacher": {"t": 1.0, "u": 1.0}}},
+    "rollout": {"engine": {"type": "sglang", "urls": ["http://b:1"], "sync": "disk"}},
+}
+
+
+def moved() -> dict[str, Any]:
+    """As `OWN`, but for where its servers are, how they are started, and how they are asked."""
+    started = {"arguments": {"dtype": "bfloat16", "mem-fraction-static": 0.5}, "count": 2}
+    group = started | {"command": ["serve"], "environment": {"A": "b"}, "silence_seconds": 9}
+    asked = {"urls": ["http://c:1", "http://d:1"], "urls_file": "more", "api_key_env": "KEY", "patience": 9}
+    teachers = {"t": OWN["teachers"]["t"], "u": {**ASKED, **asked, "timeout": 7}}
+    engine = {"type": "sglang", "servers": "writers", "folder": "/shared", "max_in_flight_tokens": 9}
+    return OWN | {
+        "servers": {"own": group, "writers": {}},
+        "teachers": teachers,
+        "rollout": {"engine": engine},
+    }
+
+
+def test_where_servers_are_and_how_they_are_started_changes_without_leave_and_is_recorded(tmp_path: Path):
+    path = tmp_path / "run"
+    begun(path, make_recipe(**OWN), {"step": 6}, "merge")
+    folder = RunFolder.attach(path)
+    measured, log = measured_as(folder), folder.wal("merge") / "0.log"
+    log.parent.mkdir(parents=True)
+    log.touch()
+    for _ in range(2):
+        with RunFolder.resume(path, make_recipe(**moved())) as folder:
+            found = {change.field: change for change in folder.setting_changes}
+            assert len(found) == len(folder.setting_changes)
+            assert measured_as(folder) == measured
+            assert folder.read_config()["servers"]["own"]["command"] == ["serve"]
+    command, sync = found["servers.own.command"], found["rollout.engine.sync"]
+    assert (command.old, command.new, command.stages["merge"]) == ([], ["serve"], 6)
+    assert (sync.old, sync.new) == ("disk", None)
+    assert {"teachers.u.urls", "servers.own.arguments.context-length", "servers.writers"} <= found.keys()
+    assert log.exists(), "what was written is written as it would be now"
+
+
+def test_the_numbers_in_which_a_server_computes_change_where_that_is_asked_for(tmp_path: Path):
+    path = tmp_path / "run"
+    begun(path, make_recipe(**OWN), {"step": 6}, "merge")
+    measured = measured_as(RunFolder.attach(path))
+    exact = make_recipe(**OWN | {"servers": {"own": {"arguments": {"dtype": "float32"}}}})
+    with pytest.raises(RunFolderError, match=r"own\.arguments\.dtype = .* --accept-changed-settings, or"):
+        RunFolder.resume(path, exact)
+    with RunFolder.resume(path, exact, Accepted(settings=True)) as folder:
+        assert {change.field for change in folder.setting_changes} == {
+            "servers.own.arguments.dtype",
+            "servers.own.arguments.context-length",
+        }
+        assert measured_as(folder) != measured
+    for key, other in (("signal", "sampled"), ("checksum", "y")):
+        teachers = {**OWN["teachers"], "u": {**OWN["teachers"]["u"], key: other}}
+        with pytest.raises(RunFolderError, match=rf"teachers\.u\.{key} = .* which stays as it is"):
+            RunFolder.resume(path, make_recipe(**OWN | {"teachers": teachers}), Accepted(settings=True))
+
+
 def test_a_change_survives_a_kill_between_its_two_files(tmp_path: Path):
     path = tmp_path / "run"
     begun(path, make_recipe(), {"step": 6})

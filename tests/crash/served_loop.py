@@ -397,6 +397,7 @@ def main() -> int:
             start_seconds=1500.0,
             silence_seconds=30.0,
             restarts=told.faults,
+            key=False,  # what is asked here goes through a proxy, and is the same with one
         )
         group = StartedGroup.begin("served", config, models["a"], root / "logs")
         hidden = {Path(server._hidden) for server in group.servers}

@@ -176,6 +176,7 @@ def test_the_files_of_a_stage_that_was_stopped(stopped, tmp_path):
         assert letters <= set(known.get(cell) or "FMH"), cell
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_difficulty_that_was_measured(measured, tmp_path):
     known = expected("measured")

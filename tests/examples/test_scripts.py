@@ -27,6 +27,8 @@ SCRIPTS = {
     "examples/served/run.sh": "sglang",
 }
 EXTRA = {**SCRIPTS, "tests/run.sh": "test", "examples/install.sh": "core"}
+ALIKE = set(EXTRA) - {"examples/quickstart.sh", "examples/served/run.sh", "tests/run.sh"}
+"""What is asked of these is asked of the others with `--long` alone."""
 LOCKED = "linux x86_64 3 11"
 STUB = """#!{real} -IS
 import json, os, pathlib, shutil, subprocess, sys
@@ -137,7 +139,9 @@ def installed(calls: list[list[str]]) -> list[list[str]]:
     return [words for words in calls if words[0] == "python" and words[2:3] in (["pip"], ["uv"])]
 
 
-@pytest.mark.parametrize("script", EXTRA)
+@pytest.mark.parametrize(
+    "script", [pytest.param(one, marks=[pytest.mark.long] * (one in ALIKE)) for one in EXTRA]
+)
 def test_a_fresh_checkout_installs_the_scripts_own_extra_from_the_lock(copy, script):
     fresh(copy)
     arguments = () if script.endswith("install.sh") else ("--seed", "1", "--out", "runs/mine")

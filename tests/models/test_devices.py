@@ -15,7 +15,7 @@ from opd.models.attention import AttentionCall, causal_attention, kernels_share_
 from opd.models.causal_lm import torch_device
 from opd.pipelines.launch.machine import settle
 from opd.rollout import sglang_workers
-from opd.served.http_pool import Server
+from opd.served.http_client import Server
 from opd.teachers.layer_stream import LayerStream, in_background
 
 

@@ -21,7 +21,7 @@ from opd.models import fused_attention
 from opd.models.attention import AttentionCall, PackedAttention
 from opd.models.fused_attention import BLOCK, Form, fault, flash, flex, kernel_for, visible
 
-RAGGED = [1, 2000, 0, 130, 1, 5, 128]
+RAGGED = [1, 700, 0, 130, 1, 5, 128]
 FLAT = [256, 256]
 SHORT = [1] * 60 + [3, 0, 90]
 LONG = pytest.mark.long
@@ -215,7 +215,9 @@ def form(kernel: str = "flex", dtype: torch.dtype = torch.float32, **options) ->
     return Form(kernel, torch.device("cpu"), dtype, **given | options)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, pytest.param(torch.float16, marks=pytest.mark.long), torch.bfloat16]
+)
 @pytest.mark.parametrize("capped", [False, True])
 @pytest.mark.parametrize("windowed", [False, True])
 def test_a_right_kernel_passes_its_proof(differentiable, flash_here, dtype, capped, windowed):

@@ -106,7 +106,7 @@ MODELS = {
 
 
 @pytest.mark.filterwarnings("ignore:Initializing zero-element")
-@pytest.mark.parametrize("role", ["model", "teacher"])
+@pytest.mark.parametrize("role", [pytest.param("model", marks=pytest.mark.long), "teacher"])
 def test_wrong_model_folders(tmp_path, whole, role):
     faults = []
     for name, change in MODELS.items():

@@ -124,7 +124,11 @@ def now_and_then(sample) -> float:
 
 
 @pytest.mark.parametrize(
-    ("changes", "reward"), [(PPO | {"critic": {"warmup_steps": 2}}, "ones"), ({}, "now_and_then")]
+    ("changes", "reward"),
+    [
+        (PPO | {"critic": {"warmup_steps": 2}}, "ones"),
+        pytest.param({}, "now_and_then", marks=pytest.mark.long),
+    ],
 )
 def test_weights_that_stay_as_they_are_do_not_age(base, tmp_path, changes, reward):
     """In a critic's warm-up, and in a step without signal: what is written next is as new as can be."""

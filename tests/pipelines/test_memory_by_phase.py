@@ -169,9 +169,13 @@ STAGES: dict[str, tuple[str, dict[str, Any]]] = {
     "critic": ("specialist-sort", {"specialist": gae()}),
     "off policy": ("baseline-off_policy", {"baselines": {"methods": ["off_policy"]}}),
 }
+LONG = {"answers of teachers", "bfloat16", "off policy"}
+"""With `--long` alone."""
 
 
-@pytest.mark.parametrize("kind", STAGES)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(name, marks=[pytest.mark.long] * (name in LONG)) for name in STAGES]
+)
 def test_weights_stay_the_same_bit_for_bit(models, tmp_path, kind):
     stage, changes = STAGES[kind]
     plain = recipe_of(models).model_dump(mode="json", exclude_none=True)

@@ -39,6 +39,7 @@ def test_the_log_is_used_by_default():
     assert log.fsync == "interval"
 
 
+@pytest.mark.long
 def test_the_cost_of_the_log_is_in_metrics_results_and_report(logged):
     path, done = logged
     seconds = done["counters"]["rollout/log_seconds"]

@@ -148,6 +148,7 @@ def test_side_by_side_gives_the_same_weights(finished, tmp_path):
     assert digests(tmp_path / "run") == digests(finished)
 
 
+@pytest.mark.long
 def test_another_seed_gives_other_weights(finished, tmp_path):
     recipe = tiny_recipe(seed=1)
     with RunFolder.create(tmp_path / "run", recipe) as folder:

@@ -91,7 +91,7 @@ def alone(trained, tmp_path_factory):
         pytest.param("megatron stages", "kl", {}, marks=more),
         pytest.param("megatron stages", "reward", DISK, marks=more),
         pytest.param("fsdp", "soft labels", {}, marks=more),
-        ("fsdp", "reward", DISK),
+        pytest.param("fsdp", "reward", DISK, marks=more),
         pytest.param("fsdp", "kl", DISK, marks=more),
         pytest.param("megatron", "reward", DISK, marks=more),
         pytest.param("deepspeed", "k1", DISK, marks=more),

@@ -265,7 +265,9 @@ def test_a_run_of_both_kinds_of_domains(models, tmp_path, kept):
     assert "sort" in render(found)
 
 
-@pytest.mark.parametrize(("loss", "critic"), [("k1", False), ("full", False), ("k1", True)])
+@pytest.mark.parametrize(
+    ("loss", "critic"), [pytest.param("k1", False, marks=pytest.mark.long), ("full", False), ("k1", True)]
+)
 def test_a_run_in_memory_and_on_disk(models, tmp_path, loss, critic):
     """The same weights; a reward that says nothing ends no run that has a teacher, and metrics name it."""
     ends = []
@@ -327,6 +329,7 @@ def test_what_refills_a_step_is_told_to_teachers_at_once(models, tmp_path, monke
     assert ["kl/mean" in row for row in rows] == [False, True]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_specialist_with_a_teacher_learns_faster(tmp_path):
     """At equal steps, prompts and answers, of a rate at which rewards alone teach it nothing."""

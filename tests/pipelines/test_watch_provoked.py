@@ -234,6 +234,7 @@ def another_every_step(sample) -> float:
     return sample.text[:3].count(str(asked(sample) // 8 % 10)) / 3
 
 
+@pytest.mark.long
 def test_steps_that_are_too_large(base, tmp_path):
     own = {"optim": {"lr": 0.02, "schedule": "constant"}, "epochs": 4, "minibatches": 4, "entropy_coef": 0.3}
     fired, _ = flags_of(tmp_path / "run", recipe_of(base, "another_every_step", specialist=own))
@@ -245,6 +246,7 @@ def now_three_now_seven(sample) -> float:
     return sample.text[:3].count("37"[asked(sample) // 32 % 2]) / 3
 
 
+@pytest.mark.long
 def test_steps_without_a_bound(base, tmp_path):
     """Many passes over the same responses, and no clip that holds them."""
     own = {"steps": 6, "prompts_per_step": 32, "group_size": 8, "epochs": 16, "minibatches": 1}
@@ -259,6 +261,7 @@ def outlying(sample) -> float:
     return luck(sample) * (1000.0 if asked(sample) >= 8 * 11 else 1.0)
 
 
+@pytest.mark.long
 def test_rewards_in_another_unit(base, tmp_path):
     own = {"optim": {"lr": 0.003}, "entropy_coef": 0.1, "advantage": {"type": "dr_grpo"}}
     fired, rows = flags_of(tmp_path / "run", recipe_of(base, "outlying", specialist=own))
@@ -284,7 +287,7 @@ ALL_METRICS = {
 }
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in (1, 2))])
 def test_a_healthy_run_fires_none(base, tmp_path, seed):
     """With every metric that a rule asks for, but a critic's, which one of them has."""
     evaluation = {"prompts_per_domain": 20, "curve_prompts": 10, "base_kl_every": 1}
@@ -306,7 +309,7 @@ def test_a_healthy_run_fires_none(base, tmp_path, seed):
 @pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in (1, 2))])
 def test_the_quick_start_fires_none(tmp_path, seed):
     """The committed recipe, all its stages."""
     recipe = load_recipe(

@@ -27,7 +27,7 @@ def test_the_types_agree():
     assert "0 errors" in found, found[-8000:]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_benchmarks_and_examples_call_what_is_there(tmp_path):
     """Of those that take minutes nobody would notice."""
     here = Path(os.path.relpath(ROOT, tmp_path))

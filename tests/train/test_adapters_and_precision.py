@@ -224,7 +224,7 @@ def movement(name: str, lr: float, dtype: str, precision: str = "mixed") -> torc
         return learnt(backend) - first
 
 
-@pytest.mark.parametrize("lr", [1e-6, 1e-5, 1e-4])
+@pytest.mark.parametrize("lr", [1e-6, *(pytest.param(lr, marks=pytest.mark.long) for lr in (1e-5, 1e-4))])
 @pytest.mark.parametrize("name", ALONE_PRECISE)
 def test_training_in_bfloat16_moves_the_weights_as_float32_does(name, lr):
     exactly = movement("torch, adapters" if "adapters" in name else "torch", lr, "float32")

@@ -41,7 +41,7 @@ MODELS = {
     "adapters": {"model": "tied", "lora": True},
     "adapters on bfloat16": {"model": "files", "lora": True, "dtype": "bfloat16"},
 }
-LONG = {"masters", "adapters"}
+LONG = {"masters", "adapters", "adapter", "adapters on bfloat16"}
 """With `--long` alone."""
 STAGES = {
     "adapters on stages": {
