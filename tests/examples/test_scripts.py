@@ -61,12 +61,14 @@ def copy(tmp_path: Path) -> Path:
     shutil.copy(ROOT / "tests" / "run.sh", root / "tests")
     shutil.copy(ROOT / "pyproject.toml", root)
     shutil.copytree(ROOT / ".ci" / "requirements", root / ".ci" / "requirements")
-    for folder in (root / ".venv" / "bin", root / "sglang" / "venv" / "bin"):
+    for environment in (".venv", "sglang/venv", "vllm/venv"):
+        folder = root / environment / "bin"
         folder.mkdir(parents=True)
         for name in ("python", "opd"):
             (folder / name).write_text(STUB.format(real=sys._base_executable, calls=str(root / "calls")))
             (folder / name).chmod(0o755)
-    (root / "sglang" / "ready").touch()
+    for servers in ("sglang", "vllm"):
+        (root / servers / "ready").touch()
     for made in ("model/config.json", "data/words.jsonl"):  # by an earlier run of real_model/
         (root / "runs" / "real-model-inputs" / made).parent.mkdir(parents=True)
         (root / "runs" / "real-model-inputs" / made).touch()
@@ -81,8 +83,9 @@ def call(root: Path, script: str, *arguments: str, platform: str = LOCKED) -> li
     done = subprocess.run(
         ["bash", str(root / script), *arguments],
         env=os.environ
-        | {"OPD_SGLANG_ENV": str(root / "sglang"), "PYTHON": str(root / "stub" / "python")}
-        | {"PLATFORM": platform},
+        | {"OPD_SGLANG_ENV": str(root / "sglang"), "OPD_VLLM_ENV": str(root / "vllm")}
+        | {"XDG_CACHE_HOME": str(root / "cache")}  # what a stub would install stays here
+        | {"PYTHON": str(root / "stub" / "python"), "PLATFORM": platform},
         cwd=root.parent,
         capture_output=True,
         text=True,
