@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import count, pairwise
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,19 @@ _WORD = 2**64 - 1
 FEW, HELD_STEPS = 8, 4
 """Requests that come to a batch more than so many times as large wait for others, for so many steps at most:
 every pass over some that come costs the same beside its tokens, and the running ones wait for it."""
+
+
+PARTS = 4
+"""Bands at most."""
+WORTH = 1 << 20
+"""Bytes of a layer that one more band has to save: about what its products cost before they begin."""
+AHEAD = 4
+"""Steps for which an order of slots counts: others come about as often."""
+COPIES = 3
+"""Reads that copying a position to another slot costs."""
+SAME = 16
+"""Slots whose tokens differ by less do not change places."""
+NO_SLOTS = np.zeros(0, dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -349,21 +362,87 @@ class RunningBatch:
         source = np.flatnonzero(running[remaining:]) + remaining
         target = np.flatnonzero(~running[:remaining])
         if source.size:
-            self._move(source, target)
+            self.move(source, target)
         del self.uids[remaining:]
         self.size = remaining
         return source, target
 
     def arrange(self, rows: Sequence[int]) -> None:
         """Put the requests of the slots `rows`, which are all from one on, in this order."""
-        first = self.size - len(rows)
-        self._plan = None
-        self._move(np.asarray(rows), np.arange(first, self.size))
+        self.move(np.asarray(rows), np.arange(self.size - len(rows), self.size))
 
-    def _move(self, source: np.ndarray, target: np.ndarray) -> None:
+    def move(self, source: np.ndarray, target: np.ndarray) -> None:
         """What lies in the slots `source` goes to `target`, which may be the same in another order."""
+        self._plan = None
         for column in (self._integers, self._reals, self.tokens):
             column[target] = column[source]
         self.noise.move(source, target)
         for new, uid in zip(target, [self.uids[old] for old in source], strict=True):
             self.uids[new] = uid
+
+
+@dataclass(frozen=True, slots=True)
+class Band:
+    """Neighbouring slots that are read together.
+
+    A decode step multiplies slices of the cache and reads for every slot of a slice as many positions as its
+    fullest holds. Where requests begin at different times, or go on from contexts of different lengths as the
+    turns of episodes do, one slice for all reads about twice what there is; sorted, a few read little more
+    than that. All running requests grow alike, so an order lasts until some leave and others come.
+    """
+
+    first: int
+    stop: int
+    longest: int
+    """Tokens of the fullest."""
+
+    @property
+    def positions(self) -> int:
+        """How many are read."""
+        return (self.stop - self.first) * self.longest
+
+    def with_next(self, other: Band) -> Band:
+        """Both as one."""
+        return Band(self.first, other.stop, max(self.longest, other.longest))
+
+
+def bands_of(held: np.ndarray, position_bytes: int) -> list[Band]:
+    """How slots that hold `held` [B] tokens are read, each of them `position_bytes` in a layer."""
+    if int(held.max()) * len(held) * position_bytes <= WORTH:
+        return [Band(0, len(held), int(held.max()))]
+    quarters = [Band(first, stop, int(held[first:stop].max())) for first, stop in _quarters(len(held))]
+    found = quarters[:1]
+    for band in quarters[1:]:
+        both = found[-1].with_next(band)
+        if (both.positions - found[-1].positions - band.positions) * position_bytes < WORTH:
+            found[-1] = both
+        else:
+            found.append(band)
+    return found
+
+
+def better_order(held: np.ndarray, position_bytes: int) -> tuple[np.ndarray, np.ndarray]:
+    """(source, target): which slots move where, a permutation, so that the fullest come first; none unless
+    that saves more reading than it costs. `held` [B] as of `bands_of`.
+    """
+    before = bands_of(held, position_bytes)
+    if int(held.max()) * len(held) - int(held.sum()) < WORTH // position_bytes:
+        return NO_SLOTS, NO_SLOTS
+    ranked = np.argsort(-(held // SAME), kind="stable")
+    bounds = [stop for _, stop in _quarters(len(held))]
+    place = np.arange(len(held))
+    has, wants = np.searchsorted(bounds, place, "right"), np.empty_like(place)
+    wants[ranked] = has
+    strays = np.flatnonzero(has != wants)
+    source = strays[np.argsort(wants[strays], kind="stable")]
+    target = strays[np.argsort(has[strays], kind="stable")]
+    after = held.copy()
+    after[target] = held[source]
+    saved = sum(x.positions for x in before) - sum(x.positions for x in bands_of(after, position_bytes))
+    return (source, target) if saved * AHEAD > COPIES * int(held[source].sum()) else (NO_SLOTS, NO_SLOTS)
+
+
+def _quarters(rows: int) -> list[tuple[int, int]]:
+    """`PARTS` slices of about as many slots."""
+    bounds = sorted({rows * part // PARTS for part in range(PARTS + 1)})
+    return list(pairwise(bounds))

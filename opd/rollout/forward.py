@@ -26,7 +26,7 @@ from opd.kernels.head import Head
 from opd.kernels.projection import DecodeWeight, wide_product
 from opd.models.attention import AttentionCall, PackedAttention, Scores
 from opd.models.causal_lm import CausalLM, WeightsDigest, held_bytes
-from opd.rollout.batch import RunningBatch
+from opd.rollout.batch import Band, RunningBatch
 from opd.rollout.kv_cache import KVCache, LayerCache, PromptKV, Window
 from opd.rollout.sampling import sample
 
@@ -76,18 +76,21 @@ class Span:
 
     rows: int
     window: int
-    """Cached positions that are read."""
+    """Cached positions that are read, at most."""
     longest: int
     """Tokens of the fullest slot with its new one; at most `window`, which it is where only the device knows
     the positions."""
     equal: bool = False
     """Whether all hold as many."""
+    bands: tuple[Band, ...] = ()
+    """What is read of these slots, if it is not `window` positions of all."""
 
     @classmethod
     def of(cls, positions: np.ndarray, cache: KVCache) -> Span:
         """Of new tokens at `positions` [B]."""
-        longest = int(positions.max()) + 1
-        return cls(len(positions), cache.window(longest), longest, int(positions.min()) + 1 == longest)
+        longest, equal = int(positions.max()) + 1, int(positions.min()) == int(positions.max())
+        bands = () if equal else tuple(cache.bands(positions + 1))
+        return cls(len(positions), cache.window(longest), longest, equal, bands if len(bands) > 1 else ())
 
 
 class CachedAttention(ABC):
@@ -118,34 +121,44 @@ class DecodeAttention(CachedAttention):
         super().__init__(cache, positions)
         self._span = span
         self._slots = None if span.equal else torch.arange(span.rows, device=positions.device)
-        self._biases: dict[tuple[int | None, int], Tensor | None] = {}
+        self._parts = [(band.first, band.stop, cache.window(band.longest)) for band in span.bands]
+        if not span.bands:
+            self._parts = [(0, span.rows, span.window)]
+        self._biases: dict[tuple[int | None, int, int], Tensor | None] = {}
 
     def attend(self, cache: LayerCache, query: Tensor, key: Tensor, value: Tensor, form: Scores) -> Tensor:
         """`query` [B, H, d], `key` and `value` [B, Hkv, d] of the new tokens -> [B, H, dv]."""
-        window = cache.window(self._span.rows, self._span.window)
         if self._slots is None:
-            window.keys.select(2, self._span.longest - 1).copy_(key)
-            window.values.select(2, self._span.longest - 1).copy_(value)
+            rows, last = self._span.rows, self._span.longest - 1
+            cache.keys[:rows].select(2, last).copy_(key)
+            cache.values[:rows].select(2, last).copy_(value)
         else:
-            window.keys[self._slots, :, self.positions] = key
-            window.values[self._slots, :, self.positions] = value
-        return attend_cached(query, window, self._bias(form.window, window.keys), form)
+            cache.keys[self._slots, :, self.positions] = key
+            cache.values[self._slots, :, self.positions] = value
+        outputs = []
+        for first, stop, length in self._parts:
+            window = cache.window(first, stop, length)
+            bias = self._bias(form.window, first, window.keys)
+            outputs.append(attend_cached(query[first:stop], window, bias, form))
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
-    def _bias(self, sliding_window: int | None, keys: Tensor) -> Tensor | None:
-        """[B * Hkv or 1, 1, L]: 0 where a slot sees a position, else -inf; `None` if all see everything."""
-        case = (sliding_window, keys.shape[1])
+    def _bias(self, sliding_window: int | None, first: int, keys: Tensor) -> Tensor | None:
+        """[B * Hkv or 1, 1, L] for `keys` [B, Hkv, L, d] of the slots from `first` on: 0 where a slot sees a
+        position, else -inf; `None` if all see everything.
+        """
+        case = (sliding_window, keys.shape[1], first)
         if case not in self._biases:
-            self._biases[case] = self._make_bias(sliding_window, keys)
+            self._biases[case] = self._make_bias(sliding_window, first, keys)
         return self._biases[case]
 
-    def _make_bias(self, sliding_window: int | None, keys: Tensor) -> Tensor | None:
-        span = self._span
+    def _make_bias(self, sliding_window: int | None, first: int, keys: Tensor) -> Tensor | None:
+        span, length = self._span, keys.shape[2]
         if sliding_window is not None and sliding_window >= span.longest:
             sliding_window = None
-        if span.equal and sliding_window is None and span.window == span.longest:
+        if span.equal and sliding_window is None and length == span.longest:
             return None
-        column = torch.arange(span.window, device=keys.device)
-        last = self.positions[:1, None] if span.equal else self.positions[:, None]
+        column = torch.arange(length, device=keys.device)
+        last = self.positions[first : first + (1 if span.equal else len(keys)), None]
         hidden = column > last
         if sliding_window is not None:
             hidden |= column <= last - sliding_window

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from opd.errors import RolloutError, reason_of
 from opd.foreign import machine_memory, read_document
-from opd.rollout.batch import RunningBatch
+from opd.rollout.batch import PARTS, Band, RunningBatch, bands_of, better_order
 
 SPARE = 16
 
@@ -53,12 +53,10 @@ LEAST_WINDOW, WINDOW_PARTS = 64, 2
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """The part of a layer's cache a decode step works on; all views."""
+    """The part of a layer's cache that is read together; all views."""
 
     keys: Tensor
-    """[B, Hkv, L, d]: to write new keys into."""
-    values: Tensor
-    """[B, Hkv, L, dv]."""
+    """[B, Hkv, L, d]."""
     transposed_keys: Tensor
     """[B * Hkv, d, L]: to multiply queries with."""
     flat_values: Tensor
@@ -70,17 +68,21 @@ class LayerCache:
 
     def __init__(self, keys: Tensor, values: Tensor) -> None:
         self.keys, self.values = keys, values
-        self._window: Window | None = None
-        self._window_shape = (0, 0)
+        self._windows: dict[tuple[int, int, int], Window] = {}
 
-    def window(self, rows: int, length: int) -> Window:
-        """The first `rows` slots and `length` positions. Most steps ask for the same as the one before."""
-        if self._window is None or self._window_shape != (rows, length):
-            # Merging slots and heads stays a view because slots are cut from the front of [S, Hkv, L, d].
-            keys, values = (x[:rows, :, :length] for x in (self.keys, self.values))
-            self._window = Window(keys, values, keys.flatten(0, 1).transpose(1, 2), values.flatten(0, 1))
-            self._window_shape = (rows, length)
-        return self._window
+    def window(self, first: int, stop: int, length: int) -> Window:
+        """The slots from `first` to `stop` and `length` positions. Most steps ask for the same as the one
+        before.
+        """
+        shape = (first, stop, length)
+        if shape not in self._windows:
+            if len(self._windows) >= 2 * PARTS:
+                self._windows.clear()
+            # Merging slots and heads stays a view because slots are cut from [S, Hkv, L, d].
+            keys, values = (x[first:stop, :, :length] for x in (self.keys, self.values))
+            merged = keys.flatten(0, 1).transpose(1, 2), values.flatten(0, 1)
+            self._windows[shape] = Window(keys, *merged)
+        return self._windows[shape]
 
 
 @dataclass(slots=True)
@@ -192,6 +194,27 @@ class KVCache:
         """The cache of a layer that was written before."""
         return self._layers[index]
 
+    def bands(self, held: np.ndarray) -> list[Band]:
+        """Slices of slots that a step reads together; the first slots hold `held` [B] tokens."""
+        return bands_of(held, self._position_bytes())
+
+    def sort(self, batch: RunningBatch) -> None:
+        """Bring requests that hold about as much next to each other, where steps then read enough less. All
+        their tokens but the newest are here.
+        """
+        if self._static or not self._layers or not batch.size:
+            return
+        held = batch.length[: batch.size] - 1
+        source, target = better_order(held, self._position_bytes())
+        if source.size:
+            self.move(source, target, held[source])
+            batch.move(source, target)
+
+    def _position_bytes(self) -> int:
+        """Of keys and values of one token in a layer."""
+        some = next(iter(self._layers.values()))
+        return sum(x.shape[1] * x.shape[3] * x.element_size() for x in (some.keys, some.values))
+
     def window(self, tokens: int) -> int:
         """How many positions a step should read when its longest request holds `tokens`.
 
@@ -203,18 +226,21 @@ class KVCache:
         return self.capacity if self.capacity - tokens <= spare(tokens) else tokens
 
     def move(self, source: np.ndarray, target: np.ndarray, length: np.ndarray) -> None:
-        """Copy the first `length` [M] positions of the slots `source` [M] to the slots `target` [M], of which
-        none is a source.
+        """Copy the first `length` [M] positions of the slots `source` [M] to the slots `target` [M], which
+        may be the same in another order.
         """
         if not self._layers:
             return
         tensors = [x for cache in self._layers.values() for x in (cache.keys, cache.values)]
         device, longest = tensors[0].device, int(length.max())
-        if device.type == "cpu":  # as much of each as it holds, without a copy on the way
+        if device.type == "cpu":  # as much of each as it holds, without a copy on the way where none overlap
             moves = list(zip(source.tolist(), target.tolist(), length.tolist(), strict=True))
+            overlap = bool(np.isin(source, target).any())
             for x in tensors:
-                for old, new, tokens in moves:
-                    x[new, :, :tokens] = x[old, :, :tokens]
+                parts = [x[old, :, :tokens] for old, _, tokens in moves]
+                parts = [part.clone() for part in parts] if overlap else parts
+                for part, (_, new, tokens) in zip(parts, moves, strict=True):
+                    x[new, :, :tokens] = part
             return
         # Sent once: with an index on the host every layer would wait for the device.
         rows = torch.from_numpy(np.stack([source, target])).to(device, non_blocking=True)

@@ -335,6 +335,7 @@ class TorchEngine(Streaming):
             step.finished = {step.uids[row]: status for row, status in ended.items()}
             self._turns.keep(batch, ended)
             self._remove(list(ended))
+        self._runner.cache.sort(batch)
         return step
 
     def _remove(self, rows: list[int]) -> None:

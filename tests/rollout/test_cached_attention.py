@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from opd.models.attention import Scores
+from opd.rollout import batch
 from opd.rollout.forward import DecodeAttention, Span
 from opd.rollout.kv_cache import KVCache
 
@@ -46,14 +47,14 @@ def attend_slot(query: np.ndarray, keys: np.ndarray, values: np.ndarray, form: S
 @settings(max_examples=60, deadline=None)
 @given(
     lengths=st.one_of(
-        st.lists(st.integers(1, 60), min_size=1, max_size=5), st.integers(1, 60).map(lambda n: [n] * 4)
+        st.lists(st.integers(1, 60), min_size=1, max_size=9), st.integers(1, 60).map(lambda n: [n] * 4)
     ),
     slack=st.integers(0, 40),
     groups=st.integers(1, 3),
     heads=st.integers(1, 2),
     softcap=st.sampled_from([None, 2.0]),
     window=st.sampled_from([None, 1, 4, 30]),
-    exact=st.booleans(),
+    span_of=st.sampled_from(["what is held", "in bands", "all"]),
     seed=st.integers(0, 1000),
 )
 def test_equals_a_loop_over_slots_and_heads(
@@ -63,7 +64,7 @@ def test_equals_a_loop_over_slots_and_heads(
     heads: int,
     softcap: float | None,
     window: int | None,
-    exact: bool,
+    span_of: str,
     seed: int,
 ) -> None:
     rows, size = len(lengths), 8
@@ -76,8 +77,13 @@ def test_equals_a_loop_over_slots_and_heads(
     layer = cache.existing(0)
     before = layer.keys.clone(), layer.values.clone()
     positions = np.array(lengths) - 1
-    # As a CPU decodes, and as a step is captured: there the positions are the device's alone.
-    span = Span.of(positions, cache) if exact else Span(rows, cache.capacity, cache.capacity)
+    # As a CPU decodes, few requests and many, and as a step is captured: there the positions are the device's
+    # alone.
+    span = Span(rows, cache.capacity, cache.capacity)
+    if span_of != "all":
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(batch, "WORTH", 1 if span_of == "in bands" else batch.WORTH)
+            span = Span.of(positions, cache)
     attention = DecodeAttention(cache, torch.from_numpy(positions), span)
     ours = attention.attend(layer, query, key, value, form)
     for row, position in enumerate(positions):
@@ -87,6 +93,8 @@ def test_equals_a_loop_over_slots_and_heads(
         np.testing.assert_allclose(ours[row].numpy(), expected, atol=1e-5)
         assert torch.equal(layer.keys[row, :, position], key[row])
     assert torch.equal(layer.keys[rows:], before[0][rows:])
+    for band in span.bands:
+        assert band.longest == max(lengths[band.first : band.stop])
 
 
 def test_growth_and_moves_keep_contents() -> None:
@@ -101,6 +109,17 @@ def test_growth_and_moves_keep_contents() -> None:
     for moved, before in ((layer.keys, keys), (layer.values, values)):
         assert torch.equal(moved[0, :, :5], before[3, :, :5])
         assert torch.equal(moved[1, :, :3], before[2, :, :3])
+
+
+def test_slots_change_places() -> None:
+    cache = filled_cache([5, 5, 5, 5], 6, 2, 4, 0)
+    keys, values = (x.clone() for x in (cache.existing(0).keys, cache.existing(0).values))
+    cache.move(np.array([3, 0, 1]), np.array([0, 1, 3]), np.array([5, 3, 4]))
+    for moved, before in ((cache.existing(0).keys, keys), (cache.existing(0).values, values)):
+        assert torch.equal(moved[0, :, :5], before[3, :, :5])
+        assert torch.equal(moved[1, :, :3], before[0, :, :3])
+        assert torch.equal(moved[3, :, :4], before[1, :, :4])
+        assert torch.equal(moved[2], before[2])
 
 
 def test_growth_stops_at_the_limit() -> None:

@@ -1,0 +1,110 @@
+"""Slots in the order of what they hold: what is read of them, when they move, and that no token changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from test_engine import FAMILIES
+from test_kept_turns import Talk, first_turns, same
+
+from opd.rollout import batch
+from opd.rollout.batch import SAME, WORTH, bands_of, better_order
+from opd.rollout.kv_cache import KVCache
+from opd.rollout.torch_engine import TorchEngine
+from opd.types import Chunk, RolloutRequest, SamplingParams
+
+Fixture = Callable[..., Any]
+HELD = st.lists(st.integers(1, 400), min_size=1, max_size=80).map(np.array)
+BYTES = st.sampled_from([1, 512, 1 << 20])
+
+
+@given(held=HELD, position_bytes=BYTES)
+def test_every_slot_is_read_in_one_band_as_far_as_its_fullest(held: np.ndarray, position_bytes: int) -> None:
+    found = bands_of(held, position_bytes)
+    assert found[0].first == 0
+    assert found[-1].stop == len(held)
+    assert all(band.stop == after.first for band, after in pairwise(found))
+    assert [band.longest for band in found] == [held[band.first : band.stop].max() for band in found]
+    saved = (len(held) * held.max() - sum(band.positions for band in found)) * position_bytes
+    assert saved >= WORTH * (len(found) - 1)
+
+
+@given(held=HELD, position_bytes=BYTES)
+def test_an_order_is_a_permutation_that_reads_less_and_lasts(held: np.ndarray, position_bytes: int) -> None:
+    source, target = better_order(held, position_bytes)
+    assert sorted(source) == sorted(target)
+    assert len(set(source.tolist())) == len(source)
+    if not source.size:
+        return
+    after = held.copy()
+    after[target] = held[source]
+    before_bytes, after_bytes = (sum(b.positions for b in bands_of(x, position_bytes)) for x in (held, after))
+    assert after_bytes < before_bytes
+    assert not better_order(after, position_bytes)[0].size
+
+
+def test_sorted_slots_cost_little_more_than_they_hold() -> None:
+    held = np.random.default_rng(0).integers(16, 257, 320)
+    source, target = better_order(held, 2048)
+    held[target] = held[source]
+    found = bands_of(held, 2048)
+    assert len(found) == batch.PARTS
+    assert [band.longest for band in found] == sorted((band.longest for band in found), reverse=True)
+    for band, after in pairwise(found):
+        assert held[band.first : band.stop].min() >= after.longest - SAME
+    assert sum(band.positions for band in found) < 1.3 * held.sum()
+    assert not better_order(np.full(320, 200), 2048)[0].size
+
+
+@pytest.fixture
+def everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small models are read in bands, too, and slots move for any gain."""
+    monkeypatch.setattr(batch, "WORTH", 1)
+    monkeypatch.setattr(batch, "AHEAD", 1000)
+    monkeypatch.setattr(batch, "SAME", 1)
+
+
+def ragged(number: int) -> list[RolloutRequest]:
+    rng = np.random.default_rng(1)
+    return [
+        RolloutRequest(
+            f"{i}",
+            rng.integers(0, 11, rng.integers(1, 30)).astype(np.int32),
+            SamplingParams(max_new_tokens=int(rng.integers(1, 30)), stop_ids=(3,)),
+            0,
+        )
+        for i in range(number)
+    ]
+
+
+def asked(engine: TorchEngine, begun: list[RolloutRequest]) -> Iterator[Chunk]:
+    """Conversations and ragged single answers."""
+    yield from Talk(engine, begun).chunks()
+    yield from engine.generate(ragged(60))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_token_changes(
+    family: str, build: Fixture, collect: Fixture, request: pytest.FixtureRequest
+) -> None:
+    model, _ = build(family)
+    begun = first_turns(12)
+    expected = collect(asked(TorchEngine(model, max_running=16), begun))
+    request.getfixturevalue("everywhere")
+    engine, swaps = TorchEngine(model, max_running=16), []
+    move = KVCache.move
+
+    def watched(cache: KVCache, source: np.ndarray, target: np.ndarray, length: np.ndarray) -> None:
+        swaps.append(sorted(source) == sorted(target))
+        move(cache, source, target, length)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(KVCache, "move", watched)
+        same(collect(asked(engine, begun)), expected)
+    assert sum(swaps) > 10
