@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, get_args
 
@@ -38,6 +39,14 @@ def check_name(name: str) -> str:
 
 Name = Annotated[str, AfterValidator(check_name)]
 """Of a domain, a teacher or a group of servers."""
+
+
+_URL = re.compile(r"https?://[^\s/?#]+(/[^\s?#]*)?")
+
+
+def is_url(text: str) -> bool:
+    """Whether `text` is the URL of a server, to which paths can be added."""
+    return _URL.fullmatch(text) is not None
 
 
 class Config(BaseModel):

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BeforeValidator, Field, field_validator
 
-from opd.config.base import Config
+from opd.config.base import Config, is_url
 
 Way = Literal["whole", "boxed", "answer", "number", "last_line", "code", "json"]
 Ways = Annotated[list[Way], Field(min_length=1), BeforeValidator(lambda v: [v] if isinstance(v, str) else v)]
@@ -157,7 +157,7 @@ class ServedReward(Config):
     @classmethod
     def _are_urls(cls, urls: list[str]) -> list[str]:
         for url in urls:
-            if re.fullmatch(r"https?://[^\s/?#]+(/[^\s?#]*)?", url) is None:
+            if not is_url(url):
                 raise ValueError("a URL of a reward is http://HOST:PORT/PATH or https://..., without ? and #")
         return urls
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
 from pydantic import BeforeValidator, Field, PrivateAttr, field_validator, model_validator
 
-from opd.config.base import Config, Name
+from opd.config.base import Config, Name, is_url
 from opd.config.servers import Argument
 from opd.config.train import LoRAConfig
 from opd.errors import ConfigError
@@ -47,6 +47,16 @@ class ServerConfig(Config):
     """Tokens of requests given to one server at once; the others wait here."""
     _started: str | None = PrivateAttr(None)
     _key: str = PrivateAttr("")
+
+    @field_validator("urls")
+    @classmethod
+    def _are_urls(cls, urls: list[str]) -> list[str]:
+        wrong = next((place for place, url in enumerate(urls) if not is_url(url)), None)
+        if wrong is not None:  # which is not shown: it may have a password
+            raise ValueError(
+                f"number {wrong + 1} is no URL of a server; write http://HOST:PORT or https://..."
+            )
+        return urls
 
     @model_validator(mode="after")
     def _somewhere(self) -> Self:

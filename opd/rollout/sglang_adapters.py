@@ -43,7 +43,7 @@ class SGLangAdapterVerbs(AdapterVerbs):
     """See `AdapterVerbs`."""
 
     def __init__(self, model: ServedModel, push: AdapterPush) -> None:
-        super().__init__(SGLangVerbs(model.config), push)
+        super().__init__(SGLangVerbs(model), push)
         self._rows = model.rows or model.vocabulary
 
     async def pause(self, server: Server) -> None:

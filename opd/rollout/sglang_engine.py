@@ -96,5 +96,5 @@ class SGLangEngine(ServedEngine):
         self, options: PoolOptions, model: ServedModel, push: Push | None = None, version: int = 0
     ) -> None:
         alone = isinstance(push, AdapterPush)
-        verbs = SGLangAdapterVerbs(model, push) if alone else SGLangVerbs(model.config)
+        verbs = SGLangAdapterVerbs(model, push) if alone else SGLangVerbs(model)
         super().__init__(SGLangDialect(model), Workers(options, push, version, verbs), model)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-import re
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from opd.config.base import is_url
 from opd.foreign import shown
 
 _log = logging.getLogger(__name__)
@@ -15,7 +15,6 @@ _log = logging.getLogger(__name__)
 LOOK = 5.0
 """Seconds between two looks at the file."""
 MOST_BYTES, MOST_LINES = 1 << 20, 10_000
-_URL = re.compile(r"https?://[^\s/?#]+(/[^\s?#]*)?")
 
 
 class UrlsFile:
@@ -45,7 +44,7 @@ class UrlsFile:
             if not url or url.startswith("#") or url in self._seen:
                 continue
             self._seen.add(url)
-            if not _URL.fullmatch(url):
+            if not is_url(url):
                 _log.warning("%s: line %d is no URL of a server: %s", self._path, place + 1, shown(url, 100))
             elif place % self._ranks == self._rank:
                 found.append(url)

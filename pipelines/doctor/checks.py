@@ -83,7 +83,15 @@ def check_sampling(recipe: Recipe) -> list[Finding]:
 
 
 def check_ranks(recipe: Recipe) -> list[Finding]:
-    """Ranks that the recipe needs and does not start."""
+    """What the recipe's ranks cannot do, and ranks that it needs and does not start."""
+    if (recipe.train.ranks or 1) > 1 or recipe.launch.type == "ray":
+        from opd.pipelines.launch import local
+
+        def fit() -> list[Finding]:
+            local.check_ranks(recipe, recipe.train.ranks or 1)
+            return []
+
+        return attempt("train.ranks", fit)
     misfit = None if recipe.train.ranks else recipe.train.misfit(1)
     if misfit is None:
         return []
@@ -158,8 +166,7 @@ def check_extras(recipe: Recipe) -> list[Finding]:
     """An error for each extra that the run needs and this machine lacks: else it is found once servers have
     been started and models loaded.
     """
-    if recipe.launch.type == "ray":  # what its nodes have cannot be seen from here
-        return []
+    on_ray = recipe.launch.type == "ray"  # what its nodes have cannot be seen from here
     backend, served = recipe.train.backend, [recipe.teacher(name) for name in recipe.used_teachers()]
     asks = any(isinstance(config, ServerConfig) for config in (recipe.rollout.engine, *served))
     needed = {
@@ -169,6 +176,8 @@ def check_extras(recipe: Recipe) -> list[Finding]:
         ("train.backend deepspeed", "deepspeed", "deepspeed"): backend == "deepspeed",
         ("train.backend megatron", "megatron", "megatron"): backend == "megatron",
     }
+    needed = {key: wanted and not on_ray for key, wanted in needed.items()}
+    needed["launch: ray", "ray", "ray"] = on_ray
     lacks = {key[:2] for key, wanted in needed.items() if wanted and find_spec(key[2]) is None}
     return [Finding("error", f"extra {own[1]}", str(MissingExtraError(*own))) for own in sorted(lacks)]
 

@@ -6,9 +6,11 @@ Importable without torch, as `checks.py` is.
 from __future__ import annotations
 
 import importlib.util
+import re
 import shutil
 import sys
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from opd.config import Recipe
@@ -23,17 +25,57 @@ if TYPE_CHECKING:
 
 
 WORKERS = "rollout workers"
+_ROOM = {"sglang": "context-length", "vllm": "max-model-len"}
+"""What the tokens are called that a server takes a request."""
+_SCRIPTS = re.compile(r"(ba|da|z|k)?sh|python[\d.]*")
+"""Programs whose first word that is no option is a file to run."""
 
 
 def check_servers(recipe: Recipe) -> list[Finding]:
     """What the run needs to start servers itself."""
     findings: list[Finding] = []
     for name, group in recipe.servers.items():
+        if found := attempt(f"servers {name}", partial(_check_room, recipe, name, group)):
+            findings += found
+            continue
         if recipe.launch.type == "ray":  # what its nodes have cannot be seen from here
             findings.append(Finding("ok", f"servers {name}", f"{group.count} to be started on the cluster"))
             continue
         findings += attempt(f"servers {name}", partial(_check_servers, name, group))
     return findings
+
+
+def _check_room(recipe: Recipe, name: str, group: ServerGroupConfig) -> list[Finding]:
+    """Whether the student's servers are told to take as many tokens as a request may have."""
+    engine, argument = recipe.rollout.engine, _ROOM[group.type]
+    told = group.arguments.get(argument)
+    if not isinstance(engine, ServedEngineConfig) or engine.servers != name or told is None:
+        return []
+    longest = _longest(recipe, _form(recipe))
+    if str(told).isdigit() and int(str(told)) < longest:
+        raise ConfigError(
+            f"servers.{name}.arguments.{argument} is {told}, and responses may need {longest} tokens with"
+            " their prompts; raise it, or lower rollout.max_sequence."
+        )
+    return []
+
+
+def _form(recipe: Recipe) -> dict[str, Any]:
+    """The student's Hugging Face configuration."""
+    if recipe.model.path is None:
+        return dict(recipe.model.config or {})
+    from opd.models.hf_folder import read_object
+    from opd.teachers.skeleton import small_files
+
+    with small_files(recipe.model.path) as folder:
+        file = folder / "config.json"
+        return read_object(file) if file.exists() else {}  # which `check_models` reports
+
+
+def _longest(recipe: Recipe, form: dict[str, Any]) -> int:
+    """Prompt plus response tokens of a request, at most."""
+    limit = recipe.rollout.max_sequence
+    return min(limit, form.get("text_config", form).get("max_position_embeddings") or limit)
 
 
 def _check_servers(name: str, group: ServerGroupConfig) -> list[Finding]:
@@ -43,12 +85,25 @@ def _check_servers(name: str, group: ServerGroupConfig) -> list[Finding]:
             f"servers.{name}.command begins with {program}, which is no program here; give the interpreter of"
             f" an environment that has {group.type}."
         )
+    script = _script(group.command)
+    if script is not None and not Path(script).is_file():
+        raise ConfigError(
+            f"servers.{name}.command runs {script}, and there is no such file below {Path.cwd()}; begin there"
+            " from where it is, or give its whole path."
+        )
     if not group.command and importlib.util.find_spec(group.type) is None:
         raise ConfigError(
             f"servers.{name} needs {group.type}, which this environment lacks; give servers.{name}.command,"
             f" such as [/path/to/python, -m, {group.module}]."
         )
     return [Finding("ok", f"servers {name}", f"{group.count} to be started by {program}")]
+
+
+def _script(command: list[str]) -> str | None:
+    """The file that a shell or Python is told to run, if `command` is such."""
+    if len(command) < 2 or not _SCRIPTS.fullmatch(Path(command[0]).name):
+        return None
+    return None if command[1].startswith("-") else command[1]
 
 
 def check_shared(recipe: Recipe) -> list[Finding]:
@@ -86,17 +141,11 @@ def check_workers(recipe: Recipe) -> list[Finding]:
 
 def _check_workers(recipe: Recipe, config: ServedEngineConfig) -> list[Finding]:
     """Each worker: is it there, and does it serve a model of the student's form?"""
-    from opd.models.hf_folder import read_object
     from opd.served.http_pool import HTTPPool
     from opd.served.loop_thread import LoopThread
     from opd.teachers.served_teacher import pool_options
-    from opd.teachers.skeleton import small_files
 
-    form: dict[str, Any] = dict(recipe.model.config or {})
-    if recipe.model.path is not None:
-        with small_files(recipe.model.path) as folder:
-            file = folder / "config.json"
-            form = read_object(file) if file.exists() else {}  # which `check_models` reports
+    form = _form(recipe)
     pool = HTTPPool("the rollout engine", pool_options(config), RolloutError)
     loop = LoopThread("doctor-workers")
     try:
@@ -111,15 +160,20 @@ def _check_workers(recipe: Recipe, config: ServedEngineConfig) -> list[Finding]:
 
 
 async def _visit_worker(recipe: Recipe, pool: HTTPPool, server: Server, form: dict[str, Any]) -> Finding:
+    from opd.rollout.served_engine import ServedModel
+    from opd.rollout.sglang_workers import SGLangVerbs
     from opd.rollout.weight_proof import check_config
     from opd.served.http_client import RefusedError, UnavailableError
 
+    verbs = SGLangVerbs(ServedModel(0, _longest(recipe, form)))
+    verbs.use(pool)
     try:
         info = await pool.ask(server, "GET", "/model_info") or {}
         sent = await _adapters(recipe, pool, server)
+        check_config(server.url, info, form.get("text_config", form))
+        await verbs.check_settings(server)
     except (UnavailableError, RefusedError) as trouble:
         raise RolloutError(f"{pool.owner}: {trouble}; start the worker or correct its URL.") from None
-    check_config(server.url, info, form.get("text_config", form))
     return Finding("ok", WORKERS, f"{server.url} serves {info.get('model_path')}{sent}")
 
 
@@ -152,7 +206,7 @@ async def _visit_vllm(recipe: Recipe, pool: HTTPPool, server: Server, form: dict
     from opd.served.vllm_answers import model_of
 
     mode = mode_of(recipe)
-    verbs = VLLMVerbs(ServedModel(0, recipe.rollout.max_sequence), mode)
+    verbs = VLLMVerbs(ServedModel(0, _longest(recipe, form)), mode)
     verbs.use(pool)
     try:
         await verbs.check_settings(server)

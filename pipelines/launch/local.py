@@ -61,8 +61,8 @@ def check_ranks(recipe: Recipe, size: int) -> None:
         raise ConfigError(f"{misfit}.")
     if recipe.runtime.workers > 1:
         raise ConfigError(
-            f"runtime.workers is {recipe.runtime.workers}, but the {size} ranks of a run work on one stage at"
-            " a time; set runtime.workers to 1."
+            f"runtime.workers is {recipe.runtime.workers}, but several ranks, and the trainer of launch: ray,"
+            " work on one stage at a time; set runtime.workers to 1."
         )
     engine = recipe.rollout.engine
     if isinstance(engine, ServedEngineConfig):

@@ -1028,3 +1028,17 @@ def test_an_extra_that_is_not_installed_is_named_before_anything_is_started(
     assert finding in examine(recipe, run_dir=tmp_path / "run", thorough=False)
     assert check_extras(make_recipe(student, **changes, launch="ray")) == []
     assert check_extras(make_recipe(student)) == []
+
+
+def test_what_a_cluster_needs_here_is_named_before_it_is_started(student, tmp_path, monkeypatch):
+    monkeypatch.setattr(checks, "find_spec", lambda name: None if name == "ray" else SimpleNamespace())
+    recipe = make_recipe(student, launch="ray", runtime={"workers": 2})
+    [finding] = check_extras(recipe)
+    assert (finding.level, finding.title) == ("error", "extra ray")
+    [misfit] = check_ranks(recipe)
+    assert (misfit.level, misfit.title) == ("error", "train.ranks")
+    assert "set runtime.workers to 1" in misfit.detail
+    assert {finding.title for finding in (finding, misfit)} <= {
+        found.title for found in examine(recipe, run_dir=tmp_path / "run", thorough=False)
+    }
+    assert not check_ranks(make_recipe(student, launch="ray"))

@@ -126,7 +126,14 @@ def test_the_order_of_two_options_of_one_union_does_not_matter(write):
         ("distill: {steps: -1}", ["`distill.steps` is -1", "greater than 0"]),
         ("baselines: {methods: [tis]}", ["`baselines.methods[0]` is 'tis'", "did you mean 'ties'?"]),
         ("teachers: {a: {}}", ["teachers.a has no path", "no domain of that name"]),
-        ("teachers: {a: {type: sglang, urls: [u]}}", ["recipe.yaml:7", "give path, the model that the"]),
+        (
+            "teachers: {a: {type: sglang, urls: [u]}}",
+            ["recipe.yaml:7", "teachers.a.urls", "number 1 is no URL"],
+        ),
+        (
+            "teachers: {a: {type: sglang, urls: ['http://u']}}",
+            ["recipe.yaml:7", "give path, the model that the"],
+        ),
         ("teachers: {a: {path: p, urls: [u]}}", ["`teachers.a.urls` belongs to type 'sglang'"]),
         ("teachers: {a: {path: p, type: streaming}}", ["must be one of local, streamed", "'streamed'?"]),
         ("teachers: {a: {path: p, server: {urls: [u]}}}", ["`teachers.a.server` is no", "{type: sglang,"]),

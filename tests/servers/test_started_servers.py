@@ -892,6 +892,24 @@ def test_the_doctor_looks_for_the_program(tmp_path):
     assert found(command=LITTLE)[0] == "ok"
     assert "no program here" in found(command=["/nothing/there"])[1]
     assert "needs sglang" in found()[1]
+    assert "runs serve.sh, and there is no such file" in found(command=["bash", "serve.sh"])[1]
+    assert found(command=["bash", "-c", "serve.sh"])[0] == "ok"
+
+
+@pytest.mark.parametrize(("kind", "argument"), [("sglang", "context-length"), ("vllm", "max-model-len")])
+def test_the_doctor_finds_servers_that_take_too_few_tokens(kind, argument):
+    def found(most, limit):
+        group = {"type": kind, "command": LITTLE, "arguments": {argument: most}}
+        rollout = {"engine": {"type": kind, "servers": "group"}, "max_sequence": limit}
+        [finding] = check_servers(tiny_recipe(servers={"group": group}, rollout=rollout))
+        return finding.level, finding.detail
+
+    assert found(32, 32)[0] == "ok"
+    level, detail = found(16, 32)
+    assert level == "error"
+    assert f"{argument} is 16, and responses may need 32" in detail
+    # No longer than what the model has positions for.
+    assert found(64, 4096)[0] == "ok"
 
 
 def test_every_rank_has_a_server_of_its_own_to_write_with():

