@@ -495,6 +495,46 @@ def test_the_numbers_in_which_a_server_computes_change_where_that_is_asked_for(t
             RunFolder.resume(path, make_recipe(**OWN | {"teachers": teachers}), Accepted(settings=True))
 
 
+FEWER_BITS = {"arguments": GROUP["arguments"] | {"quantization": "fp8"}}
+TAKEN = OWN["teachers"] | {"t": {**ASKED, "servers": "other"}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"servers": {"own": {**GROUP, "command": ["serve", "--quant=fp8"]}}}, "own.command"),
+        ({"servers": {"own": {**GROUP, "command": ["serve", "-q", "fp8"]}}}, "own.command"),
+        ({"servers": {"other": FEWER_BITS}, "teachers": TAKEN}, "other.arguments.quantization"),
+        ({"servers": {"own": {"arguments": {}}}}, "own.arguments.dtype"),
+    ],
+)
+def test_numbers_do_not_change_by_a_command_or_another_group_unasked(tmp_path: Path, changes, field):
+    path = tmp_path / "run"
+    begun(path, make_recipe(**OWN), {"step": 6}, "merge")
+    measured = measured_as(RunFolder.attach(path))
+    fewer = make_recipe(**OWN | changes)
+    with pytest.raises(RunFolderError, match=rf"servers\.{field} = .* --accept-changed-settings, or"):
+        RunFolder.resume(path, fewer)
+    with RunFolder.resume(path, fewer, Accepted(settings=True)) as folder:
+        own = next(change for change in folder.setting_changes if change.field == f"servers.{field}")
+        assert own.stages["merge"] == 6
+        assert measured_as(folder) != measured
+    RunFolder.resume(path, fewer).close()
+
+
+def test_another_group_that_computes_alike_is_taken_without_leave(tmp_path: Path):
+    path = tmp_path / "run"
+    begun(path, make_recipe(**OWN), {"step": 6}, "merge")
+    with RunFolder.resume(
+        path, make_recipe(**OWN | {"servers": {"other": GROUP}, "teachers": TAKEN})
+    ) as folder:
+        assert {change.field for change in folder.setting_changes} == {
+            "servers.other",
+            "servers.own",
+            "teachers.t.servers",
+        }
+
+
 def test_a_change_survives_a_kill_between_its_two_files(tmp_path: Path):
     path = tmp_path / "run"
     begun(path, make_recipe(), {"step": 6})
