@@ -10,6 +10,7 @@ that are not done, from the checkpoint on that each goes on from.
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from opd.config import Recipe
+from opd.config.distill import SharesConfig
 from opd.config.hub_names import told
 from opd.config.load import path_keys
 from opd.config.rewards import HOW_ASKED
@@ -348,19 +350,37 @@ def _exchanged(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[
 
 
 def compared(before: dict[str, Any], after: dict[str, Any]) -> list[Change]:
-    """Every setting in which two resolved recipes differ. What a domain says of its own on one side alone is
-    compared with what the other side says of all.
+    """Every setting in which two resolved recipes differ. What a domain or an evaluation set says of its own
+    on one side alone is compared with what the other side says of all.
     """
-    sides = [{**side, "domains": dict(side.get("domains", {}))} for side in (before, after)]
-    for name in sides[0]["domains"].keys() & sides[1]["domains"].keys():
+    sides = [copy.deepcopy(dict(side)) for side in (before, after)]
+    for name in _shared(sides, "domains"):
+        own = [side["domains"][name] for side in sides]
         for group in ("specialist", "rollout"):
-            own = [side["domains"][name].get(group) for side in sides]
-            for side, mine, others in zip(sides, own, reversed(own), strict=True):
-                if mine is None and others is not None:
-                    general = {key: side[group][key] for key in others if key in side.get(group, {})}
-                    side["domains"][name] = {**side["domains"][name], group: general}
+            _fill(sides, own, group)
+        if own[0].get("distill") != own[1].get("distill"):
+            for side, mine in zip(sides, own, strict=True):
+                said = {key: value for key, value in (mine.get("distill") or {}).items() if value is not None}
+                general = {key: side["distill"][key] for key in SharesConfig.model_fields}
+                mine["distill"] = general | said
+    sets = [side.get("evaluation", {}) for side in sides]
+    for name in _shared(sets, "sets"):
+        _fill(sides, [side["sets"][name] for side in sets], "rollout")
     found = (*_exchanged(sides[0], sides[1]), *changes(sides[0], sides[1]))
     return list({change.path: change for change in reversed(found)}.values())[::-1]
+
+
+def _shared(sides: Iterable[Mapping[str, Any]], key: str) -> set[str]:
+    """Names that both sides have under `key`."""
+    return set.intersection(*(set(side.get(key, {})) for side in sides))
+
+
+def _fill(sides: Iterable[Mapping[str, Any]], own: list[dict[str, Any]], group: str) -> None:
+    """Where one of `own` says nothing of a group and the other does, it says what its side says of all."""
+    given = [mine.get(group) for mine in own]
+    for side, mine, here, there in zip(sides, own, given, reversed(given), strict=True):
+        if here is None and there is not None:
+            mine[group] = {key: side[group][key] for key in there if key in side.get(group, {})}
 
 
 def written(recipe: Recipe) -> dict[str, Any]:

@@ -422,6 +422,31 @@ def test_a_domain_goes_on_with_a_setting_of_its_own(tmp_path: Path):
     RunFolder.resume(tmp_path / "run", make_recipe(domains=domains)).close()
 
 
+def test_a_domains_share_and_an_evaluation_sets_draws_go_on_as_their_own(tmp_path: Path):
+    """What was `null` before is compared with what was said of all, in the words of either."""
+    sets: dict[str, Any] = {"own": {"source": "procedural:sort"}}
+    both = {"rl_coef": 0.5, "samples_per_prompt": 2}
+    before = {"distill": both, "evaluation": {"sets": sets}}
+    begun(tmp_path / "run", make_recipe(**before), {"step": 6}, "merge")
+    share = {"domains": {"sort": {"source": "procedural:sort", "distill": {"rl_coef": 0.25}}}}
+    drawn = {"evaluation": {"sets": {"own": sets["own"] | {"rollout": {"temperature": 0.5}}}}}
+    after = make_recipe(**before | share | drawn)
+    with RunFolder.resume(tmp_path / "run", after, Accepted(settings=True)) as folder:
+        found = {change.field: (change.old, change.new) for change in folder.setting_changes}
+        assert found == {
+            "domains.sort.distill.rl_coef": (0.5, 0.25),
+            "evaluation.sets.own.rollout.temperature": (1.0, 0.5),
+        }
+    RunFolder.resume(tmp_path / "run", after).close()
+    share["domains"]["sort"]["distill"] = {"kl_coef": 2.0, "rl_coef": 0.25}
+    more = make_recipe(**before | share | drawn)
+    with RunFolder.resume(tmp_path / "run", more, Accepted(settings=True)) as folder:
+        assert (folder.setting_changes[-1].field, folder.setting_changes[-1].old) == (
+            "domains.sort.distill.kl_coef",
+            1.0,
+        )
+
+
 def test_rules_change_without_leave_and_are_recorded(tmp_path: Path):
     RunFolder.create(tmp_path / "run", make_recipe()).close()
     watched = make_recipe(watch={"grad_norm": {"action": "stop"}, "dead_groups": None})
