@@ -17,6 +17,7 @@ import atexit
 import contextlib
 import json
 import os
+import signal
 import struct
 import subprocess
 import sys
@@ -47,20 +48,34 @@ class LimitedProcess:
 
     def ask(self, request: Mapping[str, Any], seconds: float) -> bytes | None:
         """The answer, as JSON that nobody has looked at; `None` if the process ended over the request, or
-        would have answered with more than `LONGEST` bytes. `seconds` of processor time.
+        would have answered with more than `LONGEST` bytes. `seconds` of processor time. One that somebody
+        else ended, such as the kernel where memory ran out, is started again, and asked once more.
         """
         data = json.dumps({"seconds": seconds, "request": request}).encode()
         with self._lock:
-            process = self._process or self._start()
-            assert process.stdin is not None
-            assert process.stdout is not None
-            answer = None
-            with contextlib.suppress(BrokenPipeError):
-                _send(process.stdin, data)
-                answer = _received(process.stdout, LONGEST)
-            if answer is None:
+            if self._process is not None and self._process.poll() is not None:
                 self._end()
+            answer, killed = self._asked(data)
+            if answer is None and killed:
+                answer, _ = self._asked(data)
             return answer
+
+    def _asked(self, data: bytes) -> tuple[bytes | None, bool]:
+        """The answer; and where there is none, whether the process was ended by another one."""
+        process = self._process or self._start()
+        assert process.stdin is not None
+        assert process.stdout is not None
+        answer = None
+        with contextlib.suppress(BrokenPipeError):
+            _send(process.stdin, data)
+            answer = _received(process.stdout, LONGEST)
+        if answer is not None:
+            return answer, False
+        with contextlib.suppress(subprocess.TimeoutExpired):  # of one that answers with too much
+            process.wait(1.0)
+        killed = process.returncode in (-signal.SIGKILL, -signal.SIGTERM)
+        self._end()
+        return None, killed
 
     def _start(self) -> subprocess.Popen[bytes]:
         environment = {name: os.environ[name] for name in _PASSED if name in os.environ}
@@ -112,7 +127,6 @@ def _serve(around: str, name: str, memory: int) -> None:
     """Answer what comes on the standard input until it ends; the rest of the file is who asks."""
     import importlib
     import resource
-    import signal
 
     requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     with open(os.devnull, "r+b", buffering=0) as nothing:  # what is printed is no answer

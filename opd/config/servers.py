@@ -23,6 +23,31 @@ SET_BY_US = (
     "api-key",
     "admin-api-key",
 )
+COMPUTED = (
+    "dtype",
+    "quantization",
+    "quantization-param-path",
+    "quantization-config",
+    "modelopt-quant",
+    "rl-quant-profile",
+    "torchao-config",
+    "kv-cache-dtype",
+    "mamba-cache-dtype",
+    "mamba-ssm-cache-dtype",
+    "mamba-ssm-dtype",
+    "lora-dtype",
+    "enable-fp32-lm-head",
+    "enable-tf32-matmul",
+    "json-model-override-args",
+    "hf-overrides",
+    "hf-config-path",
+    "logits-processors",
+    "preferred-sampling-params",
+    "config",
+)
+"""Arguments by which a server computes other numbers, or draws otherwise, on purpose, from weights that it
+has proved; `config` is a file that may hold any of them.
+"""
 
 
 _NUMBER = re.compile(r"-(\d+\.?\d*|\.\d+)(e-?\d+)?")
@@ -49,8 +74,9 @@ def _check_argument(name: str, value: Any) -> None:
         raise ValueError(f"{name!r} is no argument here; write it without dashes in front: {plain}")
     if name in SET_BY_US:
         raise ValueError(f"{name} is set by opd; leave it out")
-    whole = next((own for own in (*SET_BY_US, *_SHARE.values()) if own.startswith(name)), name)
-    if whole != name:
+    looked_at = (*SET_BY_US, *_SHARE.values(), *COMPUTED)
+    whole = next((own for own in looked_at if own.startswith(name)), name)
+    if whole != name and name not in looked_at:
         mend = "is set by opd; leave it out" if whole in SET_BY_US else "is looked at here; write it out"
         raise ValueError(f"a server takes {name} for {whole}, which {mend}")
     texts = isinstance(value, list) and value and all(isinstance(word, str) for word in value)

@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 from pydantic import ValidationError
 
 from opd.config.sandbox import SandboxConfig
+from opd.config.schema import explain
 from opd.environments.protocol import Action, Message, Observation, Step, Task, ToolCall
 from opd.environments.recorded import RecordedSandbox, opening, settings_of
 from opd.environments.sandbox.local import Sandboxes
@@ -233,13 +234,16 @@ class Tools:
         }[tool]
 
     async def missing(self) -> dict[str, list[str]]:
-        """Programs that its tools run and the sandbox does not have -> those tools."""
+        """Programs that its tools run and the sandbox does not have -> those tools. Raises `ConfigError`
+        where its limits let no command run.
+        """
         wanted: dict[str, list[str]] = {}
         for name in self._names:
             arguments = [""] * len(self.known[name]["function"]["parameters"]["required"])
             wanted.setdefault(self.command(name, arguments)[0], []).append(name)
         box = await opening(shared(self.sandbox, None), f"{next(_numbers)}", {})(None)
         try:
+            _require_run(await box.exec(("/bin/sh", "-c", ":")))
             asked = {one: await box.exec(("/bin/sh", "-c", 'command -v "$0"', one)) for one in wanted}
         finally:
             await box.close()
@@ -251,6 +255,16 @@ class Tools:
             if one is not None:
                 await one.close()
         self._box = None
+
+
+def _require_run(outcome: Outcome) -> None:
+    """Raise `ConfigError` unless a command that does nothing has ended well."""
+    if outcome.exit != 0:
+        said = outcome.killed_by or outcome.stderr.decode(errors="replace").strip()
+        raise ConfigError(
+            f"environment tools: not even an empty command of the shell runs within params.sandbox"
+            f" ({shown(said or f'exit status {outcome.exit}')}); raise its memory_mb, processes or seconds"
+        )
 
 
 def _told(outcome: Outcome) -> str:
@@ -276,16 +290,22 @@ def _ending(text: str, label: str) -> bool:
 def _checked(
     known: Mapping[str, Any], tools: Sequence[str], sandbox: Mapping[str, Any] | None
 ) -> tuple[list[str], SandboxConfig]:
-    unknown = next((name for name in tools if name not in known), None)
-    if isinstance(tools, str) or not tools or unknown is not None:
-        wrong = "a list of tools is needed" if unknown is None else f"there is no tool {shown(unknown)}"
+    listed = isinstance(tools, list | tuple) and bool(tools) and all(isinstance(name, str) for name in tools)
+    unknown = next((name for name in tools if name not in known), None) if listed else None
+    if not listed or unknown is not None:
+        wrong = f"there is no tool {shown(unknown)}" if listed else "a list of tools is needed"
         raise ConfigError(f"environment tools: {wrong}; give some of {', '.join(known)} as params.tools")
+    given = {} if sandbox is None else sandbox
+    if not isinstance(given, Mapping):
+        raise ConfigError(
+            f"environment tools: params.sandbox is {shown(given)}, but takes a mapping; write its settings,"
+            " such as {substrate: process}"
+        )
     try:
-        config = SandboxConfig(**(sandbox or {}))
-    except (ValidationError, TypeError) as error:
-        first = error.errors()[0] if isinstance(error, ValidationError) else {"loc": ("",), "msg": str(error)}
-        where = ".".join(map(str, ("params", "sandbox", *first["loc"])))
-        raise ConfigError(f"environment tools: {where}: {first['msg']}; mend it") from None
+        config = SandboxConfig.model_validate(given)
+    except ValidationError as error:
+        said = explain(error, SandboxConfig, given, {(): "params.sandbox"})
+        raise ConfigError(f"environment tools: {said}") from None
     unknown = next((name for name in config.deterministic if name not in tools), None)
     if unknown is not None:
         raise ConfigError(

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from opd.config import Recipe
 from opd.config.environments import EnvironmentConfig
 from opd.errors import ConfigError
+from opd.foreign import shown
 from opd.own_code import calling
 from opd.pipelines.doctor.checks import Finding, attempt
 from opd.rollout.prompts import Domain
@@ -57,6 +59,8 @@ def _tools(domain: str, config: EnvironmentConfig) -> list[Finding]:
         return []
     tools = made(**config.params)
     settings = tools.sandbox
+    if lost := _reads(title, settings.reads):
+        return lost
     found = find_substrate(settings.substrate, settings.image)
     place = found.kind if found.container is None else f"{found.kind}: {found.container}"
     with calling(f"domains.{domain}.environment: {config.type}", ConfigError):
@@ -76,6 +80,18 @@ def _tools(domain: str, config: EnvironmentConfig) -> list[Finding]:
         return [*findings, Finding("ok", title, f"run in {place}")]
     detail = f"run in {place}, which does not keep them from all of: {', '.join(found.open)}"
     return [*findings, Finding("warning", title, detail)]
+
+
+def _reads(title: str, reads: Sequence[str]) -> list[Finding]:
+    """What commands are to read and cannot: a process would do without it, a container not begin."""
+    findings = []
+    for path in reads:
+        there = os.path.exists(path)
+        if not there or not os.path.isabs(path):
+            wrong = "is not an absolute path" if there else "is not there"
+            detail = f"params.sandbox.reads has {shown(path)}, which {wrong}; mend the path, or take it out"
+            findings.append(Finding("error", title, detail))
+    return findings
 
 
 def check_tools_shown(recipe: Recipe, domain: Domain, tokenizer: Any) -> list[Finding]:

@@ -10,6 +10,7 @@ that are not done, from the checkpoint on that each goes on from.
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -17,9 +18,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from opd.config import Recipe
+from opd.config.distill import SharesConfig
 from opd.config.hub_names import told
 from opd.config.load import path_keys
 from opd.config.rewards import HOW_ASKED
+from opd.config.servers import COMPUTED
 from opd.config.teachers import ServerConfig
 from opd.errors import RunFolderError
 from opd.redact import redacted
@@ -33,17 +36,7 @@ _REACHED = frozenset(ServerConfig.model_fields)
 """Where servers are and how patiently they are asked."""
 _SENT = frozenset(("sync", "folder", "host"))
 """How the student's servers get its weights, to the last bit."""
-_COMPUTED = (
-    "dtype",
-    "quantization",
-    "kv-cache-dtype",
-    "torchao-config",
-    "quantization-param-path",
-    "json-model-override-args",
-    "hf-overrides",
-)
-"""Arguments of a server by which it computes other numbers on purpose, from weights that it has proved."""
-_COMPUTES = rf"arguments\.({'|'.join(_COMPUTED)})"
+_COMPUTES = rf"arguments\.({'|'.join(COMPUTED)})|command"
 
 _OPTIM = r"optim\.(lr|schedule|warmup_steps|final_lr_fraction|weight_decay|max_grad_norm)"
 _CLIP = r"(clip_low|clip_high|dual_clip|correction(\..+)?)"
@@ -75,6 +68,18 @@ Progress = Mapping[str, Mapping[str, Any] | None]
 """Stage -> what the checkpoint knows that it goes on from, empty before the first; `None` once it is done."""
 
 
+def _told_to_compute(command: Any) -> list[str]:
+    """The words of a server's command by which it computes other numbers."""
+    found, telling = [], False
+    for word in command if isinstance(command, list) else []:
+        if word.startswith("--") or word == "-q":  # what vLLM calls quantization for short
+            # A server takes the beginning of a name for the whole.
+            flag = word.lstrip("-").partition("=")[0].replace("_", "-")
+            telling = bool(flag) and any(name.startswith(flag) for name in COMPUTED)
+        found += [word] if telling else []
+    return found
+
+
 @dataclass(frozen=True, slots=True)
 class Change:
     """One setting that is not what it was."""
@@ -101,7 +106,9 @@ class Change:
         """
         match self.path:
             case ("servers", _, "arguments", name):
-                return name not in _COMPUTED
+                return name not in COMPUTED
+            case ("servers", _, "command"):
+                return _told_to_compute(self.old) == _told_to_compute(self.new)
             case ("teachers", _, name):
                 return name in _REACHED
             case ("rollout", "engine", name):
@@ -265,7 +272,9 @@ class Recorded:
     def measures_otherwise(self) -> bool:
         """Whether an evaluation would find other numbers with it."""
         draws = re.search(r"(^|\.)rollout\.(?!engine\.)", self.field) is not None
-        computes = re.fullmatch(rf"servers\..+\.{_COMPUTES}", self.field) is not None
+        computes = re.fullmatch(rf"servers\..+\.({_COMPUTES})", self.field) is not None
+        if self.field.endswith(".command"):
+            computes = computes and _told_to_compute(self.old) != _told_to_compute(self.new)
         return draws or computes or _JUDGES.search(self.field) is not None
 
     @classmethod
@@ -323,19 +332,55 @@ def changes(before: Any, after: Any, path: tuple[str, ...] = ()) -> Iterator[Cha
             yield Change(own, before.get(key, NOTHING), after.get(key, NOTHING))
 
 
+def _exchanged(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[Change]:
+    """What another group computes otherwise than the one that a teacher or the engine had before."""
+    ends = [
+        {**side.get("teachers", {}), "": side.get("rollout", {}).get("engine", {})}
+        for side in (before, after)
+    ]
+    for name in ends[0].keys() & ends[1].keys():
+        was, now = (end[name].get("servers") for end in ends)
+        if was is None or now is None or was == now:
+            continue
+        old, new = (
+            {key: side.get("servers", {}).get(group, {}).get(key) for key in ("arguments", "command")}
+            for side, group in ((before, was), (after, now))
+        )
+        yield from (change for change in changes(old, new, ("servers", now)) if not change.serves)
+
+
 def compared(before: dict[str, Any], after: dict[str, Any]) -> list[Change]:
-    """Every setting in which two resolved recipes differ. What a domain says of its own on one side alone is
-    compared with what the other side says of all.
+    """Every setting in which two resolved recipes differ. What a domain or an evaluation set says of its own
+    on one side alone is compared with what the other side says of all.
     """
-    sides = [{**side, "domains": dict(side.get("domains", {}))} for side in (before, after)]
-    for name in sides[0]["domains"].keys() & sides[1]["domains"].keys():
+    sides = [copy.deepcopy(dict(side)) for side in (before, after)]
+    for name in _shared(sides, "domains"):
+        own = [side["domains"][name] for side in sides]
         for group in ("specialist", "rollout"):
-            own = [side["domains"][name].get(group) for side in sides]
-            for side, mine, others in zip(sides, own, reversed(own), strict=True):
-                if mine is None and others is not None:
-                    general = {key: side[group][key] for key in others if key in side.get(group, {})}
-                    side["domains"][name] = {**side["domains"][name], group: general}
-    return list(changes(sides[0], sides[1]))
+            _fill(sides, own, group)
+        if own[0].get("distill") != own[1].get("distill"):
+            for side, mine in zip(sides, own, strict=True):
+                said = {key: value for key, value in (mine.get("distill") or {}).items() if value is not None}
+                general = {key: side["distill"][key] for key in SharesConfig.model_fields}
+                mine["distill"] = general | said
+    sets = [side.get("evaluation", {}) for side in sides]
+    for name in _shared(sets, "sets"):
+        _fill(sides, [side["sets"][name] for side in sets], "rollout")
+    found = (*_exchanged(sides[0], sides[1]), *changes(sides[0], sides[1]))
+    return list({change.path: change for change in reversed(found)}.values())[::-1]
+
+
+def _shared(sides: Iterable[Mapping[str, Any]], key: str) -> set[str]:
+    """Names that both sides have under `key`."""
+    return set.intersection(*(set(side.get(key, {})) for side in sides))
+
+
+def _fill(sides: Iterable[Mapping[str, Any]], own: list[dict[str, Any]], group: str) -> None:
+    """Where one of `own` says nothing of a group and the other does, it says what its side says of all."""
+    given = [mine.get(group) for mine in own]
+    for side, mine, here, there in zip(sides, own, given, reversed(given), strict=True):
+        if here is None and there is not None:
+            mine[group] = {key: side[group][key] for key in there if key in side.get(group, {})}
 
 
 def written(recipe: Recipe) -> dict[str, Any]:

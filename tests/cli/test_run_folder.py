@@ -422,6 +422,31 @@ def test_a_domain_goes_on_with_a_setting_of_its_own(tmp_path: Path):
     RunFolder.resume(tmp_path / "run", make_recipe(domains=domains)).close()
 
 
+def test_a_domains_share_and_an_evaluation_sets_draws_go_on_as_their_own(tmp_path: Path):
+    """What was `null` before is compared with what was said of all, in the words of either."""
+    sets: dict[str, Any] = {"own": {"source": "procedural:sort"}}
+    both = {"rl_coef": 0.5, "samples_per_prompt": 2}
+    before = {"distill": both, "evaluation": {"sets": sets}}
+    begun(tmp_path / "run", make_recipe(**before), {"step": 6}, "merge")
+    share = {"domains": {"sort": {"source": "procedural:sort", "distill": {"rl_coef": 0.25}}}}
+    drawn = {"evaluation": {"sets": {"own": sets["own"] | {"rollout": {"temperature": 0.5}}}}}
+    after = make_recipe(**before | share | drawn)
+    with RunFolder.resume(tmp_path / "run", after, Accepted(settings=True)) as folder:
+        found = {change.field: (change.old, change.new) for change in folder.setting_changes}
+        assert found == {
+            "domains.sort.distill.rl_coef": (0.5, 0.25),
+            "evaluation.sets.own.rollout.temperature": (1.0, 0.5),
+        }
+    RunFolder.resume(tmp_path / "run", after).close()
+    share["domains"]["sort"]["distill"] = {"kl_coef": 2.0, "rl_coef": 0.25}
+    more = make_recipe(**before | share | drawn)
+    with RunFolder.resume(tmp_path / "run", more, Accepted(settings=True)) as folder:
+        assert (folder.setting_changes[-1].field, folder.setting_changes[-1].old) == (
+            "domains.sort.distill.kl_coef",
+            1.0,
+        )
+
+
 def test_rules_change_without_leave_and_are_recorded(tmp_path: Path):
     RunFolder.create(tmp_path / "run", make_recipe()).close()
     watched = make_recipe(watch={"grad_norm": {"action": "stop"}, "dead_groups": None})
@@ -493,6 +518,46 @@ def test_the_numbers_in_which_a_server_computes_change_where_that_is_asked_for(t
         teachers = {**OWN["teachers"], "u": {**OWN["teachers"]["u"], key: other}}
         with pytest.raises(RunFolderError, match=rf"teachers\.u\.{key} = .* which stays as it is"):
             RunFolder.resume(path, make_recipe(**OWN | {"teachers": teachers}), Accepted(settings=True))
+
+
+FEWER_BITS = {"arguments": GROUP["arguments"] | {"quantization": "fp8"}}
+TAKEN = OWN["teachers"] | {"t": {**ASKED, "servers": "other"}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"servers": {"own": {**GROUP, "command": ["serve", "--quant=fp8"]}}}, "own.command"),
+        ({"servers": {"own": {**GROUP, "command": ["serve", "-q", "fp8"]}}}, "own.command"),
+        ({"servers": {"other": FEWER_BITS}, "teachers": TAKEN}, "other.arguments.quantization"),
+        ({"servers": {"own": {"arguments": {}}}}, "own.arguments.dtype"),
+    ],
+)
+def test_numbers_do_not_change_by_a_command_or_another_group_unasked(tmp_path: Path, changes, field):
+    path = tmp_path / "run"
+    begun(path, make_recipe(**OWN), {"step": 6}, "merge")
+    measured = measured_as(RunFolder.attach(path))
+    fewer = make_recipe(**OWN | changes)
+    with pytest.raises(RunFolderError, match=rf"servers\.{field} = .* --accept-changed-settings, or"):
+        RunFolder.resume(path, fewer)
+    with RunFolder.resume(path, fewer, Accepted(settings=True)) as folder:
+        own = next(change for change in folder.setting_changes if change.field == f"servers.{field}")
+        assert own.stages["merge"] == 6
+        assert measured_as(folder) != measured
+    RunFolder.resume(path, fewer).close()
+
+
+def test_another_group_that_computes_alike_is_taken_without_leave(tmp_path: Path):
+    path = tmp_path / "run"
+    begun(path, make_recipe(**OWN), {"step": 6}, "merge")
+    with RunFolder.resume(
+        path, make_recipe(**OWN | {"servers": {"other": GROUP}, "teachers": TAKEN})
+    ) as folder:
+        assert {change.field for change in folder.setting_changes} == {
+            "servers.other",
+            "servers.own",
+            "teachers.t.servers",
+        }
 
 
 def test_a_change_survives_a_kill_between_its_two_files(tmp_path: Path):

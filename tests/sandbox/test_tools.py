@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -351,6 +352,37 @@ def test_a_turn_whose_commands_may_outlast_the_environments_step_is_found_before
     assert "4 commands may take 10 s each" in error
     assert "set domains.sort.environment.seconds above 40" in error
     assert "error" not in [one.level for one in found_of(["shell"], within=30.0, seconds=5)]
+
+
+def test_what_commands_are_to_read_and_is_not_there_is_found_before_the_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here").touch()
+    reads = [str(tmp_path / "here"), str(tmp_path / "gone"), "here"]
+    gone, loose = [one.detail for one in found_of(["shell"], reads=reads) if one.level == "error"]
+    assert "gone, which is not there; mend the path, or take it out" in gone
+    assert "has here, which is not an absolute path" in loose
+
+
+def test_limits_within_which_no_command_runs_are_not_told_as_a_program_that_is_missing():
+    found = found_of(["python"], substrate="process", memory_mb=1)
+    (error,) = [one.detail for one in found if one.level == "error"]
+    assert "not even an empty command of the shell runs within params.sandbox" in error
+    assert error.endswith("raise its memory_mb, processes or seconds")
+
+
+@pytest.mark.parametrize(
+    ("tools", "sandbox", "sentence"),
+    [
+        ("shell", {}, "a list of tools is needed; give some of python, "),
+        ([["shell"]], {}, "a list of tools is needed; give some of python, "),
+        (["shell"], "process", "params.sandbox is process, but takes a mapping; write its settings, such"),
+        (["shell"], {"memory": 3}, "params.sandbox: unknown key `memory`; did you mean `memory_mb`?"),
+        (["shell"], {"substrate": "bwrap"}, "`substrate` is 'bwrap', but must be one of auto, bubblewrap,"),
+    ],
+)
+def test_parameters_that_cannot_be_are_told_as_the_recipe_has_them(tools, sandbox, sentence):
+    with pytest.raises(ConfigError, match=re.escape(sentence)):
+        Tools(tools, sandbox)
 
 
 def test_a_deterministic_tool_is_one_that_there_is():

@@ -2,6 +2,8 @@
 
 import json
 import os
+import signal
+import threading
 from pathlib import Path
 
 import pytest
@@ -96,6 +98,22 @@ def test_what_ended_the_process_is_not_waited_for_again(monkeypatch):
         with pytest.raises(TemplateError, match="took more than"):
             render(tokenizer, MESSAGES, {})
         assert chat_templates._renderer().process._process is None  # the second time none was started
+
+
+@pytest.mark.parametrize("at_work", [False, True])
+def test_a_process_that_somebody_else_ended_is_not_the_templates_fault(at_work):
+    tokenizer = tiny.tokenizer()
+    tokenizer.chat_template = HONEST[0]
+    expected = render(tokenizer, MESSAGES, {})
+    process = chat_templates._renderer().process._process
+    assert process is not None
+    if at_work:
+        os.kill(process.pid, signal.SIGSTOP)  # it has the conversation, and is ended before it answers
+        threading.Timer(0.5, process.kill).start()
+    else:
+        os.kill(process.pid, signal.SIGKILL)
+    assert render(tokenizer, MESSAGES, {}) == expected
+    assert process.returncode == -signal.SIGKILL
 
 
 def test_templates_see_no_secret_and_their_process_ends_with_ours(monkeypatch):

@@ -790,6 +790,7 @@ SERVED = {"type": "sglang", "servers": "group"}
         ({"servers": {"group": {"arguments": {"admin-api-key": "k"}}}}, "admin-api-key is set by opd"),
         ({"servers": {"group": {"arguments": {"hos": "x"}}}}, "takes hos for host, which is set by opd"),
         ({"servers": {"group": {"arguments": {"mem-frac": 1}}}}, "for mem-fraction-static, .* write it out"),
+        ({"servers": {"group": {"arguments": {"quantiz": "fp8"}}}}, "for quantization, .* write it out"),
         (
             {"servers": {"group": {"arguments": {"lora-target-modules": ["q_proj", "--host", "x"]}}}},
             "lora-target-modules has '--host', which a server takes for another argument",
