@@ -329,7 +329,8 @@ class GRPO(Algorithm):
         last = "last step" if steps == 1 else f"last {steps} steps"
         why = f"every group of the {last} had equal rewards"
         more = "set specialist.refill" if self.config.refill is None else "raise specialist.refill.limit"
-        way = f"check the reward, and max_new_tokens if all are `truncated`; raise group_size, {more}"
+        way = "check the reward, and max_new_tokens if all are `truncated`; raise group_size, or in a new run"
+        way += f" {more}"
         if self._cut:
             why = f"all responses of the {last} were cut, which shaping.mask_truncated masks"
             way = "raise rollout.max_new_tokens"
