@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from opd.foreign import decoding, shown
-from opd.served.http_client import UnavailableError
+from opd.served.http_client import RETRIED, RefusedError, UnavailableError
 from opd.types import Chunk, Status
 
 
@@ -65,7 +65,9 @@ class MessageReader(ABC):
         """What messages call the weights, where those of the attempt are adapters on them."""
 
     def read(self, line: bytes) -> Piece | None:
-        """The new part of one line; `None` if there is none. Raises `UnavailableError` if it is wrong."""
+        """The new part of one line; `None` if there is none. Raises `UnavailableError` if it is wrong, and
+        `RefusedError` for what no later attempt changes.
+        """
         if not is_message(line):
             return None
         with decoding(self._unreadable):
@@ -75,15 +77,20 @@ class MessageReader(ABC):
     @abstractmethod
     def _told(self, message: Any) -> Told | None:
         """What a message says; `None` if it is about nothing that is written. May raise what `decoding`
-        decodes, and `UnavailableError`.
+        decodes, `UnavailableError` and `RefusedError`.
         """
 
     def _refuse_error(self, message: Any) -> None:
-        """`UnavailableError` for a message that says what went wrong."""
-        if "error" in message:
-            raise UnavailableError(
-                f"{self.uid}: the server says {shown(message['error'], 300)}", answered=True
-            )
+        """`UnavailableError` for a message that says what went wrong, `RefusedError` where it says by the
+        status that asking again changes nothing.
+        """
+        if "error" not in message:
+            return
+        error, said = message["error"], f"the server says {shown(message['error'], 300)}"
+        code = error.get("code") if isinstance(error, dict) else None
+        if isinstance(code, int) and 400 <= code < 500 and code not in RETRIED:
+            raise RefusedError(said, code)
+        raise UnavailableError(f"{self.uid}: {said}", answered=True)
 
     def _unreadable(self, cause: str) -> UnavailableError:
         return UnavailableError(f"a message of {self.uid} is not readable ({cause})", answered=True)

@@ -24,7 +24,7 @@ from opd.rollout.vllm_engine import MessageReader, VLLMDialect, VLLMEngine
 from opd.rollout.vllm_workers import FolderPush, Outputs
 from opd.rollout.weight_sync import WeightFolder
 from opd.served.distinct import check_distinct
-from opd.served.http_client import Patience, PoolOptions, UnavailableError
+from opd.served.http_client import Patience, PoolOptions, RefusedError, UnavailableError
 from opd.types import RolloutRequest, SamplingParams, Status
 
 pytest.importorskip("orjson", reason="needs the extra sglang")
@@ -118,6 +118,15 @@ def test_what_messages_say(ids, reason, status):
 def test_messages_that_are_wrong_are_not_taken(message, words):
     with pytest.raises(UnavailableError, match=words):
         reader().read(message)
+
+
+@pytest.mark.parametrize(
+    ("code", "raised"), [(400, RefusedError), (429, UnavailableError), (500, UnavailableError)]
+)
+def test_what_no_later_attempt_changes_is_refused(code, raised):
+    said = {"error": {"message": "too long", "code": code}}
+    with pytest.raises(raised, match="too long"):
+        reader().read(b"data: " + json.dumps(said).encode())
 
 
 def test_weights_that_somebody_else_gave_end_the_run():
