@@ -328,9 +328,8 @@ class GRPO(Algorithm):
         """The error for `steps` steps in a row that nothing could be learned from."""
         last = "last step" if steps == 1 else f"last {steps} steps"
         why = f"every group of the {last} had equal rewards"
-        more = "set specialist.refill" if self.config.refill is None else "raise specialist.refill.limit"
-        way = "check the reward, and max_new_tokens if all are `truncated`; raise group_size, or in a new run"
-        way += f" {more}"
+        more = "specialist.refill" if self.config.refill is None else "a larger specialist.refill.limit"
+        way = f"check the reward, and max_new_tokens if all are `truncated`; raise group_size, or take {more}"
         if self._cut:
             why = f"all responses of the {last} were cut, which shaping.mask_truncated masks"
             way = "raise rollout.max_new_tokens"

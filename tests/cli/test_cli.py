@@ -53,7 +53,7 @@ def test_options_before_the_recipe_do_not_swallow_it(recipe, capsys):
         (["run", "{recipe}", "--dry-run", "--name", "../../x"], "'../../x' cannot name a folder"),
         (
             ["run", "{recipe}", "--dry-run", "--train.ranks", "2", "--runtime.workers", "2"],
-            "the 2 ranks of a",
+            "but several ranks",
         ),
         (["run", "{recipe}", "--dry-run", "--runtime.threads", "4096"], "threads is 4096, and this machine"),
         (["specialist", "{recipe}", "--dry-run", "--domain", "chess"], "it trains sort"),
