@@ -31,9 +31,9 @@ PARTS = 4
 """Bands at most."""
 WORTH = 1 << 20
 """Bytes of a layer that one more band has to save: about what its products cost before they begin."""
-AHEAD = 4
-"""Steps for which an order of slots counts: others come about as often."""
-COPIES = 3
+AHEAD = 16
+"""Steps for which an order of slots counts: about as many as a turn of an episode has left."""
+COPIES = 5
 """Reads that copying a position to another slot costs."""
 SAME = 16
 """Slots whose tokens differ by less do not change places."""
