@@ -425,7 +425,6 @@ def better_order(held: np.ndarray, position_bytes: int) -> tuple[np.ndarray, np.
     """(source, target): which slots move where, a permutation, so that the fullest come first; none unless
     that saves more reading than it costs. `held` [B] as of `bands_of`.
     """
-    before = bands_of(held, position_bytes)
     if int(held.max()) * len(held) - int(held.sum()) < WORTH // position_bytes:
         return NO_SLOTS, NO_SLOTS
     ranked = np.argsort(-(held // SAME), kind="stable")
@@ -438,8 +437,10 @@ def better_order(held: np.ndarray, position_bytes: int) -> tuple[np.ndarray, np.
     target = strays[np.argsort(has[strays], kind="stable")]
     after = held.copy()
     after[target] = held[source]
-    saved = sum(x.positions for x in before) - sum(x.positions for x in bands_of(after, position_bytes))
-    return (source, target) if saved * AHEAD > COPIES * int(held[source].sum()) else (NO_SLOTS, NO_SLOTS)
+    read, less = (sum(band.positions for band in bands_of(x, position_bytes)) for x in (held, after))
+    return (
+        (source, target) if (read - less) * AHEAD > COPIES * int(held[source].sum()) else (NO_SLOTS, NO_SLOTS)
+    )
 
 
 def _quarters(rows: int) -> list[tuple[int, int]]:

@@ -9,7 +9,6 @@ import copy
 import hashlib
 import http.server
 import json
-import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -19,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors.torch import load_file
+from vllm_server import serving
 
 from opd.kernels.ops import linear_logprobs
 from opd.models.causal_lm import CausalLM, bytes_of
@@ -263,13 +263,8 @@ def little_vllm(folder: Path, port: int = 0) -> Iterator[tuple[str, LittleVLLM]]
         def log_message(self, *_: object) -> None:
             pass
 
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", port), Answers)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_address[1]}", own
-    finally:
-        own.paused = False
-        server.shutdown()
-        server.server_close()
-        thread.join()
+    with serving(Answers, port) as url:
+        try:
+            yield url, own
+        finally:
+            own.paused = False

@@ -11,12 +11,11 @@ import tiny
 import torch
 from little_sglang import LittleSGLang
 from little_vllm import little_vllm
-from served_models import recipe_tokenizer, write_model
+from served_models import recipe_tokenizer, write_kin
 from vllm_server import MODEL
 
 from opd.config.teachers import SGLangTeacherConfig, VLLMTeacherConfig
 from opd.errors import TeacherError
-from opd.pipelines.commands.publish import publish_checkpoint
 from opd.served import http_pool
 from opd.teachers.kinds import Placement
 from opd.teachers.served_teacher import Asked
@@ -31,11 +30,7 @@ SIGNALS = ["hidden", "topk", "sampled"]
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    root = tmp_path_factory.mktemp("kin")
-    write_model(root / "a", seed=0, **MODEL)
-    write_model(root / "kin", seed=0, kin=True, **MODEL)
-    publish_checkpoint(root / "a", root / "published")
-    return {"a": root / "a", "kin": root / "kin", "published": str(root / "published")}
+    return write_kin(tmp_path_factory.mktemp("kin"), **MODEL)
 
 
 @pytest.fixture

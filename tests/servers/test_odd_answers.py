@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import http.server
-import threading
 
 import pytest
 from little_sglang import little_sglang
 from recipes import tiny_recipe
 from seaweedfs import free_ports
 from served_models import write_model
-from vllm_server import MODEL
+from vllm_server import MODEL, serving
 
 from opd.pipelines.doctor.checks import check_kinds
 
@@ -45,15 +44,8 @@ def answering(status, content, **headers):
         def log_message(self, *_: object) -> None:
             pass
 
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Answers)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_address[1]}"
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
+    with serving(Answers) as url:
+        yield url
 
 
 def said(model, url, **settings):

@@ -65,6 +65,16 @@ class Run:
         """Its exit status, once it has ended."""
         return process.wait(SECONDS)
 
+    def whole(self) -> None:
+        """Run it to a good end; it is interrupted if the test is."""
+        process = self.start()
+        try:
+            assert self.ended(process) == 0, self.said()
+        finally:
+            if process.poll() is None:
+                process.send_signal(signal.SIGINT)
+                process.wait(300)
+
     def processes(self) -> dict[int, str]:
         """Command lines of those that live, by id; what they have of hidden states and shared memory is
         noted.

@@ -1,7 +1,6 @@
 """Adapters alone on a real SGLang server: what it writes with them, how they are proved, and that they go."""
 
 import json
-import signal
 import sys
 import urllib.request
 
@@ -261,13 +260,7 @@ def test_a_specialist_learns_on_a_server_that_its_recipe_starts(server, served_m
         evaluation={"prompts_per_domain": 4, "curve_prompts": 4},
     )
     run = Run(recipe, tmp_path / "run")
-    process = run.start()
-    try:
-        assert run.ended(process) == 0, run.said()
-    finally:
-        if process.poll() is None:
-            process.send_signal(signal.SIGINT)
-            process.wait(300)
+    run.whole()
     assert "adapters are sent alone" in run.said()
     lines = (run.out / "stages" / "specialist-sort" / "metrics.jsonl").read_text().splitlines()
     steps = [json.loads(line) for line in lines]

@@ -9,12 +9,11 @@ import tiny
 import torch
 from little_sglang import little_sglang
 from recipes import tiny_recipe
-from served_models import recipe_tokenizer, write_model
+from served_models import recipe_tokenizer, write_kin
 from vllm_server import MODEL
 
 from opd.config.teachers import SGLangTeacherConfig
 from opd.errors import TeacherError
-from opd.pipelines.commands.publish import publish_checkpoint
 from opd.pipelines.doctor.checks import check_kinds
 from opd.teachers import weight_probe
 from opd.teachers.kinds import Placement
@@ -31,12 +30,7 @@ ANOTHER = "serves another model, vocabulary or other weights .* from what the mo
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """`a`, and `kin`: a specialist of the same base, with the same embedding, norm and head."""
-    root = tmp_path_factory.mktemp("kin")
-    write_model(root / "a", seed=0, **MODEL)
-    write_model(root / "kin", seed=0, kin=True, **MODEL)
-    publish_checkpoint(root / "a", root / "published")
-    return {"a": root / "a", "kin": root / "kin", "published": str(root / "published")}
+    return write_kin(tmp_path_factory.mktemp("kin"), **MODEL)
 
 
 @contextmanager

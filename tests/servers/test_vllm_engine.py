@@ -4,7 +4,6 @@ The test that kills the server is the last.
 """
 
 import json
-import signal
 import sys
 import threading
 
@@ -300,13 +299,7 @@ def test_a_specialist_learns_on_a_server_that_its_recipe_starts(vllm, tmp_path, 
         evaluation={"prompts_per_domain": 4, "curve_prompts": 4},
     )
     run = Run(recipe, tmp_path / "run")
-    process = run.start()
-    try:
-        assert run.ended(process) == 0, run.said()
-    finally:
-        if process.poll() is None:
-            process.send_signal(signal.SIGINT)
-            process.wait(300)
+    run.whole()
     assert_nothing_is_left(run, set())
     lines = (run.out / "stages" / "specialist-sort" / "metrics.jsonl").read_text().splitlines()
     steps = [json.loads(line) for line in lines]

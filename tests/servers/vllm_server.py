@@ -91,6 +91,20 @@ class VLLMServer(SGLangServer):
         self._server = StartedServer("vllm", self._group, 0, model, log)
 
 
+@contextlib.contextmanager
+def serving(answers: type[http.server.BaseHTTPRequestHandler], port: int = 0) -> Iterator[str]:
+    """The URL of a server that answers so, in this process, until the block ends."""
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", port), answers)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
 Change = Callable[[str, Any], Any]
 
 
@@ -122,12 +136,5 @@ def recorded_server(change: Change = lambda path, answer: answer) -> Iterator[st
         def log_message(self, *_: object) -> None:
             pass
 
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Answers)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_address[1]}"
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
+    with serving(Answers) as url:
+        yield url
