@@ -11,22 +11,27 @@ from opd.storage.framed_log import LogIO
 
 
 class DyingIO(LogIO):
-    """Kills its own process before the `count`-th operation at `place`, and says so to `pipe`."""
+    """Kills its own process before the `count`-th operation at `place`, and says so to `pipe`.
+
+    The place `tear` is in the middle of an append while frames are written: neither none of its bytes nor all
+    of them are there. (`write` is any operation of that time; most of those are no appends.)
+    """
 
     def __init__(self, place: str, count: int, pipe: int) -> None:
         self._place, self._left, self._pipe = place, count, pipe
         self._doing = "opening"
         self.is_open = False
 
-    def _at(self, place: str) -> bool:
+    def _at(self, place: str, appends: bool = False) -> bool:
         """Whether this operation is the one to die before."""
         place = place if self.is_open or place == "compaction" else "opening"
-        if self._place not in ("any", place):
+        tears = self._place == "tear" and appends and place == "write"
+        if not tears and self._place not in ("any", place):
             return False
         self._left -= 1
         if self._left >= 0:
             return False
-        os.write(self._pipe, f"d {place}\n".encode())
+        os.write(self._pipe, f"d {'tear' if tears else place}\n".encode())
         return True
 
     def _maybe_die(self, place: str) -> None:
@@ -39,9 +44,11 @@ class DyingIO(LogIO):
         return super().create(path)
 
     def append(self, file: int, buffers: list) -> None:
-        if self._at(self._doing):
+        if self._at(self._doing, appends=True):
             data = b"".join(bytes(part) for part in buffers)
-            super().append(file, [data[: crc32(data) % (len(data) + 1)]])
+            # A tear leaves at least a byte, and at least one out.
+            least = int(self._place == "tear")
+            super().append(file, [data[: least + crc32(data) % (len(data) + 1 - 2 * least)]])
             os.kill(os.getpid(), signal.SIGKILL)
         super().append(file, buffers)
 

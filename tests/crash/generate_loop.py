@@ -3,11 +3,12 @@
     PYTHONPATH=tests python tests/crash/generate_loop.py --kills 1000 [--seed 0] [--folder DIR] [--json FILE]
 
 The process writes batch after batch, says each token once it was given out, and retires a batch when it is
-whole. It is killed at a random moment, or before an operation of the system chosen at random: an append (then
-half of it is written), a step of beginning a new file, of compaction, or of opening the log. After the kill
-the log must hold every token that was given out, and at most the step under way besides; each must be the
-token an undisturbed process writes at that position, since the noise is a function of (seed, uid, position).
-The next process continues. A reader reads all the while and is killed as well. Prints one line of JSON.
+whole. It is killed at a random moment, or before an operation of the system, of each kind in turn: an append
+(then half of it is written), a step of beginning a new file, of compaction, or of opening the log. After the
+kill the log must hold every token that was given out, and at most the step under way besides; each must be
+the token an undisturbed process writes at that position, since the noise is a function of (seed, uid,
+position). The next process continues. A reader reads all the while and is killed as well. Prints one line of
+JSON.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ from opd.types import RolloutRequest, SamplingParams, Status
 
 REQUESTS, RUNNING = 8, 6
 SEGMENT_BYTES = 1500
-PLACES = ("any", "write", "rotation", "compaction", "opening", "time")
+PLACES = ("any", "write", "tear", "rotation", "compaction", "opening", "time")
+OPERATIONS = {"any": 200, "write": 60, "tear": 40, "rotation": 30, "compaction": 20, "opening": 4, "time": 1}
+"""A process dies before one of so many operations of a place."""
 ENOUGH = 20
 """Batches after which a process that did not come to its place is killed where it is."""
 
@@ -193,8 +196,8 @@ def kill_once(
     folder: Path, rng: random.Random, told: Told, expected: Expected, counts: collections.Counter
 ) -> None:
     """Let a process generate for a while, kill it, and look at what it left."""
-    place, policy = rng.choice(PLACES), rng.choice(("os", "interval", "always"))
-    count = rng.randrange({"any": 200, "write": 60, "rotation": 30, "compaction": 20}.get(place, 6))
+    place, policy = PLACES[counts["kills"] % len(PLACES)], rng.choice(("os", "interval", "always"))
+    count = rng.randrange(OPERATIONS[place])
     patience = rng.random() * 0.1 if place == "time" else math.inf
     work = (expected.model, folder, told.batch, policy, place, count)
     process, pipe = fork(lambda sink: generate_until_killed(*work, sink))

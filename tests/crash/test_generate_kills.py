@@ -23,8 +23,8 @@ def test_killed_while_generating(tmp_path):
     counts = json.loads(done.stdout)
     assert counts["kills"] == wanted
     assert counts["killed readers"] >= wanted // 3
-    for place in ("write", "rotation", "compaction", "opening", "time"):
+    for place in ("write", "tear", "rotation", "compaction", "opening", "time"):
         assert counts[f"killed in {place}"] >= wanted // 20, place
-    assert counts["torn"] > 0, "no append was cut in the middle"
+    assert counts["torn"] >= counts["killed in tear"] // 2, "no append was cut in the middle"
     assert counts["batches"] >= wanted // 10, "restarts did not continue"
     assert counts["tokens"] > 10 * wanted
