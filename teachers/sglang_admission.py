@@ -30,6 +30,7 @@ from opd.served.sglang_answers import (
     logprob_body,
     logprobs_of,
     most_bytes,
+    most_tokens,
     ranks_of,
     says_nothing,
     versions_of,
@@ -65,8 +66,8 @@ class Expected:
     checksum: str | None = None
     proof: WeightProof = field(default_factory=WeightProof)
     tolerance: float = EXACT
-    context: int | None = None
-    """Most tokens a request may have on any server."""
+    longest: int | None = None
+    """Most tokens of a sample that every server scores."""
     chunk: int | None = None
     """Most tokens a server without the plug-in prefills at once; it loses hidden states of earlier chunks."""
     plugins: dict[str, Plugin] = field(default_factory=dict)
@@ -204,11 +205,12 @@ def _check_settings(owner: str, server: Server, settings: dict[str, Any], expect
             f"{owner}: {server.url} returns no hidden states; start it with --enable-return-hidden-states, or"
             " set the server's signal to topk or sampled."
         )
-    limits = [settings.get("context_length"), settings.get("max_total_num_tokens")]
     with decoding(lambda cause: UnavailableError(f"{server.url}/server_info: {cause}", answered=True)):
-        known = [int(limit) for limit in (*limits, expected.context) if limit]
+        most = most_tokens(settings)
         chunk = int(settings.get("chunked_prefill_size") or 0)
-    expected.context = min(known, default=None)
+    if most is not None:
+        longest = most - SGLangTeacherConfig.kept
+        expected.longest = min(longest, expected.longest or longest)
     if chunk > 0 and server.url not in expected.plugins:
         expected.chunk = min(chunk, expected.chunk or chunk)
     if settings and settings.get("dtype") != "float32":

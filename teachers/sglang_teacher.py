@@ -106,7 +106,7 @@ class SGLangTeacher(ServedTeacher):
         return *top_logprobs_of(answer, question.count, top_k, self._vocabulary), sampled
 
     def _check_length(self, question: Question) -> None:
-        length, limit = len(question.tokens), self._expected.context
+        length, limit = len(question.tokens), self._expected.longest
         if limit is not None and length > limit:
             raise TeacherError(
                 f"sample {question.uid} has {length} tokens, the servers of teacher {self.name} take {limit};"

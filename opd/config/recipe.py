@@ -19,6 +19,7 @@ from opd.config.specialist import SpecialistConfig
 from opd.config.teachers import (
     KINDS_HERE,
     ServedEngineConfig,
+    ServerConfig,
     SGLangTeacherConfig,
     StreamedTeacherConfig,
     TeacherConfig,
@@ -286,6 +287,12 @@ class Recipe(Config):
     def given_teachers(self) -> dict[str, str]:
         """Folder or URL of each teacher that this run does not train."""
         return {name: entry.path for name, entry in self.teachers.items() if entry.path is not None}
+
+    @property
+    def kept_by_servers(self) -> int:
+        """Tokens of a model's positions that sequences leave to the servers which write or score them."""
+        asked = (self.rollout.engine, *self.teachers.values())
+        return max((one.kept for one in asked if isinstance(one, ServerConfig)), default=0)
 
     @property
     def merged_because(self) -> str | None:

@@ -21,6 +21,8 @@ class ServerConfig(Config):
 
     program: ClassVar[str] = "sglang"
     """What the servers run: the `type` that a group under `servers` must have."""
+    kept: ClassVar[int] = 0
+    """Tokens at the end of a server's context that no sequence may reach into."""
 
     urls: list[str] = []
     """`http://HOST:PORT` of every server; requests go to the one with the fewest tokens in flight."""
@@ -153,6 +155,8 @@ class ServedEngineConfig(ServerConfig):
 class SGLangEngineConfig(ServedEngineConfig):
     """The student writes on SGLang workers, which serve a model of its architecture and are given its weights
     at the beginning of a stage and after every optimiser step. One stage at a time can use them."""
+
+    kept: ClassVar[int] = 6  # a prompt that leaves no more is refused, and responses end two before
 
     type: Literal["sglang"]
     sync: Literal["disk", "tensors", "delta"] | None = None
@@ -363,6 +367,7 @@ class ServedTeacherConfig(TeacherSettings, ServerConfig):
 class SGLangTeacherConfig(ServedTeacherConfig):
     """SGLang servers that run the model at `path` (extra `sglang`)."""
 
+    kept: ClassVar[int] = SGLangEngineConfig.kept + 1  # to them a sample is a prompt
     type: Literal["sglang"] = "sglang"
     signal: Literal["hidden", "topk", "sampled"] = "hidden"
     """What is asked for. `hidden`: last hidden states, from which the published head rebuilds the whole
@@ -394,6 +399,7 @@ class VLLMTeacherConfig(ServedTeacherConfig):
     VLLM_SERVER_DEV_MODE=1; `null` compares the model's outputs alone."""
 
     program: ClassVar[str] = "vllm"
+    kept: ClassVar[int] = 1  # they write a token behind a sample
     POOLING: ClassVar[dict[str, Argument]] = {
         "runner": "pooling",
         "convert": "embed",

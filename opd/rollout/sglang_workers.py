@@ -6,9 +6,8 @@ They read a folder, or weights are broadcast in a process group with each of the
 from __future__ import annotations
 
 import asyncio
-import logging
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import groupby
@@ -20,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
+from opd.config.teachers import SGLangEngineConfig
 from opd.errors import RolloutError, reason_of
 from opd.foreign import decoding
 from opd.models.causal_lm import raw_bytes, torch_device
@@ -30,18 +30,13 @@ from opd.rollout.served_workers import Ask, Newest, Prepared, Verbs, copies
 from opd.rollout.weight_proof import check_config, check_form
 from opd.rollout.weight_sync import Weights, buckets
 from opd.served.http_client import RefusedError, Server, UnavailableError
-from opd.served.sglang_answers import ranks_of
+from opd.served.sglang_answers import most_tokens, ranks_of
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-_log = logging.getLogger(__name__)
-
 TIMEOUT = 120.0
 """Seconds a member waits for another."""
-KEPT = 6
-"""Tokens of a worker's context that it keeps for itself: so many before its end prompts are refused, and
-responses end two before it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,21 +207,12 @@ def _check(server: Server, name: str, done: Any) -> None:
         raise RolloutError(f"{server.url} did not take the weights {name}: {(done or {}).get('message')}.")
 
 
-def most_tokens(told: Mapping[str, Any]) -> int | None:
-    """Prompt plus response tokens of a request that a worker takes, as its `/server_info` says; `None` if it
-    does not. May raise what `decoding` decodes.
-    """
-    limits = [told.get("context_length"), told.get("max_total_num_tokens")]
-    return min((int(limit) for limit in limits if limit), default=None)
-
-
 class SGLangVerbs(Verbs):
     """See `Verbs`. A pause gives running requests back to the queue of their worker."""
 
     def __init__(self, model: ServedModel) -> None:
         super().__init__(model.config)
         self._longest = model.max_sequence
-        self._warned: set[str] = set()
 
     async def pause(self, server: Server) -> None:
         """See `Verbs`."""
@@ -257,23 +243,12 @@ class SGLangVerbs(Verbs):
         told = await self.pool.ask(server, "GET", "/server_info") or {}
         with decoding(lambda cause: RolloutError(f"{server.url}/server_info answered {cause}.")):
             most = most_tokens(told)
-        if most is None or most >= self._longest + KEPT:
-            return
-        mend = f"give it a context-length of {self._longest + KEPT} or more, or lower rollout.max_sequence"
-        if most < self._longest:
+        wanted = self._longest + SGLangEngineConfig.kept
+        if most is not None and most < wanted:
             raise RolloutError(
-                f"{server.url} takes {most} tokens a request, and responses may need {self._longest}; {mend}."
-            )
-        if server.url not in self._warned:
-            self._warned.add(server.url)
-            _log.warning(
-                "%s takes %d tokens a request and keeps up to %d of them: of sequences of %d tokens the end"
-                " is missing, and prompts as long are refused; %s",
-                server.url,
-                most,
-                KEPT,
-                self._longest,
-                mend,
+                f"{server.url} takes {most} tokens a request, and responses may need {self._longest} beside"
+                f" {SGLangEngineConfig.kept} that it keeps; give it a context-length of {wanted} or more, or"
+                " lower rollout.max_sequence."
             )
 
     async def settle(self, server: Server, name: str) -> None:

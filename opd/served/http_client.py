@@ -340,6 +340,8 @@ def parsed(content: bytes) -> Any:
 
 
 def _excerpt(content: bytes) -> str:
+    if content.lstrip()[:1] == b"<":
+        return "with a page of HTML"
     return shown(" ".join(content[:_READ].decode(errors="replace").split()), 300)
 
 

@@ -8,6 +8,7 @@ temperature 1 whatever it is told.
 from __future__ import annotations
 
 import base64
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,6 +76,14 @@ def hidden_body(question: Question) -> dict[str, Any]:
         "logprob_start_len": question.start,
         "return_hidden_states": True,
     }
+
+
+def most_tokens(told: Mapping[str, Any]) -> int | None:
+    """Prompt plus response tokens of a request that a server takes, as its `/server_info` says, with those it
+    keeps; `None` if it does not. May raise what `decoding` decodes.
+    """
+    limits = [told.get("context_length"), told.get("max_total_num_tokens")]
+    return min((int(limit) for limit in limits if limit), default=None)
 
 
 def most_bytes(body: dict[str, Any], width: int = 0) -> int:

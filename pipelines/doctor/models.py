@@ -521,11 +521,12 @@ def _check_positions(title: str, config: Any, recipe: Recipe, models: Models) ->
     from opd.models.hf_folder import positions_of
 
     own, limit = [positions_of(each) for each in (config, models.config)], recipe.rollout.max_sequence
-    limit_key = "rollout.max_sequence"
-    theirs, ours = (limit if positions is None else min(positions, limit) for positions in own)
+    limit_key, kept = "rollout.max_sequence", recipe.kept_by_servers
+    theirs, ours = (limit if positions is None else min(positions - kept, limit) for positions in own)
     if theirs >= ours:
         return []
-    detail = f"it has {theirs} positions, but a prompt and its response may take {ours} tokens"
+    beside = f" of which servers keep {kept}" if kept else ""
+    detail = f"it has {own[0]} positions{beside}, but a prompt and its response may take {ours} tokens"
     if own[0] != getattr(config.get_text_config(), "max_position_embeddings", None):
         mend = f"beyond them its angles change (longrope), for short texts beside it too: set {limit_key}"
         return [Finding("error", title, f"{detail}; {mend} to {theirs}")]

@@ -52,10 +52,11 @@ def _check_room(recipe: Recipe, name: str, group: ServerGroupConfig) -> list[Fin
     if not isinstance(engine, ServedEngineConfig) or engine.servers != name or told is None:
         return []
     longest = _longest(recipe, _form(recipe))
-    if str(told).isdigit() and int(str(told)) < longest:
+    if str(told).isdigit() and int(str(told)) < longest + engine.kept:
+        beside = f" beside {engine.kept} that the server keeps" if engine.kept else ""
         raise ConfigError(
             f"servers.{name}.arguments.{argument} is {told}, and responses may need {longest} tokens with"
-            " their prompts; raise it, or lower rollout.max_sequence."
+            f" their prompts{beside}; raise it, or lower rollout.max_sequence."
         )
     return []
 
@@ -75,7 +76,10 @@ def _form(recipe: Recipe) -> dict[str, Any]:
 def _longest(recipe: Recipe, form: dict[str, Any]) -> int:
     """Prompt plus response tokens of a request, at most."""
     limit = recipe.rollout.max_sequence
-    return min(limit, form.get("text_config", form).get("max_position_embeddings") or limit)
+    positions = form.get("text_config", form).get("max_position_embeddings")
+    return (
+        min(limit, positions - recipe.kept_by_servers) if isinstance(positions, int) and positions else limit
+    )
 
 
 def _check_servers(name: str, group: ServerGroupConfig) -> list[Finding]:

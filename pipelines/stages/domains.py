@@ -59,15 +59,16 @@ def sequence_limit(
     recipe: Recipe, tokenizer: PreTrainedTokenizerBase, limit: int, name: str
 ) -> tuple[int, str]:
     """Tokens of a sequence, and what says so: `limit`, by the field `name`, or the model's positions if those
-    are fewer.
+    are fewer, without what servers keep of them.
     """
-    model = recipe.model
+    model, kept = recipe.model, recipe.kept_by_servers
     config = read_config(Path(model.path)) if model.path else scratch_config(model.config or {}, tokenizer)
     positions = positions_of(config)
-    if positions and positions < limit:
+    if positions and positions - kept < limit:
         long = getattr(config.get_text_config(), "max_position_embeddings", None)
         cut = "original_max_position_embeddings" if long != positions else "max_position_embeddings"
-        return int(positions), f"the model's {cut}"
+        less = f", less {kept} that its servers keep:" if kept else ""
+        return int(positions) - kept, f"the model's {cut}{less}"
     return limit, name
 
 

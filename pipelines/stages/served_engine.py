@@ -18,6 +18,7 @@ from opd.config.train import LoRAConfig
 from opd.errors import RolloutError
 from opd.models.hf_folder import read_object
 from opd.pipelines.stages.context import StageContext
+from opd.pipelines.stages.domains import sequence_limit
 from opd.pipelines.stages.student import model_dtype, tokenizer_of
 from opd.progress import doing
 from opd.protocols import Teacher
@@ -72,9 +73,9 @@ class ServedWriters:
             if self._sync == "delta":
                 self._receivers = self._servers.mirrors(config)
         rows: int = text["vocab_size"]
-        limit = recipe.rollout.max_sequence
-        longest = min(limit, text.get("max_position_embeddings") or limit)
-        served = ServedModel(min(len(tokenizer_of(recipe, model)), rows), longest, rows, text)
+        tokenizer = tokenizer_of(recipe, model)
+        longest, _ = sequence_limit(recipe, tokenizer, recipe.rollout.max_sequence, "rollout.max_sequence")
+        served = ServedModel(min(len(tokenizer), rows), longest, rows, text)
         options = pool_options(config, ranks.rank, ranks.size)
         own = config.urls_of(ranks.rank, ranks.size)
         if self._servers is not None:

@@ -134,6 +134,18 @@ def test_the_models_positions_bound_prompts_too(tmp_path):
     )
 
 
+def test_servers_keep_some_of_the_models_positions(tmp_path):
+    engine = {"type": "sglang", "urls": ["http://127.0.0.1:9"]}
+    given = recipe(write(tmp_path, LENGTHS), positions=16, max_sequence=4096, engine=engine)
+    assert prompt_room(given, TOKENIZER, "d") == Room(
+        6,
+        "the model's max_position_embeddings, less 6 that its servers keep: 10 leaves beside"
+        " rollout.max_new_tokens 4",
+    )
+    given = recipe(write(tmp_path, LENGTHS), positions=16, max_sequence=10, engine=engine)
+    assert prompt_room(given, TOKENIZER, "d").why.startswith("rollout.max_sequence 10")
+
+
 def test_prompts_of_a_file_know_their_line(tmp_path):
     config = DomainConfig.model_validate({"source": str(write(tmp_path, LENGTHS))})
     domain = load_domain("d", config, seed=0, held_out_prompts=100)

@@ -1,7 +1,6 @@
 """How many tokens an SGLang worker has to take."""
 
 import asyncio
-import logging
 
 import pytest
 
@@ -20,11 +19,10 @@ class Pool:
         return self.told
 
 
-def check(longest, times=1, **told):
+def check(longest, **told):
     verbs = SGLangVerbs(ServedModel(10, longest))
     verbs.use(Pool(told))
-    for _ in range(times):
-        asyncio.run(verbs.check_settings(Server("http://worker")))
+    asyncio.run(verbs.check_settings(Server("http://worker")))
 
 
 def test_a_worker_that_takes_too_few_tokens_is_refused():
@@ -36,15 +34,11 @@ def test_a_worker_that_takes_too_few_tokens_is_refused():
         check(32, context_length="many")
 
 
-def test_a_worker_without_room_for_the_end_is_a_warning(caplog):
-    caplog.set_level(logging.WARNING)
-    check(32, times=2, context_length=37)
-    [warning] = caplog.messages
-    assert "context-length of 38 or more" in warning
+def test_a_worker_keeps_some_tokens_for_itself():
+    with pytest.raises(RolloutError, match=r"32 beside 6 that it keeps.* context-length of 38 or more"):
+        check(32, context_length=37)
 
 
-def test_a_worker_with_room_or_that_says_nothing_will_do(caplog):
-    caplog.set_level(logging.WARNING)
+def test_a_worker_with_room_or_that_says_nothing_will_do():
     check(32, context_length=38, max_total_num_tokens=8192)
     check(32)
-    assert not caplog.messages

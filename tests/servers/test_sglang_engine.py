@@ -283,6 +283,15 @@ def test_rows_of_the_head_that_are_no_tokens_are_never_sampled(engine, models):
         np.testing.assert_allclose(sample.rollout_logprobs, due, atol=1e-4)
 
 
+def test_a_prompt_may_leave_room_for_one_token(engine):
+    """Of 256 tokens of context SGLang keeps some; see `SGLangEngineConfig.kept`."""
+    prompt = np.full(ALL_ROWS.max_sequence - 1, 3, dtype=np.int32)
+    served = engine()
+    served.submit([RolloutRequest("r", prompt, SamplingParams(max_new_tokens=1), seed=1)])
+    chunk = served.step()
+    assert (len(chunk.token_ids), dict(chunk.finished)) == (1, {"r": Status.TRUNCATED})
+
+
 def test_weights_change_only_while_paused(engine, models):
     with pytest.raises(RolloutError, match=r"call pause\(\) before"):
         engine().update_weights(models["b"].weights(), 1)

@@ -897,18 +897,20 @@ def test_the_doctor_looks_for_the_program(tmp_path):
     assert found(command=["bash", "-c", "serve.sh"])[0] == "ok"
 
 
-@pytest.mark.parametrize(("kind", "argument"), [("sglang", "context-length"), ("vllm", "max-model-len")])
-def test_the_doctor_finds_servers_that_take_too_few_tokens(kind, argument):
+@pytest.mark.parametrize(
+    ("kind", "argument", "kept"), [("sglang", "context-length", 6), ("vllm", "max-model-len", 0)]
+)
+def test_the_doctor_finds_servers_that_take_too_few_tokens(kind, argument, kept):
     def found(most, limit):
         group = {"type": kind, "command": LITTLE, "arguments": {argument: most}}
         rollout = {"engine": {"type": kind, "servers": "group"}, "max_sequence": limit}
         [finding] = check_servers(tiny_recipe(servers={"group": group}, rollout=rollout))
         return finding.level, finding.detail
 
-    assert found(32, 32)[0] == "ok"
-    level, detail = found(16, 32)
+    assert found(16 + kept, 16)[0] == "ok"
+    level, detail = found(15 + kept, 16)
     assert level == "error"
-    assert f"{argument} is 16, and responses may need 32" in detail
+    assert f"{argument} is {15 + kept}, and responses may need 16" in detail
     # No longer than what the model has positions for.
     assert found(64, 4096)[0] == "ok"
 
