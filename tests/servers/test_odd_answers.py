@@ -71,6 +71,10 @@ def test_a_redirect_is_named_with_where_it_leads(model, kind):
 def test_a_page_is_named_as_one(model, kind):
     with answering(200, b"\n<!DOCTYPE html><html><body>welcome</body></html>") as url:
         assert "with a page of HTML in place of JSON" in said(model, url, type=kind)
+    with answering(403, b"<html><body>no</body></html>") as url:
+        detail = said(model, url, type=kind)
+    assert "403 with a page of HTML;" in detail
+    assert "<" not in detail
     with answering(200, b"ok") as url:
         assert "with something that is not JSON" in said(model, url, type=kind)
 
