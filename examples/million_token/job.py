@@ -73,18 +73,21 @@ def write_trajectories(recipe: Recipe, folder: Path, lengths: list[int], progres
 
 
 class MemoryLog:
-    """This process's resident memory twice a second, its own and mapped files apart, with the phases."""
+    """This process's resident memory every so many seconds, its own and mapped files apart, with the
+    phases.
+    """
 
-    def __init__(self) -> None:
-        self.seconds: list[float] = []
-        self.own_mib: list[float] = []
-        self.file_mib: list[float] = []
+    def __init__(self, every: float = 0.5) -> None:
+        self._every = every
+        self.readings: list[tuple[float, float, float]] = []
+        """Seconds since the beginning, MiB of its own, MiB of mapped files."""
         self.phases: list[tuple[str, float, float]] = []
         self._began = time.monotonic()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
 
     def __enter__(self) -> MemoryLog:
+        self._read()
         self._thread.start()
         return self
 
@@ -100,14 +103,13 @@ class MemoryLog:
         self.phases.append((name, begin, time.monotonic() - self._began))
 
     def _run(self) -> None:
-        while not self._stop.wait(0.5):
-            status = Path("/proc/self/status").read_text()
-            own, mapped = (
-                int(status.split(f"{name}:")[1].split()[0]) / 1024 for name in ("RssAnon", "RssFile")
-            )
-            self.seconds.append(time.monotonic() - self._began)
-            self.own_mib.append(own)
-            self.file_mib.append(mapped)
+        while not self._stop.wait(self._every):
+            self._read()
+
+    def _read(self) -> None:
+        status = Path("/proc/self/status").read_text()
+        own, mapped = (int(status.split(f"{name}:")[1].split()[0]) / 1024 for name in ("RssAnon", "RssFile"))
+        self.readings.append((time.monotonic() - self._began, own, mapped))
 
     def draw(self, path: Path, title: str) -> None:
         """The plot."""
@@ -116,23 +118,19 @@ class MemoryLog:
         mpl.use("agg")
         from matplotlib import pyplot as plt
 
+        seconds, own, mapped = zip(*list(self.readings), strict=True)  # the thread goes on reading
         figure, axes = plt.subplots(figsize=(8, 3.6))
-        axes.stackplot(
-            self.seconds,
-            self.own_mib,
-            self.file_mib,
-            labels=["own", "mapped files"],
-            colors=["#2f6fc8", "#b9cdea"],
-        )
-        top = max(map(sum, zip(self.own_mib, self.file_mib, strict=True)))
+        axes.stackplot(seconds, own, mapped, labels=["own", "mapped files"], colors=["#2f6fc8", "#b9cdea"])
+        top = max(map(sum, zip(own, mapped, strict=True)))
         for name, begin, end in self.phases:
             axes.axvline(begin, color="#888888", linewidth=0.6, linestyle=":")
-            if end - begin > 0.02 * self.seconds[-1]:
+            if end - begin > 0.02 * seconds[-1]:
                 axes.text((begin + end) / 2, top * 1.04, name, ha="center", fontsize=8)
         axes.set(xlabel="seconds", ylabel="resident memory (MiB)", ylim=(0, top * 1.12), title=title)
         axes.legend(loc="lower right", fontsize=8)
         figure.tight_layout()
         figure.savefig(path, dpi=120)
+        plt.close(figure)
 
 
 def peak_mib() -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
@@ -15,13 +16,28 @@ from opd.config.load import load_recipe
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "million_token" / "run.py"
 
 
+def run(options: list[str]) -> subprocess.CompletedProcess[str]:
+    """The example to its good end."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(EXAMPLE), *options]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+def test_memory_is_drawn_while_it_is_read(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(EXAMPLE.parent)
+    log = importlib.import_module("job").MemoryLog(every=0.0)
+    with log:
+        for _ in range(2):
+            log.draw(tmp_path / "memory.png", "title")
+    assert (tmp_path / "memory.png").exists()
+
+
 @pytest.mark.slow
 def test_the_example_plans_scores_trains_and_draws_its_memory(tmp_path):
     options = ["--tokens", "20000", "--long", "1", "--short", "3", "--out", str(tmp_path)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, str(EXAMPLE), *options], env=environment, check=True, capture_output=True, text=True
-    )
+    done = run(options)
     results = json.loads((tmp_path / "results.json").read_text())
     assert results["tokens"] == 21_200
     assert results["heavy_bytes_read_by_planning"] == 0
@@ -32,9 +48,7 @@ def test_the_example_plans_scores_trains_and_draws_its_memory(tmp_path):
     assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
     for phase in ("write", "score", "train"):
         assert phase in done.stderr
-    again = subprocess.run(
-        [sys.executable, str(EXAMPLE), *options], env=environment, check=True, capture_output=True, text=True
-    )
+    again = run(options)
     assert "write" not in again.stderr  # the store is there
     repeated = json.loads((tmp_path / "results.json").read_text())
     assert (repeated["kl_mean"], repeated["grad_norm"]) == (results["kl_mean"], results["grad_norm"])
@@ -46,8 +60,7 @@ def test_the_example_with_full_attention_learns_from_all_tokens_before(tmp_path)
     found = {}
     for name, more in (("window", []), ("full", ["--full-attention"])):
         options = ["--tokens", "4096", "--long", "1", "--short", "0", "--out", str(tmp_path / name), *more]
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        subprocess.run([sys.executable, str(EXAMPLE), *options], env=environment, check=True)
+        run(options)
         found[name] = json.loads((tmp_path / name / "results.json").read_text())
     assert found["full"]["tokens"] == 4096
     assert 0 < found["full"]["grad_norm"] != found["window"]["grad_norm"]
