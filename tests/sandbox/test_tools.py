@@ -363,6 +363,15 @@ def test_what_commands_are_to_read_and_is_not_there_is_found_before_the_run(tmp_
     assert "has here, which is not an absolute path" in loose
 
 
+@pytest.mark.parametrize(("path", "own"), [("/", "/home/agent"), ("/home/", "/home/agent"), ("/tmp", "/tmp")])
+def test_a_folder_that_would_hide_the_sandboxs_own_is_found_before_the_run(path, own):
+    if find_substrate().kind == "process":
+        pytest.skip("commands have the machine's own folders")
+    (error,) = [one.detail for one in found_of(["shell"], reads=[path]) if one.level == "error"]
+    assert f"has {path}, where commands have a {own} of their own; name the files and folders" in error
+    assert "error" not in [one.level for one in found_of(["shell"], reads=[path], substrate="process")]
+
+
 def test_limits_within_which_no_command_runs_are_not_told_as_a_program_that_is_missing():
     found = found_of(["python"], substrate="process", memory_mb=1)
     (error,) = [one.detail for one in found if one.level == "error"]
