@@ -104,13 +104,16 @@ def test_tools_answer_and_share_the_files_of_their_episode(tmp_path, logged):
         (call("python", code="print('x' * 100_000)"), "bytes more]"),
         (call("python", code=["print(1)"]), "error: python takes code"),
         (call("python", code="\ud800"), "error: the arguments of python are no text"),
-        (call("shell", command="a\0b"), "error: shell takes command"),
+        (call("shell", command="a\0b"), "error: shell takes texts of at most 65,535 characters, and no NUL"),
+        (call("python", code="#" * 65_536), "error: python takes texts of at most 65,535 characters"),
+        (call("calculator", expression="(-8) ** 0.5 // 2"), "TypeError: unsupported operand"),
         (call("format_disk", all="yes"), "error: there is no tool format_disk"),
     ],
 )
 def test_a_call_is_answered_whatever_it_is(call, answer):
     (step,) = acted(None, [call])
     assert answer in said(step)[0]
+    assert "Traceback" not in said(step)[0]
     assert not step.done
 
 
