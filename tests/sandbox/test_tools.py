@@ -309,6 +309,16 @@ def test_what_ended_a_command_and_its_state_are_read_as_what_they_are(tmp_path, 
     assert "\x1b" not in said.out + said.err
 
 
+def test_what_a_tool_was_asked_is_shown_though_its_program_is_long(tmp_path, capsys):
+    with TrajectoryLog(tmp_path / "log") as log:
+        acted(log, [call("calculator", expression="330000+126000")])
+        (uid,) = log.uids()
+    assert main(["trajectory", "show", str(tmp_path / "log"), "--episode", uid]) == 0
+    (line,) = [one for one in capsys.readouterr().out.splitlines() if "command 0: python3" in one]
+    assert line.endswith(" 330000+126000")
+    assert len(line) < 300
+
+
 def test_a_tool_of_its_own_runs_in_the_sandbox_as_the_others_do(tmp_path):
     class Counting(Tools):
         known: ClassVar = {**Tools.known, "count": schema("count", "Lines of a file.", file="Its name")}
