@@ -1,13 +1,14 @@
 """An example's accuracy over several seeds, from the `results.json` of each: a table, and a plot beside it.
 
 .venv/bin/python examples/table.py quickstart                    # of what is in examples/quickstart/results/
-.venv/bin/python examples/table.py real_model runs/real-model*   # first takes these finished runs there
+.venv/bin/python examples/table.py real_model runs/real-model*   # first takes the finished ones there
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from statistics import mean, stdev
@@ -128,7 +129,10 @@ def main() -> None:
     parser.add_argument("runs", nargs="*", type=Path, help="finished run folders")
     given = parser.parse_args()
     for run in given.runs:
-        take(given.example, run)
+        if (run / "results.json").is_file():
+            take(given.example, run)
+        else:
+            print(f"{run} is no finished run and is left out: it has no results.json", file=sys.stderr)
     runs = load(given.example)
     print("\n".join(table(runs)))
     plot(runs, EXAMPLES / given.example / "results" / "accuracy.png")

@@ -1,7 +1,7 @@
 """What the merged agent keeps of each specialist's success, from the `results.json` of finished runs.
 
 .venv/bin/python examples/agents/table.py                  # of what is in examples/agents/results/
-.venv/bin/python examples/agents/table.py runs/agents*     # first takes these finished runs there
+.venv/bin/python examples/agents/table.py runs/agents*     # first takes the finished ones there
 
 Ends with status 1 if it keeps less than 95 % of any.
 """
@@ -58,6 +58,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("runs", nargs="*", type=Path, help="finished run folders")
     for run in parser.parse_args().runs:
+        if not (run / "results.json").is_file():
+            print(f"{run} is no finished run and is left out: it has no results.json", file=sys.stderr)
+            continue
         told = (run / "results.json").read_text("utf-8")
         told = told.replace(f"{run.resolve()}", ".").replace(f"{Path.cwd()}/", "")
         RESULTS.mkdir(exist_ok=True)

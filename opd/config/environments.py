@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
@@ -22,7 +23,21 @@ AGENT = "agent"
 LIBRARIES = {"verifiers": "opd.environments.verifiers:play"}
 """Name of an agent that is another library's -> dotted path of its function."""
 ToolFormat = Literal["none", "hermes", "llama", "deepseek"]
-Success = float | Annotated[str, Field(pattern=r"^info\.\w{1,100}$")]
+ROLE = re.compile(r"[a-z_]{1,32}")
+"""Of a message: templates write it as it is, and another could begin a turn."""
+_SUCCESS = re.compile(r"info\.\w{1,100}")
+
+
+def _rule(given: Any) -> Any:
+    if isinstance(given, str) and not _SUCCESS.fullmatch(given):
+        try:
+            return float(given)
+        except ValueError:
+            raise ValueError(f"{given[:100]!r} is no rule: give a number, or info.NAME") from None
+    return given
+
+
+Success = Annotated[float | str, BeforeValidator(_rule)]
 
 
 class EnvironmentConfig(Config):
@@ -44,7 +59,7 @@ class EnvironmentConfig(Config):
     """Tokens that the model may write in one turn; `null` is what is left of the episode's."""
     observation_characters: int = Field(default=20_000, gt=0, le=10_000_000)
     """Of what an environment says at a time: the middle of what is longer is left out, and it says so."""
-    observation_role: str | None = Field(default=None, min_length=1)
+    observation_role: str | None = None
     """Role of a message that an observation given as text becomes; `null` is `tool` after a turn with tool
     calls, else `user`."""
     tool_format: ToolFormat = "none"
@@ -72,6 +87,16 @@ class EnvironmentConfig(Config):
             known = "".join(f", {name}" for name in (*BUILT_IN, *LIBRARIES, AGENT))
             raise ValueError(f"{kind!r} is not an environment; give package.module:Class{known}")
         return kind
+
+    @field_validator("observation_role")
+    @classmethod
+    def _is_not_the_models(cls, role: str | None) -> str | None:
+        if role is not None and (role == "assistant" or not ROLE.fullmatch(role)):
+            raise ValueError(
+                f"{role[:100]!r} is no role of an environment: give one word of small letters, such as user"
+                " or tool, but not assistant, whose turns are the model's"
+            )
+        return role
 
     @model_validator(mode="after")
     def _says_what_to_run(self) -> EnvironmentConfig:

@@ -40,8 +40,8 @@ class SandboxConfig(Config):
     """Whether a command that a kill interrupted runs again, from the files as they were before it; else the
     model is told. `null`: where nothing but those files can be changed by it."""
     deterministic: list[str] = []
-    """Tools that always do the same with the same files: after a kill their commands are run again, and no
-    state is kept after each."""
+    """Tools that always do the same with the same files: after a kill their commands are run again, and a
+    state is kept after those alone that a quota or a signal ended."""
 
     @field_validator("image")
     @classmethod

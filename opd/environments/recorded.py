@@ -3,8 +3,9 @@
 The same commands are asked for as before, in the same order, since what the model wrote is in the token log.
 Those that ended are answered from the log, without a sandbox. At the first other one the files are brought
 to where they were: by the state that was kept last, and by running again what came after it, which is marked
-deterministic. A command that was in flight is run again only if it is marked repeatable, from the files as
-they were before it; else it is answered as interrupted, over those files, and that is logged too.
+deterministic and ended by itself (where a quota or a signal ends a command is not the same each time). A
+command that was in flight is run again only if it is marked repeatable, from the files as they were before
+it; else it is answered as interrupted, over those files, and that is logged too.
 """
 
 from __future__ import annotations
@@ -153,8 +154,8 @@ class RecordedSandbox:
         sandbox = await self._there(self._given)
         logged = self._log.intend(self._uid, turn, command)
         outcome = await self._exec(sandbox, command)
-        state = None
-        if not command.deterministic and sandbox.spent is None:
+        state, cut_short = None, outcome.exit is None or outcome.exit < 0
+        if sandbox.spent is None and (cut_short or not command.deterministic):
             state = await sandbox.snapshot()
         self._log.finish(self._uid, logged.number, outcome, state)
         return outcome

@@ -34,6 +34,8 @@ from opd.storage.files import remove_tree
 MOST_CALLS = 4
 """Of a turn; the model is told of those beyond."""
 _FILES_BYTES = 1 << 20
+_LONGEST = (1 << 16) - 1
+"""Characters of an argument."""
 
 _CALCULATE = """
 import ast, operator, sys
@@ -53,7 +55,7 @@ def value(node):
     sys.exit("numbers, + - * / // % ** and brackets are understood")
 try:
     print(value(ast.parse(sys.argv[1].strip(), mode="eval").body))
-except (SyntaxError, ArithmeticError, RecursionError, MemoryError, ValueError) as error:
+except (SyntaxError, ArithmeticError, RecursionError, MemoryError, TypeError, ValueError) as error:
     sys.exit(f"{type(error).__name__}: {error}")
 """
 _LOOK_UP = """
@@ -213,8 +215,10 @@ class Tools:
         wanted = self.known[call.name]["function"]["parameters"]["required"]
         given = [call.arguments.get(name) for name in wanted]
         texts = [str(one) if isinstance(one, int | float) else one for one in given]
-        if not all(isinstance(one, str) and "\0" not in one and len(one) < 1 << 16 for one in texts):
+        if not all(isinstance(one, str) for one in texts):
             return f"{call.name} takes {' and '.join(wanted)}, each a text"
+        if not all("\0" not in str(one) and len(str(one)) <= _LONGEST for one in texts):
+            return f"{call.name} takes texts of at most {_LONGEST:,} characters, and no NUL among them"
         try:
             arguments = [str(one) for one in texts]
             b"".join(one.encode() for one in arguments)

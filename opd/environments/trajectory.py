@@ -66,7 +66,9 @@ class Command:
     repeatable: bool = False
     """One that was interrupted may be run again, from the files as they were before it."""
     deterministic: bool = False
-    """From the same files it makes the same files and says the same: no state is kept after it."""
+    """From the same files it makes the same files and says the same: no state is kept after it, unless a
+    quota or a signal ended it.
+    """
 
     @property
     def digest(self) -> str:

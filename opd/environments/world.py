@@ -14,13 +14,12 @@ import json
 import logging
 import os
 import queue
-import re
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from opd.config.environments import EnvironmentConfig
+from opd.config.environments import ROLE, EnvironmentConfig
 from opd.environments.protocol import Action, Environment, Observation, Step, Task
 from opd.errors import RolloutError
 from opd.foreign import MAX_DEPTH, depth_exceeds, shown
@@ -30,7 +29,6 @@ from opd.rollout.rewards import LARGEST
 
 _log = logging.getLogger(__name__)
 
-_ROLE = re.compile(r"[a-z_]{1,32}")
 MOST_MESSAGES = 1000
 """Of an observation."""
 MOST_INFO = 1 << 16
@@ -256,7 +254,7 @@ def _check_message(one: Any, where: str) -> None:
         raise FailedError(f"{where}: a message is a dict with role and content")
     if one["role"] == "assistant" or not isinstance(one.get("content"), str):
         raise FailedError(f"{where}: messages have a content of text, and none is the assistant's")
-    if not _ROLE.fullmatch(one["role"]):  # templates write it as it is: it could begin another turn
+    if not ROLE.fullmatch(one["role"]):
         raise FailedError(f"{where}: a role is one word of letters, not {shown(one['role'])!r}")
 
 

@@ -143,7 +143,8 @@ def _show(episode: LoggedEpisode) -> None:
 
 def _words(one: LoggedCommand) -> str:
     text = visible(redact(" ".join(one.command.words)), "")
-    return text if len(text) <= _WIDTH else f"{text[:_WIDTH]}..."
+    half = _WIDTH // 2  # of a tool's program the end tells what it was asked
+    return text if len(text) <= _WIDTH else f"{text[:half]} ... {text[-half:]}"
 
 
 def _ending(outcome: Outcome) -> str:

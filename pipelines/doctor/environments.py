@@ -8,10 +8,12 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
+from pathlib import PurePath
 from typing import Any
 
 from opd.config import Recipe
 from opd.config.environments import EnvironmentConfig
+from opd.environments.sandbox.containers import HOME
 from opd.errors import ConfigError
 from opd.foreign import shown
 from opd.own_code import calling
@@ -25,6 +27,8 @@ _MEND = {
     "bubblewrap": "install it where the system's programs are, or take other params.tools",
 }
 """Of a program that is not there, by the kind of substrate."""
+_OWN = (HOME, "/tmp", "/proc", "/dev")
+"""Folders that are a sandbox's own, but of the kind `process`."""
 
 
 def check_environments(recipe: Recipe, domains: Mapping[str, Domain]) -> list[Finding]:
@@ -59,9 +63,9 @@ def _tools(domain: str, config: EnvironmentConfig) -> list[Finding]:
         return []
     tools = made(**config.params)
     settings = tools.sandbox
-    if lost := _reads(title, settings.reads):
-        return lost
     found = find_substrate(settings.substrate, settings.image)
+    if lost := _reads(title, settings.reads, found.kind):
+        return lost
     place = found.kind if found.container is None else f"{found.kind}: {found.container}"
     with calling(f"domains.{domain}.environment: {config.type}", ConfigError):
         missing = asyncio.run(tools.missing())
@@ -82,15 +86,23 @@ def _tools(domain: str, config: EnvironmentConfig) -> list[Finding]:
     return [*findings, Finding("warning", title, detail)]
 
 
-def _reads(title: str, reads: Sequence[str]) -> list[Finding]:
+def _reads(title: str, reads: Sequence[str], kind: str) -> list[Finding]:
     """What commands are to read and cannot: a process would do without it, a container not begin."""
     findings = []
     for path in reads:
-        there = os.path.exists(path)
+        there, place = os.path.exists(path), PurePath(os.path.normpath(path))
+        own = [one for one in _OWN if kind != "process" and PurePath(one).is_relative_to(place)]
         if not there or not os.path.isabs(path):
             wrong = "is not an absolute path" if there else "is not there"
             detail = f"params.sandbox.reads has {shown(path)}, which {wrong}; mend the path, or take it out"
-            findings.append(Finding("error", title, detail))
+        elif own:
+            detail = (
+                f"params.sandbox.reads has {shown(path)}, where commands have a {own[0]} of their own; name"
+                " the files and folders in it that they are to read"
+            )
+        else:
+            continue
+        findings.append(Finding("error", title, detail))
     return findings
 
 

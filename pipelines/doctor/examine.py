@@ -97,7 +97,8 @@ def _examine(recipe: Recipe, run_dir: Path, thorough: bool) -> list[Finding]:
     findings += check_device(recipe)
     if any(finding.title == DEVICE and finding.level == "error" for finding in findings):
         return findings
-    findings += check_models(recipe, domains, models)
+    said = {finding.detail for finding in findings}  # prompts are rendered with an environment's tools
+    findings += [one for one in check_models(recipe, domains, models) if one.detail not in said]
     findings += check_set_prompts(recipe, sets, models.tokenizer) if models.tokenizer is not None else []
     findings += check_demonstrations(recipe, models)
     findings += check_kinds(recipe) + check_servers(recipe) + check_workers(recipe)

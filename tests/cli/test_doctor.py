@@ -237,6 +237,16 @@ def test_a_chat_template_that_ignores_the_tools_is_told(student, tmp_path, shows
     assert len(told) == (not shows)
 
 
+def test_what_is_wrong_with_a_sandbox_is_told_once(student, tmp_path):
+    mine = with_template(student, tmp_path / "mine", TEMPLATE)
+    settings = chat_recipe(mine, mine, tmp_path).model_dump()
+    params = {"tools": ["calculator"], "sandbox": {"memory": 3}}
+    settings["domains"]["chat"]["environment"] = {"type": "tools", "params": params}
+    found = examine(Recipe.model_validate(settings))
+    (error,) = [one for one in found if one.level == "error"]
+    assert (error.title, "did you mean `memory_mb`" in error.detail) == ("environment chat", True)
+
+
 def test_a_turn_that_ends_where_no_response_does_is_found_early(student, tmp_path):
     mine = with_template(student, tmp_path / "mine", ENDING)
     found = examine(chat_recipe(mine, mine, tmp_path), thorough=False)

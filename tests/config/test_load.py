@@ -411,3 +411,27 @@ def test_a_domains_settings_that_could_not_hold_are_refused(write, settings, dis
     own = f"  sort: {{source: 'procedural:sort', {settings}}}"
     text = MINIMAL.replace('  sort: {source: "procedural:sort"}', own)
     assert complaint in refusal([write(text + (f"distill: {distill}\n" if distill else ""))])
+
+
+@pytest.mark.parametrize(
+    ("field", "given", "sentence"),
+    [
+        ("success", "won", "'won' is no rule: give a number, or info.NAME"),
+        ("success", "info.", "'info.' is no rule: give a number, or info.NAME"),
+        ("observation_role", "assistant", "'assistant' is no role of an environment: give one word of small"),
+        ("observation_role", "'<|user|>'", "'<|user|>' is no role of an environment: give one word of small"),
+        ("observation_role", "''", "'' is no role of an environment: give one word of small letters"),
+    ],
+)
+def test_what_no_environment_can_say_is_refused(write, field, given, sentence):
+    environment = f'  own: {{source: "procedural:sort", environment: {{type: tools, {field}: {given}}}}}\n'
+    said = refusal([write(MINIMAL + environment)])
+    assert f"`domains.own.environment.{field}`: {sentence}" in said
+
+
+@pytest.mark.parametrize(("success", "taken"), [("0.9", 0.9), ("'0.9'", 0.9), ("info.won", "info.won")])
+def test_success_of_an_episode_is_a_bound_or_a_name(write, success, taken):
+    environment = f'  own: {{source: "procedural:sort", environment: {{type: tools, success: {success}}}}}\n'
+    config = load_recipe([write(MINIMAL + environment)]).domains["own"].environment
+    assert config is not None
+    assert config.success == taken

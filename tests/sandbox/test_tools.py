@@ -104,13 +104,16 @@ def test_tools_answer_and_share_the_files_of_their_episode(tmp_path, logged):
         (call("python", code="print('x' * 100_000)"), "bytes more]"),
         (call("python", code=["print(1)"]), "error: python takes code"),
         (call("python", code="\ud800"), "error: the arguments of python are no text"),
-        (call("shell", command="a\0b"), "error: shell takes command"),
+        (call("shell", command="a\0b"), "error: shell takes texts of at most 65,535 characters, and no NUL"),
+        (call("python", code="#" * 65_536), "error: python takes texts of at most 65,535 characters"),
+        (call("calculator", expression="(-8) ** 0.5 // 2"), "TypeError: unsupported operand"),
         (call("format_disk", all="yes"), "error: there is no tool format_disk"),
     ],
 )
 def test_a_call_is_answered_whatever_it_is(call, answer):
     (step,) = acted(None, [call])
     assert answer in said(step)[0]
+    assert "Traceback" not in said(step)[0]
     assert not step.done
 
 
@@ -306,6 +309,16 @@ def test_what_ended_a_command_and_its_state_are_read_as_what_they_are(tmp_path, 
     assert "\x1b" not in said.out + said.err
 
 
+def test_what_a_tool_was_asked_is_shown_though_its_program_is_long(tmp_path, capsys):
+    with TrajectoryLog(tmp_path / "log") as log:
+        acted(log, [call("calculator", expression="330000+126000")])
+        (uid,) = log.uids()
+    assert main(["trajectory", "show", str(tmp_path / "log"), "--episode", uid]) == 0
+    (line,) = [one for one in capsys.readouterr().out.splitlines() if "command 0: python3" in one]
+    assert line.endswith(" 330000+126000")
+    assert len(line) < 300
+
+
 def test_a_tool_of_its_own_runs_in_the_sandbox_as_the_others_do(tmp_path):
     class Counting(Tools):
         known: ClassVar = {**Tools.known, "count": schema("count", "Lines of a file.", file="Its name")}
@@ -361,6 +374,15 @@ def test_what_commands_are_to_read_and_is_not_there_is_found_before_the_run(tmp_
     gone, loose = [one.detail for one in found_of(["shell"], reads=reads) if one.level == "error"]
     assert "gone, which is not there; mend the path, or take it out" in gone
     assert "has here, which is not an absolute path" in loose
+
+
+@pytest.mark.parametrize(("path", "own"), [("/", "/home/agent"), ("/home/", "/home/agent"), ("/tmp", "/tmp")])
+def test_a_folder_that_would_hide_the_sandboxs_own_is_found_before_the_run(path, own):
+    if find_substrate().kind == "process":
+        pytest.skip("commands have the machine's own folders")
+    (error,) = [one.detail for one in found_of(["shell"], reads=[path]) if one.level == "error"]
+    assert f"has {path}, where commands have a {own} of their own; name the files and folders" in error
+    assert "error" not in [one.level for one in found_of(["shell"], reads=[path], substrate="process")]
 
 
 def test_limits_within_which_no_command_runs_are_not_told_as_a_program_that_is_missing():

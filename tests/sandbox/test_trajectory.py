@@ -119,6 +119,18 @@ def test_after_deterministic_commands_no_state_is_kept_and_they_run_again(tmp_pa
     assert last.stdout == b"start\n0\n1\n2\n"
 
 
+@pytest.mark.parametrize("line", ["while :; do cat /dev/zero; done", "date +%N; kill -9 $$"])
+def test_after_one_that_was_cut_short_a_state_is_kept_whatever_its_mark(tmp_path, line):
+    """How far it came is another matter each time, and no fault of the mark."""
+    marked = shell(line, deterministic=True, timeout=0.5)
+    with Life(tmp_path) as life:
+        (before,) = life.run(marked)
+        assert life.sandbox.episode.commands[0].state is not None
+    with Life(tmp_path) as life:
+        again, last = life.run(marked, shell("echo on"))
+    assert (again, last.stdout) == (before, b"on\n")
+
+
 def test_a_wrong_mark_is_found_out(tmp_path):
     wrong = shell("date +%N%s | tee f", deterministic=True)
     with Life(tmp_path) as life:
