@@ -82,6 +82,15 @@ def test_auto_outside_of_a_cluster(complaint, monkeypatch):
     assert "RAY_ADDRESS is not set" in complaint(*RAY, "--launch.address", "auto")
 
 
+def test_a_cluster_that_does_not_start_in_time_is_told_with_the_way_out(complaint, monkeypatch):
+    def late(**_: object) -> None:
+        raise Exception("The current node timed out during startup.")
+
+    monkeypatch.setattr("ray.init", late)
+    said = complaint(*RAY)
+    assert "timed out during startup; if the machine is busy, try again, with --resume" in said
+
+
 @contextmanager
 def listener(answer: bytes | None):
     """The address of a server that takes a connection and sends `answer`, or nothing."""
