@@ -897,6 +897,39 @@ def test_the_doctor_looks_for_the_program(tmp_path):
     assert found(command=["bash", "-c", "serve.sh"])[0] == "ok"
 
 
+def test_the_doctor_looks_for_the_program_where_the_run_starts_its_own_cluster():
+    def found(**launch):
+        group = {"command": ["bash", "serve.sh"]}
+        teachers = {"sort": {"type": "sglang", "servers": "group"}}
+        recipe = tiny_recipe(
+            servers={"group": group},
+            teachers=teachers,
+            launch={"type": "ray"} | launch,
+            runtime={"workers": 1},
+        )
+        [finding] = check_servers(recipe)
+        return finding.level, finding.detail
+
+    assert "runs serve.sh, and there is no such file" in found()[1]
+    assert found(address="10.0.0.1:6379") == ("ok", "1 to be started on the cluster")
+
+
+def test_the_doctor_tries_the_folder_of_new_weights(tmp_path):
+    def found(folder):
+        engine = {"type": "sglang", "servers": "group", "folder": str(folder)}
+        return check_servers(tiny_recipe(servers={"group": {"command": LITTLE}}, rollout={"engine": engine}))
+
+    (tmp_path / "file").write_text("")
+    assert [finding.level for finding in found(tmp_path / "new" / "deeper")] == ["ok"]
+    for place, reason in (
+        (tmp_path / "file" / "below", "it is a file"),
+        (Path("/proc/nothing"), "No such file"),
+    ):
+        wrong, _ = found(place)
+        assert wrong.level == "error"
+        assert f"rollout.engine.folder: {place.parent} cannot be written ({reason}" in wrong.detail
+
+
 @pytest.mark.parametrize(("kind", "argument"), [("sglang", "context-length"), ("vllm", "max-model-len")])
 def test_the_doctor_finds_servers_that_take_too_few_tokens(kind, argument):
     def found(most, limit):
