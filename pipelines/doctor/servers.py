@@ -38,6 +38,7 @@ def check_servers(recipe: Recipe) -> list[Finding]:
         if found := attempt(f"servers {name}", partial(_check_room, recipe, name, group)):
             findings += found
             continue
+        findings += _check_adapters(recipe, name, group)
         if recipe.launch.type == "ray" and recipe.launch.address is not None:  # its nodes are elsewhere
             findings.append(Finding("ok", f"servers {name}", f"{group.count} to be started on the cluster"))
             continue
@@ -69,6 +70,25 @@ def _check_room(recipe: Recipe, name: str, group: ServerGroupConfig) -> list[Fin
             " their prompts; raise it, or lower rollout.max_sequence."
         )
     return []
+
+
+def _check_adapters(recipe: Recipe, name: str, group: ServerGroupConfig) -> list[Finding]:
+    """Whether the student's servers are told to take no adapters, though they are to be sent those alone."""
+    engine, lora = recipe.rollout.engine, recipe.model.lora
+    if not isinstance(engine, ServedEngineConfig) or engine.servers != name:
+        return []
+    if lora is None or recipe.merged_because is not None:
+        return []
+    wrong, most = None, str(group.arguments.get("max-lora-rank", lora.rank))
+    if group.arguments.get("enable-lora") is False:
+        wrong = "enable-lora is false"
+    elif most.isdigit() and int(most) < lora.rank:
+        wrong = f"max-lora-rank is {most}, below model.lora.rank {lora.rank}"
+    if wrong is None:
+        return []
+    level = "error" if engine.lora == "adapters" else "warning"
+    detail = f"servers.{name}.arguments.{wrong}, so its servers take no adapters alone; leave it out, or set"
+    return [Finding(level, f"servers {name}", f"{detail} rollout.engine.lora to merged")]
 
 
 def _form(recipe: Recipe) -> dict[str, Any]:

@@ -914,6 +914,27 @@ def test_the_doctor_looks_for_the_program_where_the_run_starts_its_own_cluster()
     assert found(address="10.0.0.1:6379") == ("ok", "1 to be started on the cluster")
 
 
+def test_the_doctor_finds_servers_that_are_told_to_take_no_adapters():
+    def found(lora, **arguments):
+        group = {"command": LITTLE, "arguments": arguments}
+        engine = {"type": "sglang", "servers": "group", "lora": lora}
+        config = tiny_recipe().model.config
+        model = {"config": config, "lora": {"rank": 4}}
+        first, *_ = check_servers(
+            tiny_recipe(servers={"group": group}, rollout={"engine": engine}, model=model)
+        )
+        return first.level, first.detail
+
+    assert found("adapters", **{"max-lora-rank": 4})[0] == "ok"
+    assert found("merged", **{"enable-lora": False})[0] == "ok"
+    level, said = found("adapters", **{"enable-lora": False})
+    assert level == "error"
+    assert "servers.group.arguments.enable-lora is false" in said
+    level, said = found(None, **{"max-lora-rank": 2})
+    assert level == "warning"
+    assert "max-lora-rank is 2, below model.lora.rank 4" in said
+
+
 def test_the_doctor_tries_the_folder_of_new_weights(tmp_path):
     def found(folder):
         engine = {"type": "sglang", "servers": "group", "folder": str(folder)}
