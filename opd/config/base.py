@@ -49,6 +49,26 @@ def is_url(text: str) -> bool:
     return _URL.fullmatch(text) is not None
 
 
+_ONE_SLASH = re.compile(r"([a-z][a-z0-9+.-]+):/(?!/)(.*)", re.DOTALL)
+
+
+def check_slashes(text: str) -> str:
+    """`text`, a folder or the URL of a store. Raises `ValueError` for `s3:/bucket`, which would else be a
+    folder of that name.
+    """
+    if (short := _ONE_SLASH.fullmatch(text)) is not None:
+        protocol, rest = short.groups()
+        raise ValueError(
+            f"{text} has one slash after {protocol}:, where a URL has two; write {protocol}://{rest}, or"
+            f" ./{text} for a folder of that name"
+        )
+    return text
+
+
+Place = Annotated[str, AfterValidator(check_slashes)]
+"""A folder, or the URL of a store."""
+
+
 class Config(BaseModel):
     """Strict and frozen: an unknown key is an error, a value never changes after it was read."""
 

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from opd.config.base import Config, Name
+from opd.config.base import Config, Name, Place
 from opd.config.distill import DistillConfig, SharesConfig
 from opd.config.environments import NamedEnvironment
 from opd.config.evaluation import EvaluationConfig
@@ -35,7 +35,7 @@ from opd.redact import learn
 class StorageConfig(Config):
     """Published teachers and what is kept of their work."""
 
-    published: str | None = Field(default=None, min_length=1)
+    published: Place | None = Field(default=None, min_length=1)
     """URL below which the run publishes its teachers, each under its name: a folder, `file://` or `s3://`
     (extra `s3`); `None` is `published/` in the run folder."""
     shards: int = Field(default=1, gt=0, le=4096)

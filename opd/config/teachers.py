@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
 from pydantic import BeforeValidator, Field, PrivateAttr, field_validator, model_validator
 
-from opd.config.base import Config, Name, is_url
+from opd.config.base import Config, Name, Place, is_url
 from opd.config.servers import Argument
 from opd.config.train import LoRAConfig
 from opd.errors import ConfigError
@@ -326,7 +326,7 @@ class MegatronTeacherConfig(TeacherSettings):
 class Entry(Config):
     """What an entry of `teachers` has beside its kind."""
 
-    path: str | None = Field(default=None, min_length=1)
+    path: Place | None = Field(default=None, min_length=1)
     """A Hugging Face folder, a model on the Hub (`org/name@revision`), or the URL of a published teacher
     (`opd publish`); `null` is the specialist that this run trains on the domain of that name."""
 
@@ -346,7 +346,7 @@ class MegatronTeacherEntry(MegatronTeacherConfig, Entry):
 class ServedTeacherConfig(TeacherSettings, ServerConfig):
     """What teachers behind HTTP have beside their kind."""
 
-    path: str | None = Field(default=None, min_length=1)
+    path: Place | None = Field(default=None, min_length=1)
     """A Hugging Face folder, `org/name@revision`, or the URL of a published teacher: what the servers must
     be, and their head. With `servers` also `null`: the specialist that this run trains on the domain of that
     name."""

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from opd.config import Recipe
+from opd.config.base import check_slashes
 from opd.config.teachers import ServerConfig
 from opd.errors import ConfigError, DataError, MissingExtraError, OpdError, StorageError, from_system
 from opd.foreign import machine_memory, shown
@@ -410,6 +411,10 @@ def refuse_place(url: str, models: Iterable[str]) -> None:
     """
     if not url.strip():
         raise StorageError("the place to publish is empty; give a folder, or s3://BUCKET/PREFIX.")
+    try:
+        check_slashes(url)
+    except ValueError as error:
+        raise StorageError(f"{error}.") from None
     protocol, separator, rest = url.partition("://")
     if separator and protocol == "memory":
         raise StorageError(

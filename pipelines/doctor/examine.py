@@ -29,6 +29,7 @@ from opd.pipelines.doctor.checks import (
     check_sizes,
     number_of,
 )
+from opd.pipelines.doctor.cluster import check_cluster
 from opd.pipelines.doctor.demonstrations import check_demonstrations
 from opd.pipelines.doctor.environments import check_environments
 from opd.pipelines.doctor.evaluation import check_contamination, check_set_prompts, check_sets
@@ -70,7 +71,7 @@ def examine(
 def _examine(recipe: Recipe, run_dir: Path, thorough: bool) -> list[Finding]:
     """All checks but that of the run folder."""
     findings = check_sampling(recipe) + check_ranks(recipe) + check_paths(recipe) + check_sinks(recipe)
-    findings += check_extras(recipe)
+    findings += check_extras(recipe) + check_cluster(recipe)
     sizes = check_sizes(recipe)
     findings += sizes
     domains: dict[str, Domain] = {}

@@ -17,7 +17,7 @@ from opd.config import Recipe
 from opd.config.servers import ServerGroupConfig
 from opd.config.teachers import ServedEngineConfig
 from opd.errors import ConfigError, MissingExtraError, RolloutError, TeacherError
-from opd.pipelines.doctor.checks import Finding, attempt
+from opd.pipelines.doctor.checks import Finding, attempt, existing_parent, unwritable
 
 if TYPE_CHECKING:
     from opd.served.http_client import Server
@@ -33,16 +33,28 @@ _SCRIPTS = re.compile(r"(ba|da|z|k)?sh|python[\d.]*")
 
 def check_servers(recipe: Recipe) -> list[Finding]:
     """What the run needs to start servers itself."""
-    findings: list[Finding] = []
+    findings = _check_folder(recipe)
     for name, group in recipe.servers.items():
         if found := attempt(f"servers {name}", partial(_check_room, recipe, name, group)):
             findings += found
             continue
-        if recipe.launch.type == "ray":  # what its nodes have cannot be seen from here
+        findings += _check_adapters(recipe, name, group)
+        if recipe.launch.type == "ray" and recipe.launch.address is not None:  # its nodes are elsewhere
             findings.append(Finding("ok", f"servers {name}", f"{group.count} to be started on the cluster"))
             continue
         findings += attempt(f"servers {name}", partial(_check_servers, name, group))
     return findings
+
+
+def _check_folder(recipe: Recipe) -> list[Finding]:
+    """Whether new weights can be written where the workers are to read them: an error, or nothing."""
+    engine = recipe.rollout.engine
+    if not isinstance(engine, ServedEngineConfig) or engine.folder is None:
+        return []
+    parent = existing_parent(Path(engine.folder))
+    wrong = unwritable(parent) if parent.is_dir() else "it is a file"
+    detail = f"rollout.engine.folder: {parent} cannot be written ({wrong}); choose another, or leave it out"
+    return [] if wrong is None else [Finding("error", WORKERS, detail)]
 
 
 def _check_room(recipe: Recipe, name: str, group: ServerGroupConfig) -> list[Finding]:
@@ -59,6 +71,25 @@ def _check_room(recipe: Recipe, name: str, group: ServerGroupConfig) -> list[Fin
             f" their prompts{beside}; raise it, or lower rollout.max_sequence."
         )
     return []
+
+
+def _check_adapters(recipe: Recipe, name: str, group: ServerGroupConfig) -> list[Finding]:
+    """Whether the student's servers are told to take no adapters, though they are to be sent those alone."""
+    engine, lora = recipe.rollout.engine, recipe.model.lora
+    if not isinstance(engine, ServedEngineConfig) or engine.servers != name:
+        return []
+    if lora is None or recipe.merged_because is not None:
+        return []
+    wrong, most = None, str(group.arguments.get("max-lora-rank", lora.rank))
+    if group.arguments.get("enable-lora") is False:
+        wrong = "enable-lora is false"
+    elif most.isdigit() and int(most) < lora.rank:
+        wrong = f"max-lora-rank is {most}, below model.lora.rank {lora.rank}"
+    if wrong is None:
+        return []
+    level = "error" if engine.lora == "adapters" else "warning"
+    detail = f"servers.{name}.arguments.{wrong}, so its servers take no adapters alone; leave it out, or set"
+    return [Finding(level, f"servers {name}", f"{detail} rollout.engine.lora to merged")]
 
 
 def _form(recipe: Recipe) -> dict[str, Any]:

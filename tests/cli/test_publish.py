@@ -84,6 +84,10 @@ def test_the_manifest_describes_head_tokenizer_and_weights(checkpoint, tmp_path)
         (["publish", "{model}", "{store}", "--shards", "two"], "of 1 to 15 digits, at least 1, not 'two'"),
         (["publish", "{model}", "{store}", "--seed", "1"], "remove --seed"),
         (["publish", "{model}", "nonsense://x"], "nonsense://x cannot be opened (Protocol not known"),
+        (
+            ["publish", "{model}", "s3:/bucket/x"],
+            "where a URL has two; write s3://bucket/x, or ./s3:/bucket/x",
+        ),
         (["publish", "{model}", "ftp://127.0.0.1:1/x"], "ftp://127.0.0.1:1/x cannot be opened (["),
         (
             ["publish", "{model}", "http://127.0.0.1:1/x"],

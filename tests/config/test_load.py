@@ -176,6 +176,11 @@ def test_the_order_of_two_options_of_one_union_does_not_matter(write):
         ("specialist: {reference_kl: {coef: 0.1, gain: 0.5}}", ["gain has no effect without target"]),
         ("specialist: {reference_kl: {coef: 0.1, discount: 1}}", ["set placement to advantage"]),
         ("specialist: {group_size: 1}", ["advantage grpo compares", "{type: reinforce_plus_plus}"]),
+        (
+            "storage: {published: 's3:/b/x'}",
+            ["recipe.yaml:7", "storage.published", "write s3://b/x, or ./s3:/b/x"],
+        ),
+        ("teachers: {a: {path: 's3:/b/x'}}", ["recipe.yaml:7", "teachers.a", "write s3://b/x, or ./s3:/b/x"]),
         ("specialist: {group_size: 0}", ["`specialist.group_size` is 0"]),
         ("distill: {rl_coef: 1, advantage: {type: rloo}}", ["set samples_per_prompt to 2 or more"]),
     ],

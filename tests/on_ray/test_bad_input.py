@@ -12,8 +12,10 @@ import pytest
 import torch
 from ray_runs import write_recipe
 
+from opd.config.load import load_recipe
 from opd.errors import LaunchError
 from opd.pipelines.cli import main
+from opd.pipelines.doctor.cluster import check_cluster
 from opd.pipelines.launch.machine import out_of_memory
 from opd.pipelines.launch.ray.cluster import Cluster, descendants, end_left_over, probe
 
@@ -80,6 +82,46 @@ def test_address_of_another_form(complaint):
 def test_auto_outside_of_a_cluster(complaint, monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     assert "RAY_ADDRESS is not set" in complaint(*RAY, "--launch.address", "auto")
+
+
+def test_a_cluster_that_does_not_start_in_time_is_told_with_the_way_out(complaint, monkeypatch):
+    def late(**_: object) -> None:
+        raise Exception("The current node timed out during startup.")
+
+    monkeypatch.setattr("ray.init", late)
+    said = complaint(*RAY)
+    assert "timed out during startup; if the machine is busy, try again, with --resume" in said
+
+
+def test_the_doctor_says_so_too(tmp_path, monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+
+    def found(**launch):
+        [finding] = check_cluster(load_recipe([write_recipe(tmp_path, launch={"type": "ray"} | launch)]))
+        return finding.level, finding.detail
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+        assert found(port=port) == (
+            "error",
+            f"launch.port {port} is in use; choose another, or none to take a free one.",
+        )
+        level, said = found(address=f"127.0.0.1:{port}")
+    assert level == "error"
+    assert f"the Ray cluster at 127.0.0.1:{port} cannot be reached" in said
+    assert "must be HOST:PORT" in found(address="ray.example.org")[1]
+    assert found(address="auto") == (
+        "warning",
+        "launch.address is auto, and RAY_ADDRESS is not set here; a Ray job has it",
+    )
+    assert found(engine={"gpus": 1})[0] == "ok"
+    level, said = found(engine={"gpus": 1}, trainer={"gpus": 0.5})
+    assert level == "error"
+    assert (
+        "launch asks for 1.5 GPUs in all, and this machine, where the run starts its cluster, has 1" in said
+    )
 
 
 @contextmanager

@@ -897,6 +897,60 @@ def test_the_doctor_looks_for_the_program(tmp_path):
     assert found(command=["bash", "-c", "serve.sh"])[0] == "ok"
 
 
+def test_the_doctor_looks_for_the_program_where_the_run_starts_its_own_cluster():
+    def found(**launch):
+        group = {"command": ["bash", "serve.sh"]}
+        teachers = {"sort": {"type": "sglang", "servers": "group"}}
+        recipe = tiny_recipe(
+            servers={"group": group},
+            teachers=teachers,
+            launch={"type": "ray"} | launch,
+            runtime={"workers": 1},
+        )
+        [finding] = check_servers(recipe)
+        return finding.level, finding.detail
+
+    assert "runs serve.sh, and there is no such file" in found()[1]
+    assert found(address="10.0.0.1:6379") == ("ok", "1 to be started on the cluster")
+
+
+def test_the_doctor_finds_servers_that_are_told_to_take_no_adapters():
+    def found(lora, **arguments):
+        group = {"command": LITTLE, "arguments": arguments}
+        engine = {"type": "sglang", "servers": "group", "lora": lora}
+        config = tiny_recipe().model.config
+        model = {"config": config, "lora": {"rank": 4}}
+        first, *_ = check_servers(
+            tiny_recipe(servers={"group": group}, rollout={"engine": engine}, model=model)
+        )
+        return first.level, first.detail
+
+    assert found("adapters", **{"max-lora-rank": 4})[0] == "ok"
+    assert found("merged", **{"enable-lora": False})[0] == "ok"
+    level, said = found("adapters", **{"enable-lora": False})
+    assert level == "error"
+    assert "servers.group.arguments.enable-lora is false" in said
+    level, said = found(None, **{"max-lora-rank": 2})
+    assert level == "warning"
+    assert "max-lora-rank is 2, below model.lora.rank 4" in said
+
+
+def test_the_doctor_tries_the_folder_of_new_weights(tmp_path):
+    def found(folder):
+        engine = {"type": "sglang", "servers": "group", "folder": str(folder)}
+        return check_servers(tiny_recipe(servers={"group": {"command": LITTLE}}, rollout={"engine": engine}))
+
+    (tmp_path / "file").write_text("")
+    assert [finding.level for finding in found(tmp_path / "new" / "deeper")] == ["ok"]
+    for place, reason in (
+        (tmp_path / "file" / "below", "it is a file"),
+        (Path("/proc/nothing"), "No such file"),
+    ):
+        wrong, _ = found(place)
+        assert wrong.level == "error"
+        assert f"rollout.engine.folder: {place.parent} cannot be written ({reason}" in wrong.detail
+
+
 @pytest.mark.parametrize(
     ("kind", "argument", "kept"), [("sglang", "context-length", 6), ("vllm", "max-model-len", 0)]
 )

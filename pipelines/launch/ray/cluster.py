@@ -291,7 +291,10 @@ def _start_head(ray: Any, launch: RayLaunch, layout: Layout, folder: str, asked:
     except PreemptedError:
         raise
     except Exception as error:
-        raise LaunchError(f"no Ray cluster could be started here: {one_line(error)}.") from error
+        raise LaunchError(
+            f"no Ray cluster could be started here: {one_line(error).rstrip('.')}; if the machine is busy,"
+            " try again, with --resume where the run folder is there."
+        ) from error
     finally:
         os.environ.pop("RAY_GCS_SERVER_PORT", None)
     return str(context.address_info["gcs_address"])
