@@ -71,7 +71,8 @@ def _check_argument(name: str, value: Any) -> None:
     if not plain.replace("-", "").isalnum():
         raise ValueError(f"{name!r} is no name of an argument; write one as the server's --help does: dtype")
     if name != plain:
-        raise ValueError(f"{name!r} is no argument here; write it without dashes in front: {plain}")
+        how = "without dashes in front" if name.startswith("-") else "with dashes"
+        raise ValueError(f"{name!r} is no argument here; write it {how}: {plain}")
     if name in SET_BY_US:
         raise ValueError(f"{name} is set by opd; leave it out")
     looked_at = (*SET_BY_US, *_SHARE.values(), *COMPUTED)

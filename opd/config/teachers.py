@@ -66,6 +66,8 @@ class ServerConfig(Config):
             raise ValueError("give either urls, or servers: the name of a group that the run starts")
         if self.urls_file is not None and not self.urls:
             raise ValueError("urls_file names servers that come later; give urls, those that are there, too")
+        if self.api_key_env is not None and self.servers is not None:
+            raise ValueError("servers have a key of the run; leave api_key_env out, which is for urls")
         return self
 
     @property

@@ -786,6 +786,10 @@ SERVED = {"type": "sglang", "servers": "group"}
             },
             "would each start the servers group; set runtime.workers to 1",
         ),
+        (
+            {"servers": {"group": {}}, "teachers": {"sort": {**SERVED, "api_key_env": "KEY"}}},
+            "servers have a key of the run; leave api_key_env out",
+        ),
         ({"servers": {"group": {"arguments": {"port": 1}}}}, "port is set by opd"),
         ({"servers": {"group": {"arguments": {"admin-api-key": "k"}}}}, "admin-api-key is set by opd"),
         ({"servers": {"group": {"arguments": {"hos": "x"}}}}, "takes hos for host, which is set by opd"),
@@ -806,6 +810,7 @@ SERVED = {"type": "sglang", "servers": "group"}
             "servers.group and servers.other share device 1, which both would fill",
         ),
         ({"servers": {"group": {"arguments": {"--dtype": "x"}}}}, "without dashes in front: dtype"),
+        ({"servers": {"group": {"arguments": {"max_len": 1}}}}, "with dashes: max-len"),
         ({"servers": {"group": {"arguments": {"mem_fraction_static": 0.3}}}}, ": mem-fraction-static"),
         (
             {"servers": {"group": {"arguments": {"mem-fraction-static": "much"}}}},
