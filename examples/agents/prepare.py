@@ -24,7 +24,7 @@ from opd.environments.textworld import walkthrough
 
 Messages = list[dict[str, str]]
 
-GAMES = 120
+GAMES = 360
 DEMONSTRATIONS = 2000
 RIGHT = 0.5
 RIGHT_COMMANDS = 0.8
