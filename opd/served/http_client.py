@@ -173,7 +173,7 @@ class HTTPClient:
         """
         where, content = await self.fetch(server, method, path, body, most)
         due = method == "GET" or path in SAID_IN_JSON
-        if content.lstrip()[:1] == b"<":
+        if _is_page(content):
             raise UnavailableError(f"{where} with a page of HTML in place of JSON", answered=True)
         try:
             # Hidden states are megabytes of numbers: in another thread, so that other answers go on.
@@ -339,8 +339,12 @@ def parsed(content: bytes) -> Any:
     return found
 
 
+def _is_page(content: bytes) -> bool:
+    return content.lstrip()[:1] == b"<"
+
+
 def _excerpt(content: bytes) -> str:
-    if content.lstrip()[:1] == b"<":
+    if _is_page(content):
         return "with a page of HTML"
     return shown(" ".join(content[:_READ].decode(errors="replace").split()), 300)
 

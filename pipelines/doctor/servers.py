@@ -57,11 +57,17 @@ def _check_folder(recipe: Recipe) -> list[Finding]:
     return [] if wrong is None else [Finding("error", WORKERS, detail)]
 
 
+def _written_on(recipe: Recipe, name: str) -> ServedEngineConfig | None:
+    """The engine whose workers the group `name` is, if that is the student's."""
+    engine = recipe.rollout.engine
+    return engine if isinstance(engine, ServedEngineConfig) and engine.servers == name else None
+
+
 def _check_room(recipe: Recipe, name: str, group: ServerGroupConfig) -> list[Finding]:
     """Whether the student's servers are told to take as many tokens as a request may have."""
-    engine, argument = recipe.rollout.engine, _ROOM[group.type]
+    engine, argument = _written_on(recipe, name), _ROOM[group.type]
     told = group.arguments.get(argument)
-    if not isinstance(engine, ServedEngineConfig) or engine.servers != name or told is None:
+    if engine is None or told is None:
         return []
     longest = _longest(recipe, _form(recipe))
     if str(told).isdigit() and int(str(told)) < longest + engine.kept:
@@ -75,10 +81,8 @@ def _check_room(recipe: Recipe, name: str, group: ServerGroupConfig) -> list[Fin
 
 def _check_adapters(recipe: Recipe, name: str, group: ServerGroupConfig) -> list[Finding]:
     """Whether the student's servers are told to take no adapters, though they are to be sent those alone."""
-    engine, lora = recipe.rollout.engine, recipe.model.lora
-    if not isinstance(engine, ServedEngineConfig) or engine.servers != name:
-        return []
-    if lora is None or recipe.merged_because is not None:
+    engine, lora = _written_on(recipe, name), recipe.model.lora
+    if engine is None or lora is None or recipe.merged_because is not None:
         return []
     wrong, most = None, str(group.arguments.get("max-lora-rank", lora.rank))
     if group.arguments.get("enable-lora") is False:
@@ -108,9 +112,9 @@ def _longest(recipe: Recipe, form: dict[str, Any]) -> int:
     """Prompt plus response tokens of a request, at most."""
     limit = recipe.rollout.max_sequence
     positions = form.get("text_config", form).get("max_position_embeddings")
-    return (
-        min(limit, positions - recipe.kept_by_servers) if isinstance(positions, int) and positions else limit
-    )
+    if not isinstance(positions, int) or not positions:  # `check_models` reports what is no number
+        return limit
+    return min(limit, positions - recipe.kept_by_servers)
 
 
 def _check_servers(name: str, group: ServerGroupConfig) -> list[Finding]:
