@@ -57,6 +57,8 @@ ONE = {
     "tests": Section("runs", "tests", 115),
     "quickstart": Section("runs", "quick_start", 110),
 }
+APART = {"micro_batches": Section("training", "micro_batches", 120)}
+"""Studies that decide nothing: they run when `--only` names them."""
 SEVERAL = {
     "distill": Section("ranks", "distill", 150),
     "teachers": Section("ranks", "teachers", 120),
@@ -77,7 +79,7 @@ def machine(place: Place) -> dict[str, Any]:
 
 def run_section(name: str, rows: Path, place: Place) -> None:
     """In the section's own process: write its rows."""
-    section = (ONE | SEVERAL)[name]
+    section = (ONE | APART | SEVERAL)[name]
     call = getattr(importlib.import_module(f"tests.gpu.{section.module}"), section.function)
     call(Sheet(rows, place.dry), place)
 
@@ -98,7 +100,7 @@ def ended(command: list[str], log: Path, seconds: float) -> str:
 
 def limit_of(name: str, options: argparse.Namespace) -> float:
     """The seconds of a section by itself."""
-    return options.limit.get(name, DRY_SECONDS if options.dry else (ONE | SEVERAL)[name].seconds)
+    return options.limit.get(name, DRY_SECONDS if options.dry else (ONE | APART | SEVERAL)[name].seconds)
 
 
 def section_report(name: str, options: argparse.Namespace, limit: float) -> dict[str, Any]:
@@ -152,7 +154,7 @@ def accept(options: argparse.Namespace, place: Place) -> bool:
 def seconds_of(text: str) -> tuple[str, float]:
     """`SECTION=SECONDS`."""
     name, _, seconds = text.partition("=")
-    if name not in ONE | SEVERAL:
+    if name not in ONE | APART | SEVERAL:
         raise argparse.ArgumentTypeError(f"there is no section {name}")
     return name, float(seconds)
 
@@ -161,13 +163,13 @@ def parsed() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--json", type=Path, help="also write the report here")
-    parser.add_argument("--only", nargs="+", choices=ONE | SEVERAL, help="these sections")
+    parser.add_argument("--only", nargs="+", choices=ONE | APART | SEVERAL, help="these sections")
     parser.add_argument("--ranks", type=int, default=0, help="what needs several GPUs, on so many")
     parser.add_argument("--dry", action="store_true", help="tiny sizes, on a CPU")
     parser.add_argument(
         "--limit", nargs="+", type=seconds_of, default=[], help="SECTION=SECONDS: other limits"
     )
-    parser.add_argument("--section", choices=ONE | SEVERAL, help=argparse.SUPPRESS)
+    parser.add_argument("--section", choices=ONE | APART | SEVERAL, help=argparse.SUPPRESS)
     parser.add_argument("--rows", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     options.limit = dict(options.limit)

@@ -31,12 +31,12 @@ PRECISIONS: dict[str, tuple[str, Literal["mixed", "pure"]]] = {
 """`model.dtype` and `train.precision`."""
 
 
-def batch(vocabulary: int, place: Place) -> RolloutBatch:
-    """Samples of random tokens, all of one teacher."""
+def batch(vocabulary: int, place: Place, count: int = SAMPLES) -> RolloutBatch:
+    """Return `count` samples of random tokens, all of one teacher."""
     prompt, response = (4, 8) if place.dry else (PROMPT, RESPONSE)
     rng = np.random.default_rng(0)
     samples, terms = [], []
-    for i in range(SAMPLES):
+    for i in range(count):
         samples.append(
             Sample(
                 uid=f"s{i}",
@@ -52,7 +52,7 @@ def batch(vocabulary: int, place: Place) -> RolloutBatch:
             )
         )
         term = TokenTerms.zeros(response)
-        term.kl_weight = np.full(response, 1 / (SAMPLES * response), dtype=np.float32)
+        term.kl_weight = np.full(response, 1 / (count * response), dtype=np.float32)
         terms.append(term)
     return RolloutBatch(samples, terms)
 
@@ -74,17 +74,21 @@ def teacher(model: CausalLM, dtype: torch.dtype) -> Any:
 
 
 @contextmanager
-def opened(name: str, place: Place, ranks: Ranks | None = None) -> Iterator[tuple[Backend, RolloutBatch]]:
-    """The back end of a 0.6B student in the precision called `name`, and a batch for it."""
+def opened(
+    name: str, place: Place, ranks: Ranks | None = None, *, tokens: int = 4096, count: int = SAMPLES
+) -> Iterator[tuple[Backend, RolloutBatch]]:
+    """Open the back end of a 0.6B student in the precision called `name`, with `count` samples for it in
+    micro-batches of at most `tokens`.
+    """
     dtype, precision = PRECISIONS[name]
     compute = torch_dtype(dtype)
     model = models.model("0.6B", place, torch.float32 if precision == "mixed" else compute)
     terms = [FullVocabularyTerm(teacher(model, compute), "one_hot", FullVocabularyKL())]
-    training = Training(OptimConfig(), BatchConfig(max_tokens=4096), 1.0, terms)
+    training = Training(OptimConfig(), BatchConfig(max_tokens=tokens), 1.0, terms)
     config = TrainConfig(precision=precision)
     ranks = ranks or Ranks()
     with open_backend(lambda _, empty=False: model, config, training, ranks, dtype=dtype) as backend:
-        yield backend, batch(model.vocab_size, place)
+        yield backend, batch(model.vocab_size, place, count)
 
 
 def step_of(backend: Backend, samples: RolloutBatch) -> float:
@@ -93,9 +97,9 @@ def step_of(backend: Backend, samples: RolloutBatch) -> float:
     return backend.step(1e-5)["grad_norm"]
 
 
-def one(name: str, place: Place) -> dict[str, float]:
-    """Milliseconds a step, memory above the model's, and the first gradient's norm."""
-    with opened(name, place) as (backend, samples):
+def one(name: str, place: Place, tokens: int = 4096, count: int = SAMPLES) -> dict[str, float]:
+    """Return milliseconds a step, memory above the model's in GiB, and the first gradient's norm."""
+    with opened(name, place, tokens=tokens, count=count) as (backend, samples):
         norm = step_of(backend, samples)
         took = place.milliseconds(lambda: step_of(backend, samples), rounds=3, warm_ups=1)
         gib = place.peak_gib(lambda: step_of(backend, samples))
@@ -120,3 +124,18 @@ def steps(sheet: Sheet, place: Place) -> None:
             quick = () if name == "float32" else (Bound("over float32", most=1.0),)
             sheet.row(name, numbers, close, *quick)
         place.clear()
+
+
+def micro_batches(sheet: Sheet, place: Place) -> None:
+    """Measure a step of 64 samples in micro-batches of 4,096, 16,384 and 32,768 tokens."""
+    for name in ("bfloat16", "bfloat16 over float32"):
+        small: dict[str, float] = {}
+        for tokens in (4096, 16384, 32768):
+            row = f"{name}, {tokens} tokens a micro-batch"
+            with sheet.ours(row):
+                numbers = one(name, place, tokens, 64)
+                small = small or numbers
+                numbers["times 4096"] = numbers["tokens/s"] / small["tokens/s"]
+                numbers["gradient off"] = abs(numbers["gradient"] / small["gradient"] - 1)
+                sheet.row(row, numbers, Bound("gradient off", most=0.02, timed=False))
+            place.clear()
