@@ -67,6 +67,7 @@ def _dispatch(argv: list[str]) -> int:
         "plan": _plan,
         "sample": _sample,
         "push": _push,
+        "example": _example,
     }
     if options.command in without_recipe:
         return without_recipe[options.command](options, overrides)
@@ -108,6 +109,14 @@ def _doctor(recipe: Recipe, options: argparse.Namespace) -> int:
     from opd.pipelines.doctor.examine import diagnose
 
     return diagnose(recipe, run_dir=options.out, resume=options.resume, as_json=options.json)
+
+
+def _example(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+    if overrides:
+        raise ConfigError(f"opd example prints a recipe as it is; give {overrides[0]} to opd run")
+    recipe = Path(__file__).with_name("recipes") / f"{options.name}.yaml"
+    print(recipe.read_text(encoding="utf-8"), end="")
+    return 0
 
 
 def _report(options: argparse.Namespace, overrides: Sequence[str]) -> int:

@@ -62,6 +62,8 @@ ASKED = {
 """Options of `opd sample`, and of `opd compare` for models: type and help."""
 OF_THEIR_OWN = ("sample", "compare", "push", "watch")
 """Commands that take no field of a recipe, whatever their options are called."""
+EXAMPLES = ("quickstart",)
+"""Recipes that the package brings: `pipelines/recipes/NAME.yaml`."""
 PLAN_NUMBERS = {
     "ranks": (_count, "how many share the work (default: the recipe's, or 1)"),
     "mini-batch": (_count, "trajectories of a step (default: what the recipe samples, or 64)"),
@@ -106,6 +108,7 @@ OTHERS = {
     "wal": "look into a write-ahead log of tokens",
     "trajectory": "what agents did with their tools, command by command; run it again and compare",
     "plan": "print who would train on what, and in which order",
+    "example": "print a recipe to begin with, which runs on a laptop's CPU and needs no download",
     "completion": "print what lets bash or zsh complete commands and options",
 }
 
@@ -194,6 +197,13 @@ def build_parser() -> argparse.ArgumentParser:
     _wal_parser(commands)
     _trajectory_parser(commands)
     _plan_parser(commands)
+    example = commands.add_parser(
+        "example",
+        help=OTHERS["example"],
+        description="Example: opd example quickstart > recipe.yaml, then opd run recipe.yaml.",
+        allow_abbrev=False,
+    )
+    example.add_argument("name", choices=EXAMPLES, metavar="NAME", help=f"one of: {', '.join(EXAMPLES)}")
     completion = commands.add_parser(
         "completion",
         help=OTHERS["completion"],

@@ -18,7 +18,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import PydanticUndefined
 
 from opd.config.base import Config
-from opd.config.other_names import former
+from opd.config.other_names import former, other_name
 from opd.config.recipe import Recipe
 from opd.config.yaml_reader import KeyPath
 
@@ -164,6 +164,10 @@ def _unknown(path: tuple[int | str, ...], schema: Any, data: Any) -> str:
         return f"`{dotted(path)}` belongs to type {tag(owner)!r}; set `{choice}` to it or remove the key"
     here = sorted({name for model in members for name in model.model_fields})
     close = nearest(last, here)
+    begins = any(name.startswith(last) for name in here)  # `beta` of an optimiser is near its own `beta1`
+    elsewhere = other_name(dotted(path)) or (None if begins else other_name(last))
+    if elsewhere is not None:
+        return f"`{dotted(path)}` {elsewhere}"
     if close is None:
         deeper = [inner for inner in key_paths(parent, None) if inner[-1] == last]
         close = dotted(min(deeper, key=len)) if deeper else None

@@ -1,18 +1,22 @@
 """Other libraries' options: true of the recipe, the documentation's table, what the command line answers."""
 
+import re
 from pathlib import Path
 
 import pytest
 
 from opd.config import Recipe
-from opd.config.load import parse_overrides
-from opd.config.other_names import ROWS, table
-from opd.config.schema import follow
+from opd.config.load import load_recipe, parse_overrides
+from opd.config.other_names import other_name, table
+from opd.config.other_names_rows import ROWS
+from opd.config.schema import follow, key_paths
 from opd.errors import ConfigError
 from opd.pipelines.cli import main
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "other_names.md"
-NAMES = [name for row in ROWS for name in row.names()]
+NAMES = [name for row in ROWS for names in row.names.values() for name in names]
+PATHS = list(dict.fromkeys(key_paths(Recipe, {})))
+ELSEWHERE = Path(__file__).with_name("options_elsewhere.txt").read_text("utf-8").splitlines()[1:]
 
 
 def test_every_answer_is_a_field_of_a_recipe():
@@ -25,18 +29,98 @@ def test_the_documentation_has_the_table():
     assert "\n".join(table()) in PAGE.read_text("utf-8")
 
 
-def test_no_name_is_there_twice_or_means_something_here():
-    assert len(set(NAMES)) == len(NAMES)
-    for name in NAMES:
-        with pytest.raises(ConfigError):
-            parse_overrides([f"--{name}", "1"], Recipe, {})
+def test_a_name_has_one_answer_whatever_libraries_share_it():
+    answers = {}
+    for row in ROWS:
+        for names in row.names.values():
+            assert len(set(names)) == len(names)
+            for name in names:
+                assert answers.setdefault(name.lower().replace("-", "_"), row) is row, name
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.here[0])
+def test_a_row_without_a_field_says_why():
+    assert all(row.here or row.note for row in ROWS)
+
+
+def settings(name):
+    """Fields of a recipe that the option `--name` would stand for."""
+    *parents, last = name.split(".")
+    found = []
+    for path in PATHS:
+        rest = iter(path[:-1])
+        if path[-1] == last and all(part in rest for part in parents):
+            found.append(path)
+    return found
+
+
+def test_no_name_means_something_here():
+    known = {name for name in NAMES if len(settings(name)) == 1}
+    assert known == set()
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.here[0] if row.here else row.note[:30])
 def test_the_command_line_answers_with_the_field(row, capsys):
-    for name in row.names():
+    for name in (name for names in row.names.values() for name in names):
         for words in ([f"--{name}", "1"], [f"--{name}=1"], [f"{name}=1"], [f"--{name}"]):
             assert main(["run", *words, "recipe.yaml"]) == 2
             said = capsys.readouterr().err
-            assert f"--{row.here[0]}" in said
+            assert (f"--{row.here[0]}" if row.here else row.note.replace("`", "")) in said
             assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize("option", ELSEWHERE)
+def test_options_that_surveys_of_the_field_name_are_answered(option, capsys):
+    assert main(["run", "recipe.yaml", f"{option}=1"]) == 2
+    said = capsys.readouterr().err
+    assert "'s name; " in said
+    assert "did you mean" not in said
+
+
+@pytest.mark.parametrize("spelling", ["--eps_clip", "--EPS-CLIP", "--lora-r", "--kl-coef", "--Learning-Rate"])
+def test_dashes_and_capitals_make_no_other_option(spelling, capsys):
+    assert main(["run", "recipe.yaml", spelling, "1"]) == 2
+    assert "'s name; here it is --" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("mark", "-_")
+def test_a_spelling_that_is_a_setting_here_stays_one(mark):
+    spelt = {re.sub("[-_]", mark, name) for name in NAMES}
+    assert [name for name in spelt if other_name(name) and name not in NAMES and settings(name)] == []
+
+
+@pytest.mark.parametrize(("option", "field"), [("--kl_coef", "distill"), ("--entropy_coef", "specialist")])
+def test_a_setting_that_another_library_spells_otherwise(option, field):
+    assert field in parse_overrides([option, "1"], Recipe, {})[0]
+
+
+def test_an_option_without_a_row_belongs_to_its_family(capsys):
+    assert main(["run", "recipe.yaml", "--sglang-attention-backend", "triton"]) == 2
+    assert "--servers.NAME.arguments" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("lines", "answer"),
+    [
+        ("learning_rate: 1.0e-5", "`learning_rate` is TRL's name; here it is specialist.optim.lr"),
+        ("specialist: {num_generations: 8}", "`specialist.num_generations` is TRL's name"),
+        ("distill: {use_kl_loss: true}", "`distill.use_kl_loss` is "),
+        ("model: {load_in_4bit: true}", "there is no such setting here: weights are float32"),
+        ("train: {sequence-parallel: 2}", "there is no such setting here: tensor-parallel ranks"),
+    ],
+)
+def test_a_recipe_with_another_librarys_key_is_answered(lines, answer, tmp_path):
+    (tmp_path / "recipe.yaml").write_text(f"{lines}\n", "utf-8")
+    with pytest.raises(ConfigError) as caught:
+        load_recipe([tmp_path / "recipe.yaml"], [])
+    assert answer in str(caught.value)
+
+
+def test_a_key_near_one_of_its_own_place_is_that_one(tmp_path):
+    (tmp_path / "recipe.yaml").write_text("specialist: {optim: {beta: 0.9}}\n", "utf-8")
+    with pytest.raises(ConfigError, match="did you mean"):
+        load_recipe([tmp_path / "recipe.yaml"], [])
+
+
+@pytest.mark.parametrize("key", ["rollout_temprature", "train_rank", "critic_lrr", "evaluate"])
+def test_a_misspelt_key_is_nobodys(key):
+    assert other_name(key) is None
