@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 import numpy as np
 
 from opd.errors import DataError, is_of_library, reason_of
-from opd.models.chat_templates import render
+from opd.models.chat_templates import UnreadError, refuse_unread, render
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -71,6 +71,8 @@ class Prompt:
     """Other columns of its source; `messages` too, if it has them."""
     where: str = field(default="", compare=False)
     """`FILE:LINE`, or nothing for a prompt that was generated."""
+    arguments: dict[str, Any] = field(default_factory=dict)
+    """What else the chat template is given for it: `tools`, and its own arguments. They are part of `key`."""
 
     @classmethod
     def of(
@@ -80,12 +82,14 @@ class Prompt:
         domain: str,
         metadata: dict[str, Any] | None = None,
         where: str = "",
+        arguments: dict[str, Any] | None = None,
     ) -> Prompt:
         """A prompt of text or of messages, with its key."""
-        extra = dict(metadata or {})
+        extra, own = dict(metadata or {}), arguments or {}
+        key = content_key([content, own] if own else content)
         if isinstance(content, str):
-            return cls(content, None, label, domain, content_key(content), extra, where)
-        return cls(None, content, label, domain, content_key(content), extra | {"messages": content}, where)
+            return cls(content, None, label, domain, key, extra, where, own)
+        return cls(None, content, label, domain, key, extra | {"messages": content}, where, own)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,8 +157,12 @@ def encode_prompt(
         if prompt.messages is None:
             ids = tokenizer(prompt.text or "")["input_ids"]
         else:
-            text = render(tokenizer, prompt.messages, template or {}, answer=True)
+            arguments = {**(template or {}), **prompt.arguments}
+            refuse_unread(tokenizer, prompt.messages, arguments, prompt.arguments)
+            text = render(tokenizer, prompt.messages, arguments, answer=True)
             ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    except UnreadError as error:
+        raise DataError(f"{prompt.where or f'domain {prompt.domain}'}: {error}.") from None
     except BaseException as error:  # tokenizers raise plain Exceptions of many kinds
         if not is_of_library(error):
             raise
@@ -270,7 +278,9 @@ def _too_long(prompts: Sequence[Prompt], room: int, encode: Encode) -> Iterator[
 
 
 def _content_bytes(prompt: Prompt) -> int | None:
-    """Bytes of the messages' contents; `None` where a message holds anything else."""
+    """Bytes of the messages' contents; `None` where a message, or the prompt, holds anything else."""
+    if prompt.arguments:
+        return None
     sizes = []
     for message in prompt.messages or []:
         if message.keys() != {"role", "content"} or not isinstance(message["content"], str):
