@@ -14,8 +14,8 @@ from opd.config.recipe import DomainConfig
 from opd.data.messages import Message, MessageError, arguments_of, from_text, read_messages
 from opd.data.procedural import load_procedural, load_reasoning_gym
 from opd.errors import DataError, MissingExtraError, reason_of
-from opd.foreign import MAX_DEPTH, depth_exceeds, machine_memory, whole_number
-from opd.rollout.prompts import Domain, Prompt, fraction
+from opd.foreign import MAX_DEPTH, depth_exceeds, machine_memory, shown, whole_number
+from opd.rollout.prompts import Domain, Prompt, fraction, plain_label
 
 _SOURCES = {"procedural": load_procedural, "reasoning-gym": load_reasoning_gym}
 
@@ -277,9 +277,21 @@ def prompt_of(where: str, row: dict[str, Any], domain: str) -> Prompt:
                 f"{where}: {', '.join(arguments)} are for the chat template, which no `prompt` of text goes"
                 " through; give messages, or leave them out."
             )
+    _refuse_no_label(where, row.get("label"))
     # `messages` are a prompt's own, and what tells rewards and reports that it is a conversation.
     metadata = {key: value for key, value in row.items() if key not in _OWN}
     return Prompt.of(content, row.get("label"), domain, metadata, where, arguments)
+
+
+def _refuse_no_label(where: str, label: Any) -> None:
+    """Raise `DataError` for a label that is nothing of JSON, such as what a spreadsheet takes for a date."""
+    try:
+        json.dumps(plain_label(label))
+    except (TypeError, ValueError):
+        raise DataError(
+            f"{where}: its `label` is {shown(repr(label))}, a {type(label).__name__}; write it as a text, a"
+            " number, or a list or object of them."
+        ) from None
 
 
 def refuse_media(where: str, row: Mapping[str, Any]) -> None:

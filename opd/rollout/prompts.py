@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from decimal import Decimal
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 import numpy as np
@@ -46,6 +48,33 @@ def permutation(length: int, *parts: int | str) -> np.ndarray:
     """[length] int64: a permutation of `0 ... length - 1` keyed by `parts`."""
     return np.argsort(raw_stream(*parts).random_raw(length), kind="stable")
 
+
+def plain_label(label: Any) -> Any:
+    """`label` as its column meant it, whatever a table or a library made of it: whole numbers are no floats
+    (a column of numbers with a gap is one of floats), decimals and NumPy's numbers are numbers, bytes of
+    UTF-8 a text, and NaN is no label.
+    """
+    if isinstance(label, np.generic | np.ndarray):
+        label = label.tolist()
+    if isinstance(label, Decimal):
+        whole = label.is_finite() and label.adjusted() < _DIGITS and label == label.to_integral_value()
+        return int(label) if whole else plain_label(float(label))
+    if isinstance(label, float):
+        if math.isnan(label):
+            return None
+        return int(label) if label.is_integer() and abs(label) < _EXACT else label
+    if isinstance(label, bytes):
+        try:
+            return label.decode()
+        except UnicodeDecodeError:
+            return label
+    if isinstance(label, list | tuple):
+        return [plain_label(one) for one in label]
+    return label
+
+
+_EXACT, _DIGITS = 2.0**53, 100
+"""Below the first floats hold every whole number; digits of a decimal that is a label."""
 
 Checker = Callable[[str, Any], float]
 """`checker(completion, label) -> reward`; the completion comes without its end-of-sequence token."""
@@ -84,8 +113,8 @@ class Prompt:
         where: str = "",
         arguments: dict[str, Any] | None = None,
     ) -> Prompt:
-        """A prompt of text or of messages, with its key."""
-        extra, own = dict(metadata or {}), arguments or {}
+        """A prompt of text or of messages, with its key and its `plain_label`."""
+        extra, own, label = dict(metadata or {}), arguments or {}, plain_label(label)
         key = content_key([content, own] if own else content)
         if isinstance(content, str):
             return cls(content, None, label, domain, key, extra, where, own)
