@@ -113,6 +113,13 @@ class DomainConfig(Config):
         return self.source.endswith((".jsonl", ".parquet"))
 
 
+NOT_THE_TEMPLATES = (
+    *("conversation", "messages", "tokenize", "add_generation_prompt", "continue_final_message"),
+    *("return_dict", "return_tensors", "padding", "truncation", "max_length", "chat_template"),
+)
+"""Arguments of `apply_chat_template` that opd sets."""
+
+
 class ModelConfig(Config):
     """The student: a Hugging Face causal LM from a folder, or a new one from a configuration."""
 
@@ -144,9 +151,8 @@ class ModelConfig(Config):
     @field_validator("chat_template_kwargs")
     @classmethod
     def _the_templates_own(cls, given: dict[str, Any]) -> dict[str, Any]:
-        ours = ("conversation", "tokenize", "add_generation_prompt", "continue_final_message", "return_dict")
         for key in given:
-            if key in (*ours, "return_tensors", "padding", "truncation", "max_length", "chat_template"):
+            if key in NOT_THE_TEMPLATES:
                 raise ValueError(f"{key} is set by opd; give only what the template itself reads")
         return given
 

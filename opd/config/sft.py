@@ -17,9 +17,9 @@ class SFTConfig(Config):
 
     source: str = Field(min_length=1)
     """A `.jsonl` or `.parquet` file (on the Hub: `hf://datasets/org/name@revision/FILE`) with the column
-    `messages`, of which every answer of the assistant's counts, or `prompt` and `completion` (two texts, or
-    messages and a text or messages), of which the completion counts. Of `domains.NAME.sft`, where rows have
-    a `domain`, those of NAME."""
+    `messages`, of which every answer of the assistant's counts that has no `weight: 0`, or `prompt` and
+    `completion` (two texts, or messages and a text or messages), of which the completion counts. Of
+    `domains.NAME.sft`, where rows have a `domain`, those of NAME."""
     epochs: float = Field(default=1.0, gt=0, le=10_000)
     """How often each demonstration is learnt from, where `steps` is not given."""
     steps: int | None = Field(default=None, gt=0, le=10_000_000)

@@ -15,9 +15,19 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from opd.data.load import check_messages, check_text, kind, rows_of
+from opd.data.load import (
+    check_messages,
+    check_text,
+    kind,
+    named_place,
+    refuse_media,
+    rows_of,
+    said_in,
+    template_arguments,
+)
+from opd.data.messages import MessageError, learnt
 from opd.errors import DataError, reason_of
-from opd.models.chat_templates import TemplateError, render, render_marked
+from opd.models.chat_templates import TemplateError, refuse_unread, render, render_marked
 from opd.rollout.prompts import Prompt, encode_prompt
 
 if TYPE_CHECKING:
@@ -28,6 +38,26 @@ _MEND = (
     "give model.chat_template one that marks answers with {% generation %}, or rows of one answer each"
     " (`prompt`, `completion`)"
 )
+_MEND_HEADER = (
+    "give model.chat_template one that writes answers whole, thoughts too, or write `prompt` and `completion`"
+    " as the texts that the model is to read and to write"
+)
+
+
+def _otherwise(place: int) -> str:
+    return (
+        f"the chat template writes message {place + 1} otherwise, or what is before it, once more follows, so"
+        " what the assistant writes cannot be told"
+    )
+
+
+def _refuse_lost_thoughts(where: str, answer: str, written: str) -> None:
+    """Raise `DataError` where a chat template has cut off what an answer was thought in."""
+    if "</think>" in answer and "</think>" not in written:
+        raise DataError(
+            f"{where}: the chat template leaves out what the last answer has up to </think>, so that it would"
+            f" be learnt without its thoughts; {_MEND_HEADER}."
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +70,8 @@ class Demonstration:
     """The answer to a text."""
     messages: list[dict[str, Any]] | None = None
     """The whole conversation."""
-    arguments: dict[str, Any] = field(default_factory=dict)
-    """What else the chat template is given for this row: `tools`, if it has that column."""
+    unlearnt: Collection[int] = ()
+    """Places of answers behind the prompt of which nothing counts."""
 
 
 def read_demonstrations(source: str, domain: str | None) -> list[Demonstration]:
@@ -68,61 +98,122 @@ def demonstrations(source: str, domain: str | None, found: set[str]) -> Iterator
         yield _demonstration(where, row, domain or str(row.get("domain") or ""))
 
 
+_TOKENS = ("assistant_masks", "assistant_mask", "completion_mask", "loss_mask", "labels", "input_ids")
+"""Columns in which others say what counts by token."""
+_OTHERS = {
+    "segments": "write its parts as messages, with `train: false` where nothing is learnt",
+    "chosen": "rename it to `completion` (or to `messages`, where it has the question too)",
+    "instruction": "write `prompt` (with its `input` behind it) and `completion`",
+    "text": "write `prompt` and `completion`, or messages: what is learnt has to be told from what is asked",
+}
+"""Columns in which others have what stands here in `messages`, or `prompt` and `completion`."""
+
+
 def _demonstration(where: str, row: dict[str, Any], domain: str) -> Demonstration:
-    if row.get("messages") is not None:
-        messages = _messages(where, "messages", row["messages"])
-        first = next((i for i, message in enumerate(messages) if message["role"] == "assistant"), None)
-        if not first:
-            wrong = "have no message of the assistant's" if first is None else "begin with the assistant's"
-            raise DataError(f"{where}: `messages` {wrong}; they need a question and its answer.")
-        return _conversation(where, row, domain, messages, first)
-    asked, answer = row.get("prompt"), row.get("completion")
+    _refuse_other(where, row)
+    column = next((name for name in ("messages", "conversations") if row.get(name) is not None), None)
+    if column is not None:
+        given = _with_system(where, row, said_in(where, row[column], column))
+        return _conversation(where, row, domain, given, None, column)
+    asked, answer = (said_in(where, row.get(name), name) for name in ("prompt", "completion"))
     if asked is None or answer is None:
         empty = [name for name in ("prompt", "completion") if name in row and row[name] is None]
         if len(empty) == 1:
             raise DataError(f"{where}: `{empty[0]}` is null; mend the row, or remove it.")
         columns = ", ".join(row) or "none"
+        other = next((f"; of `{name}`: {mend}" for name, mend in _OTHERS.items() if row.get(name)), "")
         raise DataError(
-            f"{where}: a demonstration has `messages`, or `prompt` and `completion` (columns: {columns})."
+            f"{where}: a demonstration has `messages`, or `prompt` and `completion` (columns:"
+            f" {columns}){other}."
         )
     if isinstance(asked, str):
-        if not isinstance(answer, str):
-            raise DataError(
-                f"{where}: `prompt` is a text and `completion` is {kind(answer)}; give two texts, or"
-                " messages."
-            )
-        if not asked:
-            raise DataError(f"{where}: `prompt` is empty; there is nothing that is answered.")
-        _refuse_empty(where, answer)
-        for column, text in (("prompt", asked), ("completion", answer)):
-            check_text(where, text, column)
-        return Demonstration(Prompt.of(asked, None, domain, where=where), completion=answer)
+        return _of_texts(where, row, domain, asked, answer)
     said = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
-    before = _messages(where, "prompt", asked)
-    return _conversation(where, row, domain, before + _messages(where, "completion", said), len(before))
+    for name, part in (("prompt", asked), ("completion", said)):
+        check_messages(where, part, name)
+    return _conversation(where, row, domain, [*asked, *said], len(asked), "prompt")
 
 
-def _messages(where: str, column: str, value: Any) -> list[dict[str, Any]]:
-    if not isinstance(value, list):
-        raise DataError(f"{where}: `{column}` is {kind(value)}; give a list of messages.")
-    check_messages(where, value, column)
-    return value
+def _refuse_other(where: str, row: dict[str, Any]) -> None:
+    """Raise `DataError` for a row with columns that say more of it than what is learnt here."""
+    refuse_media(where, row)
+    for column in _TOKENS:
+        if isinstance(row.get(column), list):
+            raise DataError(
+                f"{where}: `{column}` speaks of tokens that others made, and here a row is text; leave the"
+                " column out, and write `train: false` in messages of which nothing is learnt."
+            )
+    if row.get("label") is False:
+        raise DataError(
+            f"{where}: its `label` is false, so its answer is a bad one, and all that stands in `sft` is"
+            " learnt; leave such rows out."
+        )
+
+
+def _of_texts(where: str, row: dict[str, Any], domain: str, asked: str, answer: Any) -> Demonstration:
+    if not isinstance(answer, str):
+        raise DataError(
+            f"{where}: `prompt` is a text and `completion` is {kind(answer)}; give two texts, or messages."
+        )
+    if not asked:
+        raise DataError(f"{where}: `prompt` is empty; there is nothing that is answered.")
+    _refuse_empty(where, answer)
+    for column, text in (("prompt", asked), ("completion", answer)):
+        check_text(where, text, column)
+    if arguments := template_arguments(where, row):
+        raise DataError(
+            f"{where}: {', '.join(arguments)} are for the chat template, which no texts go through; give"
+            " messages, or leave them out."
+        )
+    return Demonstration(Prompt.of(asked, None, domain, where=where), completion=answer)
+
+
+def _with_system(where: str, row: dict[str, Any], given: Any) -> Any:
+    """`given` behind what the column `system` says, if it has no such message of its own."""
+    said = row.get("system")
+    if not said or not isinstance(given, list) or not given:
+        return given
+    first = check_messages(where, given[:1])[0]
+    if first["role"] != "system":
+        return [{"role": "system", "content": said}, *given]
+    if first["content"] != said:
+        raise DataError(
+            f"{where}: the column `system` and the first message both say what the system says; give one."
+        )
+    return given
 
 
 def _conversation(
-    where: str, row: dict[str, Any], domain: str, messages: list[dict[str, Any]], asked: int
+    where: str, row: dict[str, Any], domain: str, given: Any, asked: int | None, column: str
 ) -> Demonstration:
+    """The messages `given`, of which the first `asked` are the prompt, or all before the first answer that is
+    learnt.
+    """
+    messages = check_messages(where, given, column)
+    try:
+        counts = learnt(given)
+    except MessageError as error:
+        raise DataError(f"{where}: `{column}`, {named_place(error)}: {error}.") from None
+    answers = [place for place, one in enumerate(messages) if one["role"] == "assistant"]
+    if not answers or (asked is None and not answers[0]):
+        wrong = "begin with the assistant's" if answers else "have no message of the assistant's"
+        raise DataError(f"{where}: `{column}` {wrong}; they need a question and its answer.")
     if messages[-1]["role"] != "assistant":
         raise DataError(
             f"{where}: the last message is of role {messages[-1]['role']!r}, and demonstrations end with what"
             " the assistant answers; cut the rest off, or leave the row out."
         )
-    for message in messages[asked:]:
-        if message["role"] == "assistant" and message.keys() <= {"role", "content"}:
-            _refuse_empty(where, message["content"])
-    arguments = {"tools": row["tools"]} if row.get("tools") else {}
-    prompt = Prompt.of(messages[:asked], None, domain, where=where)
-    return Demonstration(prompt, messages=messages, arguments=arguments)
+    learns = [place for place in answers if counts[place] and place >= (asked or 0)]
+    if not learns:
+        raise DataError(f"{where}: no answer in it is learnt, by their weights; leave the row out.")
+    for place in learns:
+        if messages[place].keys() <= {"role", "content"}:
+            _refuse_empty(where, messages[place]["content"])
+    first = asked or learns[0]
+    arguments = template_arguments(where, row)
+    prompt = Prompt.of(messages[:first], None, domain, where=where, arguments=arguments)
+    unlearnt = [place for place in answers if place > first and place not in learns]
+    return Demonstration(prompt, messages=messages, unlearnt=unlearnt)
 
 
 def _refuse_empty(where: str, answer: Any) -> None:
@@ -193,30 +284,60 @@ class Writes:
     def _answers(self, row: Demonstration) -> tuple[str, list[tuple[int, int]]]:
         """The conversation as the template writes it, and where in it the answers stand."""
         messages, where = row.messages or [], row.prompt.where
-        arguments = {**self.template, **row.arguments}
+        arguments = {**self.template, **row.prompt.arguments}
+        refuse_unread(self.tokenizer, messages, arguments, row.prompt.arguments)
         first = len(row.prompt.messages or [])
-        if _MARKED.search(str(self.tokenizer.chat_template)):
-            text, marks = render_marked(self.tokenizer, messages, arguments)
+        if not _MARKED.search(str(self.tokenizer.chat_template)):
+            text = render(self.tokenizer, messages, arguments)
+            places = [n for n in range(first, len(messages)) if messages[n]["role"] == "assistant"]
+            found = [
+                self._place(row, place, text, arguments) for place in places if place not in row.unlearnt
+            ]
+        else:
+            text, found = render_marked(self.tokenizer, messages, arguments)
             if any(message["role"] == "assistant" for message in messages[:first]):  # these do not count
                 begin = len(render(self.tokenizer, messages[:first], arguments))
-                marks = [(start, end) for start, end in marks if start >= begin]
-            if not marks:
-                raise DataError(f"{where}: the chat template marks no answer in it with generation.")
-            return text, marks
-        text, found = render(self.tokenizer, messages, arguments), []
-        for place in range(first, len(messages)):
-            if messages[place]["role"] != "assistant":
-                continue
-            before = render(self.tokenizer, messages[:place], arguments, answer=True)
-            last = place == len(messages) - 1
-            after = text if last else render(self.tokenizer, messages[: place + 1], arguments)
-            if not (text.startswith(after) and after.startswith(before)):
-                raise DataError(
-                    f"{where}: the chat template writes message {place + 1} otherwise, or what is before it,"
-                    f" once more follows, so what the assistant writes cannot be told; {_MEND}."
-                )
-            found.append((len(before), len(after)))
+                found = [(start, end) for start, end in found if start >= begin]
+            for place in row.unlearnt:
+                start, end = self._turn(row, place, text, arguments)
+                found = [mark for mark in found if not start <= mark[0] < end]
+        if not found:
+            raise DataError(f"{where}: the chat template marks no answer in it with generation.")
+        _refuse_lost_thoughts(where, messages[-1]["content"], text[found[-1][0] :])
         return text, found
+
+    def _turn(
+        self, row: Demonstration, place: int, text: str, arguments: Mapping[str, Any]
+    ) -> tuple[int, int]:
+        """Where in `text` the message at `place` stands, with what the template writes around it."""
+        messages = row.messages or []
+        before, after = (render(self.tokenizer, messages[:n], arguments) for n in (place, place + 1))
+        if not (text.startswith(after) and after.startswith(before)):
+            raise DataError(f"{row.prompt.where}: {_otherwise(place)}; {_MEND}.")
+        return len(before), len(after)
+
+    def _place(
+        self, row: Demonstration, place: int, text: str, arguments: Mapping[str, Any]
+    ) -> tuple[int, int]:
+        """Where in `text` the answer at `place` stands, from where the model would begin it."""
+        messages, where = row.messages or [], row.prompt.where
+        before = render(self.tokenizer, messages[:place], arguments, answer=True)
+        last = place == len(messages) - 1
+        after = text if last else render(self.tokenizer, messages[: place + 1], arguments)
+        if text.startswith(after) and after.startswith(before):
+            return len(before), len(after)
+        plain = render(self.tokenizer, messages[:place], arguments)
+        if after.startswith(plain) and before.startswith(plain):  # what is before it is as it was
+            same = next(
+                (n for n, (a, b) in enumerate(zip(before, after, strict=False)) if a != b), len(after)
+            )
+            if same < len(before):
+                raise DataError(
+                    f"{where}: the chat template writes {before[same:][:80]!r} where the model is to answer,"
+                    " and leaves that out of an answer that it is given, so that another text would be learnt"
+                    f" than is asked for; {_MEND_HEADER}."
+                )
+        raise DataError(f"{where}: {_otherwise(place)}; {_MEND}.")
 
     def _counted(self, where: str, text: str, answers: Sequence[tuple[int, int]]) -> Encoded:
         """Each part is encoded as it continues what is before it: the prompt as when the model answers it."""

@@ -6,15 +6,16 @@ Files are .jsonl or .parquet: columns `prompt`, `label`, and `domain` if several
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from opd.config.recipe import DomainConfig
+from opd.data.messages import Message, MessageError, arguments_of, from_text, read_messages
 from opd.data.procedural import load_procedural, load_reasoning_gym
 from opd.errors import DataError, MissingExtraError, reason_of
-from opd.foreign import MAX_DEPTH, depth_exceeds, machine_memory, whole_number
-from opd.rollout.prompts import Domain, Prompt, fraction
+from opd.foreign import MAX_DEPTH, depth_exceeds, machine_memory, shown, whole_number
+from opd.rollout.prompts import Domain, Prompt, fraction, plain_label
 
 _SOURCES = {"procedural": load_procedural, "reasoning-gym": load_reasoning_gym}
 
@@ -62,6 +63,12 @@ def load_file(name: str, config: DomainConfig, *, held_out_prompts: int) -> Doma
     held_out: list[Prompt] = []
     for where, row in rows_of(Path(config.source), wanted, found):
         prompt = prompt_of(where, row, name)
+        if prompt.arguments and config.environment is not None:
+            raise DataError(
+                f"{where}: it gives the chat template {', '.join(prompt.arguments)}, but in an episode what"
+                f" the template is given is the same for all rows; leave them out, or rename the columns for"
+                f" domains.{name}.environment to read."
+            )
         (held_out if fraction(prompt.key) < config.held_out else train).append(prompt)
     _refuse_empty(name, config, found, train, held_out)
     held_out.sort(key=lambda prompt: prompt.key)  # a prefix is then a sample of the whole file
@@ -192,6 +199,22 @@ def kind(value: Any) -> str:
     return names.get(type(value), "a number" if isinstance(value, int | float) else type(value).__name__)
 
 
+_SPOKEN = (
+    *("prompt", "messages", "conversations", "completion", "chosen", "rejected"),
+    *("tools", "functions", "chat_template_kwargs"),
+)
+"""Columns of which a table makes objects with the keys of all rows."""
+
+
+def _without_nulls(value: Any) -> Any:
+    """`value` without the keys that other rows of its table have, and a message's content."""
+    if isinstance(value, list):
+        return [_without_nulls(one) for one in value]
+    if not isinstance(value, dict):
+        return value
+    return {key: _without_nulls(one) for key, one in value.items() if one is not None or key == "content"}
+
+
 def _parquet_rows(path: Path) -> Iterator[Row]:
     try:
         import pyarrow
@@ -211,6 +234,7 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
                         share, sum(len(text) for text in row.values() if isinstance(text, str | bytes))
                     )
                     _refuse_long(f"{path}: row {number}", size)
+                    row |= {name: _without_nulls(row[name]) for name in _SPOKEN if row.get(name)}
                     yield f"{path}: row {number}", row, size
     except DataError:
         raise
@@ -221,6 +245,7 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
 
 _OWN = ("prompt", "label", "domain", "messages")
 """Columns that are no metadata."""
+_MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 
 
 def prompt_of(where: str, row: dict[str, Any], domain: str) -> Prompt:
@@ -234,8 +259,10 @@ def prompt_of(where: str, row: dict[str, Any], domain: str) -> Prompt:
                 " called here: that takes a text, or a list of messages that ends before the answer."
             )
         raise DataError(f"{where}: there is no `prompt` (columns: {columns}); every row needs one.")
+    refuse_media(where, row)
+    content, arguments = said_in(where, content), template_arguments(where, row)
     if isinstance(content, list):
-        check_messages(where, content)
+        content = check_messages(where, content)
         if content[-1]["role"] == "assistant":
             raise DataError(
                 f"{where}: `prompt` ends with what the assistant says, and an answer would follow on that;"
@@ -245,9 +272,55 @@ def prompt_of(where: str, row: dict[str, Any], domain: str) -> Prompt:
         raise DataError(f"{where}: `prompt` is {content!r}; give a non-empty text or a list of messages.")
     else:
         check_text(where, content)
+        if arguments:
+            raise DataError(
+                f"{where}: {', '.join(arguments)} are for the chat template, which no `prompt` of text goes"
+                " through; give messages, or leave them out."
+            )
+    _refuse_no_label(where, row.get("label"))
     # `messages` are a prompt's own, and what tells rewards and reports that it is a conversation.
     metadata = {key: value for key, value in row.items() if key not in _OWN}
-    return Prompt.of(content, row.get("label"), domain, metadata, where)
+    return Prompt.of(content, row.get("label"), domain, metadata, where, arguments)
+
+
+def _refuse_no_label(where: str, label: Any) -> None:
+    """Raise `DataError` for a label that is nothing of JSON, such as what a spreadsheet takes for a date."""
+    try:
+        json.dumps(plain_label(label))
+    except (TypeError, ValueError):
+        raise DataError(
+            f"{where}: its `label` is {shown(repr(label))}, a {type(label).__name__}; write it as a text, a"
+            " number, or a list or object of them."
+        ) from None
+
+
+def refuse_media(where: str, row: Mapping[str, Any]) -> None:
+    """Raise `DataError` for a row with images or the like, which no model here is shown."""
+    for column in _MEDIA:
+        if row.get(column):
+            raise DataError(
+                f"{where}: it has `{column}`, and models here read text alone; leave out the column, or the"
+                " rows that cannot be answered without it."
+            )
+
+
+def said_in(where: str, content: Any, column: str = "prompt") -> Any:
+    """`content`, or the messages that a text is the JSON of. Raises `DataError`."""
+    if not isinstance(content, str):
+        return content
+    try:
+        found = from_text(content)
+    except MessageError as error:
+        raise DataError(f"{where}: `{column}` is no text to answer: {error}.") from None
+    return content if found is None else found
+
+
+def template_arguments(where: str, row: Mapping[str, Any]) -> dict[str, Any]:
+    """What the chat template is given for this row alone. Raises `DataError`."""
+    try:
+        return arguments_of(row)
+    except MessageError as error:
+        raise DataError(f"{where}: {error}.") from None
 
 
 def check_text(where: str, text: str, column: str = "prompt") -> None:
@@ -260,16 +333,20 @@ def check_text(where: str, text: str, column: str = "prompt") -> None:
         ) from None
 
 
-def check_messages(where: str, messages: list[Any], column: str = "prompt") -> None:
-    """Raise `DataError` unless these are messages that a chat template can be given."""
+def check_messages(where: str, messages: Any, column: str = "prompt") -> list[Message]:
+    """`messages` as a chat template can be given them. Raises `DataError`."""
+    if not isinstance(messages, list):
+        raise DataError(f"{where}: `{column}` is {kind(messages)}; give a list of messages.")
     if not messages:
         raise DataError(f"{where}: `{column}` is an empty list; give at least one message.")
-    for message in messages:
-        if (
-            not isinstance(message, dict)
-            or not isinstance(message.get("role"), str)
-            or "content" not in message
-        ):
-            raise DataError(f"{where}: the message {message!r} is not an object with `role` and `content`.")
-        if isinstance(message["content"], str):
-            check_text(where, message["content"], column)
+    try:
+        read = read_messages(messages)
+    except MessageError as error:
+        raise DataError(f"{where}: `{column}`, {named_place(error)}: {error}.") from None
+    check_text(where, json.dumps(read, ensure_ascii=False), column)
+    return read
+
+
+def named_place(error: MessageError) -> str:
+    """`message 2`, counted from 1, of what is wrong with messages."""
+    return f"message {int(error.place[1:].partition(']')[0]) + 1}"

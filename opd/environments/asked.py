@@ -13,6 +13,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
+from opd.data.messages import THOUGHTS, MessageError, read_messages
 from opd.environments.protocol import Message
 from opd.foreign import read_document, shown
 
@@ -21,8 +22,9 @@ MOST_BODY = 16 << 20
 MOST_OBJECTS = 1 << 20
 """Characters, as JSON, of a request's tools, and of all tool calls in it: each request renders them all."""
 MOST_MESSAGES, MOST_TOOLS, MOST_CHOICES, MOST_STOPS, LONGEST_STOP = 10_000, 1_000, 16, 16, 1_000
-_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
-"""Role of a request -> the one that chat templates know."""
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+_READ = ("role", "content", "name", "tool_call_id", "tool_calls", *THOUGHTS)
+"""Of a message; what else a client keeps in it is for itself."""
 _AS_RECIPE = "is not applied: what is learnt from is sampled as the recipe says"
 
 
@@ -258,61 +260,19 @@ def messages_of(given: Sequence[Mapping[str, Any]]) -> tuple[Message, ...]:
     what a client may keep in them. Raises `RefusedError`.
     """
     _refuse_large([one.get("tool_calls") for one in given if one.get("tool_calls")], "tool_calls")
-    found = tuple(_message(one, f"messages[{place}]") for place, one in enumerate(given))
+    for place, one in enumerate(given):
+        if not isinstance(one.get("role"), str) or one["role"] not in _ROLES:
+            where = f"messages[{place}].role"
+            raise RefusedError(f"{where} is one of {', '.join(_ROLES)}.", param=where)
+    read = [{key: one[key] for key in _READ if one.get(key) is not None} for one in given]
+    try:
+        found = tuple(read_messages([{"content": None, **one} for one in read]))
+    except MessageError as error:
+        where = f"messages{error.place}"
+        raise RefusedError(f"{where}: {error}.", param=where) from None
     if found[-1]["role"] == "assistant":
         raise RefusedError("the last message is the assistant's: nothing goes on with an answer.")
     return found
-
-
-def _message(given: Mapping[str, Any], where: str) -> Message:
-    role = _ROLES.get(given.get("role")) if isinstance(given.get("role"), str) else None  # pyright: ignore
-    if role is None:
-        raise RefusedError(f"{where}.role is one of {', '.join(_ROLES)}.", param=f"{where}.role")
-    made: Message = {"role": role, "content": _content(given.get("content"), where)}
-    for name in ("name", "tool_call_id"):
-        value = given.get(name)
-        if value is not None and not isinstance(value, str):
-            raise RefusedError(f"{where}.{name} is no text.", param=f"{where}.{name}")
-        if value is not None and (name == "name" or role == "tool"):
-            made[name] = value
-    if given.get("tool_calls"):
-        made["tool_calls"] = [_call(one, f"{where}.tool_calls") for one in _list(given["tool_calls"], where)]
-    return made
-
-
-def _list(given: Any, where: str) -> list[Any]:
-    if not isinstance(given, list):
-        raise RefusedError(f"{where}.tool_calls is no list.", param=where)
-    return given
-
-
-def _content(given: Any, where: str) -> str:
-    if given is None or isinstance(given, str):
-        return given or ""
-    parts = given if isinstance(given, list) else [None]
-    texts = [
-        one.get("text") if isinstance(one, dict) and one.get("type") == "text" else None for one in parts
-    ]
-    if not all(isinstance(text, str) for text in texts):
-        raise RefusedError(f"{where}.content is text, or parts of the type text.", param=f"{where}.content")
-    return "\n".join(str(text) for text in texts)
-
-
-def _call(given: Any, where: str) -> dict[str, Any]:
-    called = given.get("function") if isinstance(given, dict) else None
-    name = called.get("name") if isinstance(called, dict) else None
-    if not isinstance(called, dict) or not isinstance(name, str):
-        raise RefusedError(f"{where} has one that names no function.", param=where)
-    arguments = called.get("arguments")
-    if isinstance(arguments, str):
-        try:
-            arguments = read_document(arguments or "{}", MOST_BODY)
-        except (ValueError, RecursionError):
-            arguments = None
-    if not isinstance(arguments, dict):
-        raise RefusedError(f"{where}: the arguments of {shown(name)} are no object of JSON.", param=where)
-    made = {"type": "function", "function": {"name": name, "arguments": arguments}}
-    return {"id": given["id"], **made} if isinstance(given.get("id"), str) else made
 
 
 def _tool(given: dict[str, Any], place: int) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from opd.environments.conversation import Conversation
 from opd.environments.protocol import Message
 from opd.environments.tool_calls import parse, without_calls
 from opd.errors import RolloutError, is_of_library, reason_of
+from opd.models.chat_templates import TemplateError, refuse_unread
 from opd.rollout.ledger import StopStrings, Tokens
 from opd.types import RolloutRequest, Sample, SamplingParams, Status, no_ids
 
@@ -289,7 +290,8 @@ class Branches:
         """
         longest = longest_token(self._tokenizer)
         given = asked.prompt if isinstance(asked.prompt, str) else ""
-        count = len(given) + sum(len(one.get("content") or "") for one in asked.messages)
+        texts = [one.get(key) or "" for one in asked.messages for key in ("content", "reasoning_content")]
+        count = len(given) + sum(map(len, texts))
         calls = [one["tool_calls"] for one in asked.messages if "tool_calls" in one]
         objects = [*asked.tools, *calls]  # which a template writes as JSON, once at least if it shows any
         count += len(json.dumps(objects, ensure_ascii=False)) if objects else 0
@@ -301,6 +303,16 @@ class Branches:
                 "context_length_exceeded",
                 "messages" if asked.chat else "prompt",
             )
+
+    def _refuse_unread(self, asked: Asked, messages: Sequence[Message]) -> None:
+        """Raise `RefusedError` for what the chat template would not show the model of `messages`, which are
+        new to it, and for tools.
+        """
+        own = {"tools": list(asked.tools)} if asked.tools else {}
+        try:
+            refuse_unread(self._tokenizer, messages, {**self._template, **own}, own)
+        except TemplateError as error:
+            raise RefusedError(f"{error}.", "template_error", "messages") from None
 
     def _new(self, parent: Turn | None, added: np.ndarray, most: int, stops: tuple[str, ...]) -> Turn:
         """A turn with a name that a resumed run gives again, whatever other branches it is asked beside."""
@@ -340,7 +352,9 @@ class Branches:
             turn = self._ends.get(digests[place])
             if turn is not None:
                 said = asked.messages[place + 1 :]
+                self._refuse_unread(asked, said)
                 return turn, conversation.answer(turn.tokens.token_ids, said, "user")
+        self._refuse_unread(asked, asked.messages)
         given = list(self.sample.metadata.get("messages") or [])
         count = len(given) if list(asked.messages[: len(given)]) == given else 0
         return None, conversation.opening(asked.messages[:count], asked.messages[count:])

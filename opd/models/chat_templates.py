@@ -7,13 +7,15 @@ transformers' sandbox keeps them from Python's objects, not from looping for hou
 from __future__ import annotations
 
 import os
+import re
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime
-from functools import partial
+from functools import lru_cache, partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from opd.data.messages import THOUGHTS
 from opd.foreign import decoding, read_document, shown
 from opd.limited import LONGEST, LimitedProcess
 
@@ -32,6 +34,10 @@ _ENDLESS = (
 
 class TemplateError(Exception):
     """A chat template raised, ran too long, or wrote too much; the text says which."""
+
+
+class UnreadError(TemplateError):
+    """A chat template does not read what it is given; the text says what and how to mend it."""
 
 
 def render(
@@ -65,6 +71,51 @@ def render_marked(
     return _ask(tokenizer, messages, arguments, marked=True)
 
 
+def refuse_unread(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Mapping[str, Any]],
+    arguments: Mapping[str, Any],
+    own: Collection[str] = (),
+) -> None:
+    """Raise `UnreadError` for a field of a message that the chat template does not read, and for one of the
+    arguments that are a row's `own`: the model would be shown less than was written. Names may go unread.
+    """
+    extra = {field: place for place, one in enumerate(messages) for field in one if field not in _KNOWN}
+    if not extra and not own:
+        return
+    read = _words(str(tokenizer.chat_template))
+    whole = partial(_ask, tokenizer, messages, arguments)
+    for field, place in extra.items():
+        less = [{key: value for key, value in one.items() if key != field} for one in messages]
+        known = not read.isdisjoint(THOUGHTS if field in THOUGHTS else {field})
+        if not known and whole() == _ask(tokenizer, less, arguments):
+            raise UnreadError(
+                f"message {place + 1} has `{shown(field)}`, which the chat template does not read; leave it"
+                " out, or give model.chat_template one that does"
+            )
+    for name in own:
+        rest = {key: value for key, value in arguments.items() if key != name}
+        if name not in read and whole() == _ask(tokenizer, messages, rest):
+            raise UnreadError(
+                f"its `{shown(name)}` is nothing that the chat template reads; leave it out, or give"
+                " model.chat_template one that does"
+            )
+
+
+_KNOWN = ("role", "content", "name", "tool_call_id")
+
+
+@lru_cache(maxsize=8)
+def _words(source: str) -> frozenset[str]:
+    """The names in a chat template."""
+    return frozenset(re.findall(r"\w+", source))
+
+
+def _thoughts_in(source: str) -> str:
+    """What the chat template calls the thoughts before an answer."""
+    return next((name for name in THOUGHTS if name in _words(source)), THOUGHTS[0])
+
+
 def _ask(
     tokenizer: PreTrainedTokenizerBase,
     messages: Sequence[Mapping[str, Any]],
@@ -79,11 +130,13 @@ def _ask(
     if len(str(template)) > MOST_TEMPLATE:
         raise TemplateError(f"the chat template has more than {MOST_TEMPLATE} characters")
     special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
+    thoughts = _thoughts_in(str(template))
+    told = [{thoughts if k == THOUGHTS[0] else k: v for k, v in one.items()} for one in messages]
     return _renderer().render(
         {
             "template": template,
             "special": special,
-            "messages": list(messages),
+            "messages": told,
             "arguments": dict(arguments),
             "marked": marked,
             "day": day,

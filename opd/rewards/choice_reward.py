@@ -8,28 +8,39 @@ from typing import Any
 
 from opd.config.rewards import ChoiceReward
 from opd.rewards.extract import extracted
-from opd.rewards.verifier import Answered, Verifier, each
+from opd.rewards.verifier import Answered, Verifier, each, is_missing
+from opd.rollout.prompts import plain_label
 
-_FORM = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\s*\{")
-_LETTER = re.compile(r"[\W_]*(?:option\s+|choice\s+)?[\W_]*(?:([A-Z])|([a-z])(?=\W*$|\)))(?![^\W_])")
+_FORM = re.compile(r"\\(?:text|math)[a-z]*\s*\{|\\boxed\s*\{|\\(?:bf|rm|it)\b")
+_CALLED = r"(?i:(?:the\s+)?(?:(?:correct|right|best)\s+)?(?:option|choice|answer|letter)\b(?:\s+is\b)?)?"
+_LETTER = re.compile(rf"[\W_]*{_CALLED}[\W_]*(?:([A-Z])|([a-z])(?=\W*$|\)))(?![^\W_])")
+_LABEL = re.compile(rf"[\W_]*{_CALLED}[\W_]*([A-Za-z])[\W_]*")
 
 
 def letter(text: str, choices: int) -> str | None:
     """The letter that `text` begins with; a small one where it stands alone or before a bracket."""
     found = _LETTER.match(_FORM.sub("", text[:200]))
-    said = (found[1] or found[2]).upper() if found else ""
-    return said if said and said in string.ascii_uppercase[:choices] else None
+    return _known(found[1] or found[2], choices) if found else None
+
+
+def _known(said: str, choices: int) -> str | None:
+    return said.upper() if said.upper() in string.ascii_uppercase[:choices] else None
 
 
 def _of_label(label: Any, choices: int) -> str | None:
+    """The letter of a label: a number from 0, or a letter, however it is written, and nothing else."""
+    label = plain_label(label)
+    if isinstance(label, str) and re.fullmatch(r"\d+(\.0+)?", label.strip()):
+        label = int(label.strip().partition(".")[0]) if len(label) < 20 else -1
     if isinstance(label, int) and not isinstance(label, bool):
         return string.ascii_uppercase[label] if 0 <= label < choices else None
-    return letter(label.strip(), choices) if isinstance(label, str) and len(label.strip()) <= 3 else None
+    found = _LABEL.fullmatch(_FORM.sub("", label[:200]).strip()) if isinstance(label, str) else None
+    return _known(found[1], choices) if found else None
 
 
 def label_fault(settings: ChoiceReward, label: Any) -> str | None:
     """A label that is none of the choices."""
-    if label is None:
+    if is_missing(label):
         return "is missing; give the letter of the right choice, or its number from 0"
     if _of_label(label, settings.choices) is None:
         most = settings.choices - 1

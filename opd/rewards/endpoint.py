@@ -26,7 +26,7 @@ from opd.config.rewards import PLACES, JudgeReward, ScorerReward, ServedReward
 from opd.errors import RewardError
 from opd.foreign import read_document
 from opd.redact import redact
-from opd.rewards.verifier import Answered
+from opd.rewards.verifier import Answered, is_missing
 from opd.served.http_client import (
     SERVERS,
     HTTPClient,
@@ -93,7 +93,7 @@ def filled(template: str, answer: Answered) -> str:
 def label_fault(settings: JudgeReward | ScorerReward, label: Any) -> str | None:
     """A label that the template names and a row does not have."""
     named = "{label}" in settings.template or getattr(settings, "api", None) == "openrlhf"
-    return "is missing; give what the template's {label} stands for" if named and label is None else None
+    return "is missing; give what the template's {label} stands for" if named and is_missing(label) else None
 
 
 def require(settings: ServedReward) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from opd.config.rewards import JSONSchemaReward
 from opd.errors import MissingExtraError, RewardError
 from opd.rewards.extract import extracted
-from opd.rewards.verifier import Answered, Score, Verifier, compared
+from opd.rewards.verifier import Answered, Score, Verifier, compared, is_missing
 
 
 def require(settings: JSONSchemaReward) -> None:
@@ -44,7 +44,7 @@ def label_fault(settings: JSONSchemaReward, label: Any) -> str | None:
     """A label that is no schema, where each row has its own."""
     if settings.definition is not None:
         return None
-    if label is None:
+    if is_missing(label):
         return "is missing; give a JSON schema, or set the reward's definition"
     try:
         schema = _schema(label)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Mapping, Sequence
+from decimal import Decimal
+from functools import partial
 from typing import Any
 
 from opd.config.rewards import MathReward
 from opd.errors import MissingExtraError
 from opd.rewards.extract import extracted
-from opd.rewards.verifier import Answered, Score, Verifier, compared
+from opd.rewards.verifier import Answered, Score, Verifier, compared, is_missing, written_number
+from opd.rollout.prompts import plain_label
 
 _MOST = 4000
 """Characters of a formula, and of the end of a response that is searched for one."""
@@ -24,16 +29,44 @@ def require(settings: MathReward) -> None:
 
 def label_text(label: Any) -> str:
     """The formula of a label: what GSM8K has after `####`, what is boxed, or all of it."""
-    text = str(label).rpartition("####")[2]
+    text = label.rpartition("####")[2] if isinstance(label, str) else written_number(plain_label(label))
     return (extracted(text, ["boxed"]) or text).strip().strip("$").strip()
+
+
+_POWER = re.compile(r"([-+]?(?:\d[\d,]*\.?\d*|\.\d+))[eE]([-+]?\d{1,3})")
+"""A number with an exponent, as programs write it."""
+_PRINTED = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)e([-+]\d{2,3})(?!\w)")
+"""One as Python prints it, in a text."""
+_GROUPED = re.compile(r"[-+]?\d{1,3}(?:_\d{3})+(?:\.\d+)?")
+
+
+def readings(formula: str) -> list[str]:
+    """What a formula may mean: 5e-5 is 0.00005 to a program and 5 times e, less 5, to a mathematician."""
+    text = formula.strip().strip("$").strip()
+    if _GROUPED.fullmatch(text):
+        return [text.replace("_", "")]
+    if (found := _POWER.fullmatch(text)) is None:
+        return [_PRINTED.sub(lambda one: f"{one[1]} \\cdot 10^{{{int(one[2])}}}", formula)]
+    number = format(Decimal(f"{found[1].replace(',', '')}e{found[2]}"), "f")
+    return [number] if _PRINTED.fullmatch(text.lstrip("+-")) else [number, formula]
 
 
 def label_fault(settings: MathReward, label: Any) -> str | None:
     """A label that is no number and no formula."""
-    if label is None or isinstance(label, bool) or not isinstance(label, str | int | float):
-        what = "is missing" if label is None else f"is a {type(label).__name__}"
+    if is_missing(label) or isinstance(label, bool) or not isinstance(label, str | int | float):
+        what = "is missing" if is_missing(label) else f"is a {type(label).__name__}"
         return f"{what}; give a number, or a formula as text"
+    if isinstance(label, float) and not math.isfinite(label):
+        return f"is {label}; give a number that is finite, or leave the row out"
     text = label_text(label)
+    if text in ("None", "null"):
+        return f"is {text!r}, which is no formula; give a number or a formula, or leave the row out"
+    try:
+        small = 0 < abs(Decimal(readings(text)[0])) < Decimal(5).scaleb(-settings.digits - 1)
+    except ArithmeticError:
+        small = False
+    if small:
+        return f"is {text[:40]}, which is 0 to {settings.digits} places; raise the reward's digits"
     if not text or len(text) > _MOST:
         return f"{'has more than 4000 characters' if text else 'is empty'}; give a number or a formula"
     return None
@@ -89,8 +122,18 @@ def answer(asked: Mapping[str, Any]) -> dict[str, Any]:
     import math_verify
 
     library: Any = math_verify
-    right, given = _parsed(library, _in_a_box(asked["label"])), _parsed(library, asked["answer"])
-    return {"equal": bool(library.verify(right, given, float_rounding=asked["digits"], timeout_seconds=None))}
+    right = [_parsed(library, _in_a_box(one)) for one in readings(asked["label"])]
+    given = [_parsed(library, one) for one in _answers(asked["answer"])]
+    verify = partial(library.verify, float_rounding=asked["digits"], timeout_seconds=None)
+    return {"equal": any(bool(verify(label, said)) for label in right for said in given)}
+
+
+def _answers(text: str) -> list[str]:
+    """What an answer may mean: a formula in a box, or a text in which math-verify looks for one."""
+    boxed = extracted(text, ["boxed"])
+    if boxed is None or _in_a_box(boxed) != text:
+        return readings(text)
+    return [_in_a_box(one) for one in readings(boxed)]
 
 
 VERIFIER = Verifier(score, label_fault, require, lambda settings: settings.seconds)

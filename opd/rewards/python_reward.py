@@ -13,7 +13,7 @@ from typing import Any
 from opd.config.rewards import PythonReward
 from opd.rewards.extract import extracted
 from opd.rewards.sandbox import Limits, find_sandbox, run_programs, run_tests
-from opd.rewards.verifier import Answered, Score, Verifier, side_by_side
+from opd.rewards.verifier import Answered, Score, Verifier, is_missing, side_by_side
 
 _WANTED = (
     "give tests as code, a list of such, {test, entry_point} or {inputs, outputs} with fn_name for calls"
@@ -31,7 +31,7 @@ def require(settings: PythonReward) -> None:
 
 def label_fault(settings: PythonReward, label: Any) -> str | None:
     """A label that holds no tests."""
-    if label is None or label in ("", [], {}):
+    if is_missing(label) or label in ("", [], {}):
         return f"is missing; {_WANTED}"
     if isinstance(label, dict) and "inputs" in label:
         return _pairs_fault(label, settings.output_mb)

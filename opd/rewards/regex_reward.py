@@ -8,8 +8,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from opd.config.rewards import RegexReward
+from opd.rewards.exact_reward import same_number, texts
 from opd.rewards.extract import extracted
-from opd.rewards.verifier import Answered, Score, Verifier, compared
+from opd.rewards.verifier import Answered, Score, Verifier, compared, is_missing
 
 
 def _has_group(settings: RegexReward) -> bool:
@@ -21,7 +22,7 @@ def label_fault(settings: RegexReward, label: Any) -> str | None:
     if settings.pattern is not None and not _has_group(settings):
         return None
     wanted = "what the group `answer` has to catch" if settings.pattern else "a regular expression"
-    if label is None:
+    if is_missing(label):
         return f"is missing; give {wanted}, or set the reward's pattern"
     if settings.pattern is not None:
         plain = isinstance(label, str | int | float) and not isinstance(label, bool)
@@ -42,14 +43,18 @@ def score(settings: RegexReward, answers: Sequence[Answered]) -> list[Score]:
         {
             "text": extracted(answer.text, settings.extract) or "",
             "pattern": settings.pattern if settings.pattern is not None else answer.label,
-            "wanted": str(answer.label).strip() if group else None,
+            "wanted": texts(answer.label) if group else None,
             "full": settings.full,
             "ignore_case": settings.ignore_case,
         }
         for answer in answers
     ]
     said = compared(__name__, requests, settings.seconds)
-    return [float(one.get("matches") is True) for one in said]
+    labels = [answer.label if group else "" for answer in answers]
+    return [
+        float(one.get("matches") is True or same_number(str(one.get("caught", "")), label))
+        for one, label in zip(said, labels, strict=True)
+    ]
 
 
 def prepare() -> None:
@@ -68,7 +73,8 @@ def answer(asked: Mapping[str, Any]) -> dict[str, Any]:
         found = last[0] if last else None
     if found is None or asked["wanted"] is None:
         return {"matches": found is not None}
-    return {"matches": (found["answer"] or "").strip() == asked["wanted"]}
+    caught = (found["answer"] or "").strip()
+    return {"matches": caught in asked["wanted"], "caught": caught}
 
 
 VERIFIER = Verifier(score, label_fault, seconds=lambda settings: settings.seconds)

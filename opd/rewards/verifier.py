@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any, TypeVar
 
 from opd.foreign import decoding, read_document
@@ -26,6 +27,20 @@ class Answered:
     """What was asked, as the data has it."""
     context: str = ""
     """What the model has read: the prompt with its chat template."""
+
+
+def is_missing(label: Any) -> bool:
+    """Whether a row has no label, as files and tables have it."""
+    return label is None or (isinstance(label, str) and label.strip() in _MISSING)
+
+
+_MISSING = ("nan", "NaN", "<NA>", "NaT")
+"""What a table's missing cell is as text."""
+
+
+def written_number(number: int | float) -> str:
+    """A number as people write it, without an exponent: 0.00005, and not 5e-05."""
+    return str(number) if isinstance(number, int) else format(Decimal(repr(number)), "f")
 
 
 def nothing_to_require(settings: Any) -> None:

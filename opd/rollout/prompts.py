@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from decimal import Decimal
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 import numpy as np
 
 from opd.errors import DataError, is_of_library, reason_of
-from opd.models.chat_templates import render
+from opd.models.chat_templates import UnreadError, refuse_unread, render
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -47,6 +49,33 @@ def permutation(length: int, *parts: int | str) -> np.ndarray:
     return np.argsort(raw_stream(*parts).random_raw(length), kind="stable")
 
 
+def plain_label(label: Any) -> Any:
+    """`label` as its column meant it, whatever a table or a library made of it: whole numbers are no floats
+    (a column of numbers with a gap is one of floats), decimals and NumPy's numbers are numbers, bytes of
+    UTF-8 a text, and NaN is no label.
+    """
+    if isinstance(label, np.generic | np.ndarray):
+        label = label.tolist()
+    if isinstance(label, Decimal):
+        whole = label.is_finite() and label.adjusted() < _DIGITS and label == label.to_integral_value()
+        return int(label) if whole else plain_label(float(label))
+    if isinstance(label, float):
+        if math.isnan(label):
+            return None
+        return int(label) if label.is_integer() and abs(label) < _EXACT else label
+    if isinstance(label, bytes):
+        try:
+            return label.decode()
+        except UnicodeDecodeError:
+            return label
+    if isinstance(label, list | tuple):
+        return [plain_label(one) for one in label]
+    return label
+
+
+_EXACT, _DIGITS = 2.0**53, 100
+"""Below the first floats hold every whole number; digits of a decimal that is a label."""
+
 Checker = Callable[[str, Any], float]
 """`checker(completion, label) -> reward`; the completion comes without its end-of-sequence token."""
 
@@ -71,6 +100,8 @@ class Prompt:
     """Other columns of its source; `messages` too, if it has them."""
     where: str = field(default="", compare=False)
     """`FILE:LINE`, or nothing for a prompt that was generated."""
+    arguments: dict[str, Any] = field(default_factory=dict)
+    """What else the chat template is given for it: `tools`, and its own arguments. They are part of `key`."""
 
     @classmethod
     def of(
@@ -80,12 +111,14 @@ class Prompt:
         domain: str,
         metadata: dict[str, Any] | None = None,
         where: str = "",
+        arguments: dict[str, Any] | None = None,
     ) -> Prompt:
-        """A prompt of text or of messages, with its key."""
-        extra = dict(metadata or {})
+        """A prompt of text or of messages, with its key and its `plain_label`."""
+        extra, own, label = dict(metadata or {}), arguments or {}, plain_label(label)
+        key = content_key([content, own] if own else content)
         if isinstance(content, str):
-            return cls(content, None, label, domain, content_key(content), extra, where)
-        return cls(None, content, label, domain, content_key(content), extra | {"messages": content}, where)
+            return cls(content, None, label, domain, key, extra, where, own)
+        return cls(None, content, label, domain, key, extra | {"messages": content}, where, own)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,8 +186,12 @@ def encode_prompt(
         if prompt.messages is None:
             ids = tokenizer(prompt.text or "")["input_ids"]
         else:
-            text = render(tokenizer, prompt.messages, template or {}, answer=True)
+            arguments = {**(template or {}), **prompt.arguments}
+            refuse_unread(tokenizer, prompt.messages, arguments, prompt.arguments)
+            text = render(tokenizer, prompt.messages, arguments, answer=True)
             ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    except UnreadError as error:
+        raise DataError(f"{prompt.where or f'domain {prompt.domain}'}: {error}.") from None
     except BaseException as error:  # tokenizers raise plain Exceptions of many kinds
         if not is_of_library(error):
             raise
@@ -270,7 +307,9 @@ def _too_long(prompts: Sequence[Prompt], room: int, encode: Encode) -> Iterator[
 
 
 def _content_bytes(prompt: Prompt) -> int | None:
-    """Bytes of the messages' contents; `None` where a message holds anything else."""
+    """Bytes of the messages' contents; `None` where a message, or the prompt, holds anything else."""
+    if prompt.arguments:
+        return None
     sizes = []
     for message in prompt.messages or []:
         if message.keys() != {"role", "content"} or not isinstance(message["content"], str):

@@ -12,12 +12,13 @@ import numpy as np
 
 from opd.config import Recipe
 from opd.config.hub_names import hub_name
+from opd.data.load import check_messages, said_in
 from opd.errors import ConfigError, DataError
 from opd.foreign import shown, visible
 from opd.models.causal_lm import CausalLM
 from opd.models.hf_folder import check_folder, described_in, positions_of
 from opd.models.tokenizers import load_tokenizer, stops_of
-from opd.pipelines.doctor.models import template_findings
+from opd.pipelines.doctor.models import Mends, template_findings
 from opd.pipelines.stages.domains import DomainSet
 from opd.pipelines.stages.precision import checkpoint_dtype
 from opd.pipelines.stages.student import stop_strings, tokenizer_of, ways_of
@@ -105,7 +106,8 @@ class Speaker:
             sampling, generate = SamplingParams(max_new_tokens=MOST, stop_ids=stops), collect
             questions, rewards, strings = _questions(asked, tokenizer), None, []
         if tokenizer.chat_template:
-            for finding in template_findings(tokenizer, template, sampling.stop_ids, strings):
+            mends = Mends() if asked.recipe is not None else _mends_of(folder)
+            for finding in template_findings(tokenizer, template, sampling.stop_ids, strings, mends):
                 print(f"opd: warning: {model}: {finding.title}: {finding.detail}", file=sys.stderr)
         if asked.max_tokens is not None:
             sampling = replace(sampling, max_new_tokens=asked.max_tokens)
@@ -212,6 +214,18 @@ def model_folder(model: str) -> Path:
         return fetch(name, report=lambda d, t: progress.update(model, d >> 20, max(1, t >> 20), "MiB")).path
 
 
+def _mends_of(folder: Path) -> Mends:
+    """What mends a model that is asked as it is, without a recipe."""
+    return Mends(
+        stop=f"add {{id}} to `eos_token_id` of {described_in(folder) / 'generation_config.json'}, which says"
+        " where it ends for every program, or ask by --recipe and --domain with rollout.stop_ids",
+        endless="--max-tokens bounds its answers; give it a chat template that ends an answer with an"
+        " end-of-sequence token, or ask by --recipe and --domain with rollout.stop",
+        header="give it a chat template that heeds add_generation_prompt, or ask by --recipe and --domain"
+        " with model.chat_template",
+    )
+
+
 def _of_one_domain(recipe: Recipe, domain: str, folder: Path, count: int) -> Recipe:
     """`recipe` of `domain` alone, with `count` held-out prompts, as it is read for the model in `folder`."""
     model = recipe.model.model_copy(update={"path": str(folder), "config": None, "tokenizer": None})
@@ -230,8 +244,10 @@ def _questions(asked: Asked, tokenizer: Any) -> list[EncodedPrompt]:
         content: Any = text
         if tokenizer.chat_template:
             system = [] if asked.system is None else [{"role": "system", "content": asked.system}]
-            content = [*system, {"role": "user", "content": text}]
-        prompt = Prompt.of(content, None, "sample")
+            given = said_in("--prompt", text)
+            content = [*system, {"role": "user", "content": text}] if given is text else [*system, *given]
+            content = check_messages("--prompt", content)
+        prompt = Prompt.of(content, None, "sample", where="--prompt")
         ids = encode_prompt(prompt, tokenizer)
         if not len(ids):
             raise DataError(f"--prompt {shown(text)!r} has no tokens; a model needs at least one")

@@ -131,10 +131,9 @@ def _answer(where: str, column: str, given: Any) -> tuple[str, list[dict[str, An
         check_text(where, given, column)
         return given, []
     if isinstance(given, list) and given:
-        check_messages(where, given, column)
-        last = given[-1]
-        if last["role"] == "assistant" and isinstance(last["content"], str):
-            return last["content"], given[:-1]
+        read = check_messages(where, given, column)
+        if read[-1]["role"] == "assistant":
+            return read[-1]["content"], read[:-1]
     raise DataError(
         f"{where}: `{column}` is no text, and no messages that end with the assistant's; mend it."
     )

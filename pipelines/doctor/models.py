@@ -384,8 +384,25 @@ def _check_stops(recipe: Recipe, models: Models) -> list[Finding]:
     return findings + found + _check_day(recipe, tokenizer)
 
 
+@dataclass(frozen=True, slots=True)
+class Mends:
+    """What somebody can do about a model that does not end its answers: here by a recipe."""
+
+    stop: str = "add {id} to rollout.stop_ids"
+    """Where it ends them with the token `id`."""
+    endless: str = (
+        "give rollout.stop what it writes there, or model.chat_template one that ends an answer: else it goes"
+        " on to rollout.max_new_tokens"
+    )
+    header: str = "give model.chat_template one that heeds add_generation_prompt"
+
+
 def template_findings(
-    tokenizer: Any, template: Mapping[str, Any], stops: Sequence[int], strings: Sequence[str] = ()
+    tokenizer: Any,
+    template: Mapping[str, Any],
+    stops: Sequence[int],
+    strings: Sequence[str] = (),
+    mends: Mends = Mends(),
 ) -> list[Finding]:
     """Whether answers end where the chat template ends them, and prompts go on to where the model begins.
 
@@ -401,21 +418,19 @@ def template_findings(
             f"the chat template ends an answer with {turn} {tokenizer.convert_ids_to_tokens(turn)!r}, at"
             " which responses do not end"
         )
-        findings.append(Finding("warning", "stop ids", f"{detail}; add {turn} to rollout.stop_ids"))
+        findings.append(Finding("warning", "stop ids", f"{detail}; {mends.stop.format(id=turn)}"))
     elif after is not None and not set(after) & set(stops) and not strings:
         detail = (
             "the chat template writes nothing after an answer at which responses end, so a model that has"
-            " learnt from it goes on to rollout.max_new_tokens"
+            " learnt from it does not end them"
         )
-        mend = "give rollout.stop what it writes there, or model.chat_template one that ends an answer"
-        findings.append(Finding("warning", "stop ids", f"{detail}; {mend}"))
+        findings.append(Finding("warning", "stop ids", f"{detail}; {mends.endless}"))
     header = missing_header(tokenizer, template)
     if header is not None:
         detail = (
             f"it has no generation prompt: prompts end before {header!r}, which the model would have to write"
         )
-        advice = "give model.chat_template one that heeds add_generation_prompt"
-        findings.append(Finding("warning", "chat template", f"{detail}; {advice}"))
+        findings.append(Finding("warning", "chat template", f"{detail}; {mends.header}"))
     return findings
 
 

@@ -243,3 +243,36 @@ def test_messages_without_a_chat_template_are_an_error_of_the_doctor(tmp_path, m
         assert main([command, str(tmp_path / "recipe.yaml"), "--out", str(tmp_path / "run")]) == 2
         said = capsys.readouterr()
         assert "the tokenizer has no chat template; set model.chat_template" in said.out + said.err
+
+
+def test_a_prompt_may_be_the_json_of_messages(models, capsys):
+    given = [
+        {"role": "user", "content": [{"type": "text", "text": "1"}]},
+        {"role": "assistant", "content": "2"},
+    ]
+    speaker = Speaker.load(models[1], Asked((json.dumps([*given, {"role": "user", "content": "3"}]),)))
+    assert speaker.tokenizer.decode(speaker.questions[0].token_ids) == "<a>1<b>2<eos><a>3<b>"
+    pictured = json.dumps([{"role": "user", "content": [{"type": "image_url"}]}])
+    assert main(["sample", models[1], "--prompt", pictured]) == 2
+    assert (
+        "--prompt: `prompt`, message 1: its content has a part of the type 'image_url'"
+        in capsys.readouterr().err
+    )
+
+
+def test_what_a_model_without_recipe_lacks_is_mended_as_the_sentence_says(tmp_path, capsys):
+    tokenizer, folder = tiny.tokenizer(), tmp_path / "one"
+    tokenizer.chat_template = CHAT.replace("<eos>", "<pad>")  # at which nothing ends
+    save_checkpoint(tiny.model(0), tokenizer, folder, {})
+    words = ["sample", str(folder), "--prompt", "12", "--max-tokens", "2"]
+    assert main(words) == 0
+    said = capsys.readouterr().err
+    found = re.search(r"; add (\d+) to `eos_token_id` of (\S+), which says", said)
+    assert found, said
+    assert found[2] == str(folder / "generation_config.json")
+    config = json.loads((folder / "generation_config.json").read_text())
+    config["eos_token_id"] = [config["eos_token_id"], int(found[1])]
+    (folder / "generation_config.json").write_text(json.dumps(config))
+    (folder / "checksums.json").unlink()
+    assert main(words) == 0
+    assert "warning" not in capsys.readouterr().err

@@ -72,8 +72,8 @@ FAMILIES = {
 }
 
 
-def writes(template: str | None, *, stops: bool = True) -> Writes:
-    tokenizer = character_tokenizer(string.ascii_letters + string.digits + " \n.,:?+=[]()/!-", TAGS)
+def writes(template: str | None, *, stops: bool = True, tags: list[str] = TAGS) -> Writes:
+    tokenizer = character_tokenizer(string.ascii_letters + string.digits + " \n.,:?+=[]()/!-", tags)
     tokenizer.chat_template = template
     ends = ["<|im_end|>", "<|eot|>", "</turn>", "<eos>"] if stops else ["<eos>"]
     return Writes(tokenizer, {}, [tokenizer.convert_tokens_to_ids(end) for end in ends])
@@ -194,3 +194,36 @@ def test_too_long_ones_are_left_out_cut_or_refused_and_counted(tmp_path):
     assert "1 of 4 cut" in cut.sentence(8, "max_length")
     with pytest.raises(DataError, match=r"rows\.jsonl:3: it has 10 tokens, more than 8"):
         sized(found, own, 8, "error", "max_length")
+
+
+# A reasoning model's, whose answers begin in a thought and lose it where they are read again.
+REASONING = (
+    "<|begin|>{% for m in messages %}{% if m.role == 'user' %}[I]{{ m.content }}[/I]{% else %}"
+    "{{ m.content.split('</think>')[-1] }}<eos>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<think>\n{% endif %}"
+)
+
+
+def test_one_answer_that_the_template_would_not_let_be_learnt_is_told_why(tmp_path):
+    own = writes(REASONING, tags=[*TAGS, "<think>", "</think>"])
+    thought = ("assistant", "<think>\n2 and 2</think>4.")
+    (row,) = rows(tmp_path, {"messages": messages(TALK[0], thought)})
+    with pytest.raises(DataError) as caught:
+        own.encode(row)
+    said = str(caught.value)
+    assert r"rows.jsonl:1: the chat template writes '<think>\n' where the model is to answer" in said
+    assert "`prompt` and `completion` as the texts" in said
+    assert "one answer each" not in said
+    texts = {"prompt": "<|begin|>[I]Hi[/I]<think>\n", "completion": "2 and 2</think>4."}  # what it says to do
+    (row,) = rows(tmp_path, texts)
+    assert shown(own, own.encode(row)) == "<|begin|>[I]Hi[/I]<think>\n{2 and 2</think>4.<eos>}"
+
+
+@pytest.mark.parametrize("marked", [False, True])
+def test_a_template_that_cuts_thoughts_off_the_last_answer_is_refused(marked, tmp_path):
+    answer = "{{ m.content.split('</think>')[-1] }}<|im_end|>"
+    template = MARKED.replace("{{ m.content }}<|im_end|>{% endg", f"{answer}{{% endg") if marked else None
+    own = writes(template or CHATML.replace("{{ m.content }}<|im_end|>", answer))
+    (row,) = rows(tmp_path, {"messages": messages(TALK[0], ("assistant", "<think>2 and 2</think>4."))})
+    with pytest.raises(DataError, match=r"rows\.jsonl:1: the chat template leaves out .* up to </think>"):
+        own.encode(row)

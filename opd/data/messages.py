@@ -1,0 +1,244 @@
+"""Messages as people write them, in the one form that chat templates take: for files, requests and commands.
+
+OpenAI's, TRL's, axolotl's and ShareGPT's forms are read. What a template could not be told is refused by its
+name, never left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from opd.config.recipe import NOT_THE_TEMPLATES
+from opd.foreign import read_document, shown
+
+Message = dict[str, Any]
+"""`role`, `content` (a text), and where given `name`, `tool_call_id`, `tool_calls` with their arguments as
+objects, `reasoning_content`, and fields of others' that the chat template has to read."""
+
+TEXTS = ("text", "input_text", "output_text")
+"""Types of the parts of a content that are text."""
+THOUGHTS = ("reasoning_content", "thinking", "reasoning")
+"""What the thoughts before an answer are called."""
+WEIGHTS = ("weight", "train", "training", "trainable")
+"""What says whether an answer is learnt from."""
+_LONGEST = 16 << 20
+"""Bytes of JSON within a text."""
+_ROLES = {
+    **dict.fromkeys(("developer",), "system"),
+    **dict.fromkeys(("human",), "user"),
+    **dict.fromkeys(("gpt", "chatgpt", "bot", "model", "function_call"), "assistant"),
+    **dict.fromkeys(("function", "observation", "tool_response", "function_response"), "tool"),
+}
+"""Role of others' -> the one that chat templates know."""
+_ASIDE = (
+    *("refusal", "annotations", "audio", "audios", "images", "videos", "tool_plan", "prefix"),
+    *("train_detail", "training_detail"),
+)
+"""Fields that would change what is read or learnt, and that nothing here can use."""
+
+
+class MessageError(ValueError):
+    """What is wrong with messages; `place` says where: `[0].content`."""
+
+    def __init__(self, place: str, said: str) -> None:
+        super().__init__(said)
+        self.place = place
+
+
+def read_messages(given: Sequence[Any]) -> list[Message]:
+    """`given` in the form that chat templates take, one for one. Raises `MessageError`."""
+    return [_message(one, f"[{place}]") for place, one in enumerate(given)]
+
+
+def learnt(given: Sequence[Any]) -> list[bool]:
+    """Of each of these messages whether it may be learnt from: what `weight` or `train` says, else what is
+    the assistant's. Raises `MessageError`.
+    """
+    found = []
+    for place, one in enumerate(given):
+        role, said = _role(one, f"[{place}]"), [one[name] for name in WEIGHTS if one.get(name) is not None]
+        name = next((name for name in WEIGHTS if one.get(name) is not None), "")
+        if any(isinstance(value, str) or value not in (0, 1) for value in said):
+            raise MessageError(f"[{place}].{name}", f"its `{name}` is {shown(repr(said[0]))}; give 0 or 1")
+        if role != "assistant" and name != "weight" and any(said):
+            text = f"its role is {shown(role)} and `{name}` says that it is learnt: only answers are"
+            raise MessageError(f"[{place}].{name}", f"{text}; leave the field out")
+        found.append(role == "assistant" and all(said))
+    return found
+
+
+def from_text(text: str) -> list[Any] | None:
+    """The messages that `text` is the JSON of, such as a table's cell; `None` for any other text. Raises
+    `MessageError` for what Python prints of some.
+    """
+    begin = text[:200].lstrip()
+    if not begin.startswith("[") or not begin[1:].lstrip().startswith("{"):
+        return None
+    try:
+        found = read_document(text, _LONGEST)
+    except (ValueError, RecursionError):
+        found = None
+        if "'role':" in begin and "'content':" in text:
+            said = "it is what Python prints of messages; write the list itself, or its JSON"
+            raise MessageError("", said) from None
+    messages = isinstance(found, list) and all(
+        isinstance(one, dict) and "role" in one and one.keys() & {"content", "tool_calls"} for one in found
+    )
+    return found if messages else None
+
+
+def arguments_of(row: Mapping[str, Any]) -> dict[str, Any]:
+    """What the chat template is given for one row: `tools` (or `functions`) and `chat_template_kwargs`, if it
+    has these columns; lists and objects, or their JSON. Raises `MessageError`.
+    """
+    found: dict[str, Any] = {}
+    if row.get("chat_template_kwargs"):
+        own = _parsed(row["chat_template_kwargs"], "chat_template_kwargs", dict)
+        for key in own:
+            if key in NOT_THE_TEMPLATES:
+                said = f"`chat_template_kwargs` gives {key}, which is set by opd; leave it out"
+                raise MessageError("chat_template_kwargs", said)
+        found |= {key: value for key, value in own.items() if value is not None}
+    for column in ("tools", "functions"):
+        if row.get(column):
+            given = _parsed(row[column], column, list)
+            if "tools" in found:
+                raise MessageError(column, f"there are two lists of tools, one of them `{column}`; give one")
+            found["tools"] = [_tool(one, f"{column}[{place}]") for place, one in enumerate(given)]
+    return found
+
+
+def _tool(given: Any, where: str) -> dict[str, Any]:
+    given = _parsed(given, where, dict)
+    told = given.get("function", given)
+    if not isinstance(told, dict) or not isinstance(told.get("name"), str):
+        raise MessageError(where, f'`{where}` is not {{"type": "function", "function": {{"name": ...}}}}')
+    return given if "function" in given else {"type": "function", "function": told}
+
+
+def _parsed(given: Any, where: str, kind: type) -> Any:
+    """A value, or the JSON of one: tables have no column of objects with other keys in each row."""
+    if isinstance(given, str):
+        try:
+            given = read_document(given or "{}", _LONGEST)
+        except (ValueError, RecursionError):
+            given = None
+    if not isinstance(given, kind):
+        what = "list" if kind is list else "object"
+        raise MessageError(where, f"`{where}` is no {what}, and no JSON of one")
+    return given
+
+
+def _role(given: Any, where: str) -> str:
+    role = (given.get("role") or given.get("from")) if isinstance(given, Mapping) else None
+    if not isinstance(role, str):
+        said = f"{shown(repr(given))} is not an object with `role` and `content` (or `from` and `value`)"
+        raise MessageError(where, said)
+    return _ROLES.get(role, role)
+
+
+def _message(given: Any, where: str) -> Message:
+    role = _role(given, where)
+    given = _from_sharegpt(given, where) if "role" not in given else given
+    for name in _ASIDE:
+        if given.get(name):
+            said = f"it has `{name}`, which no text is made of; leave the field out, or the row"
+            raise MessageError(f"{where}.{name}", said)
+    calls = _calls(given, where)
+    content = given.get("content")
+    if "content" not in given and not calls:
+        raise MessageError(where, f"{shown(repr(given))} is not an object with `role` and `content`")
+    made: Message = {"role": role, "content": _content(content, where)}
+    if calls:
+        made["tool_calls"] = calls
+    made |= _thoughts(given, where) | _names(given, role, where)
+    used = ("role", "content", "tool_calls", "function_call", "name", "tool_call_id")
+    known = {*used, *THOUGHTS, *WEIGHTS, *_ASIDE}
+    return made | {key: value for key, value in given.items() if key not in known and value is not None}
+
+
+def _from_sharegpt(given: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """`from` and `value` as `role` and `content`; the value of a `function_call` is the JSON of calls."""
+    made = {key: value for key, value in given.items() if key not in ("from", "value")}
+    if "value" not in given:
+        raise MessageError(where, "it has `from` and no `value`")
+    if given["from"] != "function_call":
+        return {**made, "role": given["from"], "content": given["value"]}
+    called = _parsed(given["value"], "value", object)
+    return {**made, "role": "assistant", "tool_calls": called if isinstance(called, list) else [called]}
+
+
+def _thoughts(given: Mapping[str, Any], where: str) -> dict[str, str]:
+    found = {name: given[name] for name in THOUGHTS if given.get(name)}
+    for name, value in found.items():
+        if not isinstance(value, str):
+            raise MessageError(f"{where}.{name}", f"its `{name}` is no text")
+    if len(set(found.values())) > 1:
+        raise MessageError(where, f"it has {' and '.join(f'`{name}`' for name in found)}; give one")
+    return {"reasoning_content": next(iter(found.values()))} if found else {}
+
+
+def _names(given: Mapping[str, Any], role: str, where: str) -> dict[str, str]:
+    """`name`, and of a tool's message the call that it answers."""
+    made = {}
+    for name in ("name", "tool_call_id"):
+        value = given.get(name)
+        if value is not None and not isinstance(value, str):
+            raise MessageError(f"{where}.{name}", f"its `{name}` is no text")
+        if value is not None and (name == "name" or role == "tool"):
+            made[name] = value
+    return made
+
+
+def _content(given: Any, where: str) -> str:
+    if given is None or isinstance(given, str):
+        return given or ""
+    parts = [given] if isinstance(given, Mapping) else given
+    if not isinstance(parts, list):
+        raise MessageError(f"{where}.content", "its content is text, or a list of parts of the type text")
+    texts = []
+    for part in parts:
+        kind = part.get("type", "text") if isinstance(part, Mapping) else "text"
+        text = part.get("text") if isinstance(part, Mapping) else part
+        if kind not in TEXTS:
+            said = f"its content has a part of the type {shown(kind)!r}, and parts of text alone are read"
+            raise MessageError(f"{where}.content", f"{said}; write it as text, or leave it out")
+        if not isinstance(text, str):
+            raise MessageError(f"{where}.content", "its content has a part without `text`")
+        texts.append(text)
+    return "\n".join(texts)
+
+
+def _calls(given: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
+    """Tool calls, `function_call` (which OpenAI's API had before them) among them."""
+    calls, old = given.get("tool_calls"), given.get("function_call")
+    place = f"{where}.tool_calls"
+    if isinstance(calls, str):
+        calls = _parsed(calls, "tool_calls", list)
+    if calls and not isinstance(calls, list):
+        raise MessageError(place, "its `tool_calls` are no list")
+    if old:
+        calls, place = [*(calls or []), old], f"{where}.function_call"
+    return [_call(one, place) for one in calls or []]
+
+
+def _call(given: Any, where: str) -> dict[str, Any]:
+    called = given.get("function") if isinstance(given, Mapping) else None
+    if isinstance(given, Mapping) and called is None:
+        called = given
+    name = called.get("name") if isinstance(called, Mapping) else None
+    if not isinstance(called, Mapping) or not isinstance(name, str):
+        raise MessageError(where, "one of its tool calls names no function")
+    arguments = called.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = read_document(arguments or "{}", _LONGEST)
+        except (ValueError, RecursionError):
+            arguments = None
+    elif arguments is None and "parameters" in called:
+        arguments = called["parameters"]
+    if not isinstance(arguments, dict):
+        raise MessageError(where, f"the arguments of its call of {shown(name)} are no object of JSON")
+    made = {"type": "function", "function": {"name": name, "arguments": arguments}}
+    return {"id": given["id"], **made} if isinstance(given.get("id"), str) else made
