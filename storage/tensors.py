@@ -28,7 +28,7 @@ from opd.errors import CheckpointError, reason_of, way_out
 from opd.foreign import is_file_name, read_document, whole
 from opd.storage.files import atomic_file, open_plain, read_plain
 from opd.storage.leases import Lease
-from opd.storage.publish import TensorSource, fill_from, read_header, reading
+from opd.storage.weight_folder import TensorSource, fill_from, read_header, reading
 
 DTYPES = {
     "F64": torch.float64,

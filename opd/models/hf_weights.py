@@ -12,7 +12,6 @@ A folder of peft's is asked the same: which base its adapters belong to, and whe
 from __future__ import annotations
 
 import math
-import re
 import threading
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
@@ -22,7 +21,7 @@ from typing import Any
 
 import safetensors.torch
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as hf_logging
@@ -39,6 +38,7 @@ from opd.models.hf_folder import (
     weight_files,
 )
 from opd.storage.tensors import TensorParts
+from opd.storage.weight_folder import FOLLOWING, no_number, read_headers
 
 PREFIX = "base_model.model."
 LORA_A, LORA_B = ".lora_A.weight", ".lora_B.weight"
@@ -177,8 +177,6 @@ def meta_parameters() -> Iterator[None]:
 
 
 _FLOATS = ("F64", "F32", "F16", "BF16")
-_HARMLESS = re.compile(r"(rotary_emb\.inv_freq|\.(attn|attention)\.(masked_)?bias|(^|\.)position_ids)$")
-"""Buffers that older releases saved and that follow from the configuration."""
 _SHOWN = 3
 
 
@@ -200,8 +198,8 @@ def load_module(folder: Path, *, dtype: torch.dtype, device_map: str | None = No
         merge_into(module, read_peft(folder), folder)
         return module
     config = read_config(folder)
-    formats = _formats(folder)
-    odd = [name for name in formats if formats[name] not in _FLOATS and not _HARMLESS.search(name)]
+    formats = {name: source.dtype for name, source in read_headers(folder).items()}
+    odd = [name for name in formats if formats[name] not in _FLOATS and not FOLLOWING.search(name)]
     if odd:
         raise CheckpointError(
             f"{folder} holds {_some(odd)} as {formats[min(odd)]}, which config.json does not explain; give"
@@ -231,9 +229,17 @@ def load_module(folder: Path, *, dtype: torch.dtype, device_map: str | None = No
         ) from error
     module, info = loaded
     _refuse_disagreement(folder, info)
+    require_numbers(folder, module.named_parameters())
     if getattr(config.get_text_config(), "tie_word_embeddings", False):
         _refuse_untied(folder, module)
     return module
+
+
+def require_numbers(folder: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Raise `CheckpointError` naming one of `tensors`, read from `folder`, that holds NaN or infinity."""
+    for name, tensor in tensors:
+        if not tensor.is_meta and tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+            raise no_number(folder, name)
 
 
 def _refuse_disagreement(folder: Path, info: dict[str, Any]) -> None:
@@ -243,7 +249,7 @@ def _refuse_disagreement(folder: Path, info: dict[str, Any]) -> None:
             f"{folder} lacks {len(absent)} of the model's tensors or has them in another shape, among"
             f" them {min(absent)}; copy the folder again from its source."
         )
-    unused = [name for name in info["unexpected_keys"] if not _HARMLESS.search(name)]
+    unused = [name for name in info["unexpected_keys"] if not FOLLOWING.search(name)]
     if unused:
         raise CheckpointError(
             f"{folder} holds {len(unused)} tensors that the model of its config.json has no place for, among"
@@ -281,15 +287,6 @@ def _equal(parts: TensorParts, one: str, other: str) -> bool:
         if not torch.equal(mine, theirs):
             return False
     return True
-
-
-def _formats(folder: Path) -> dict[str, str]:
-    """Name -> element type, as safetensors writes it, of every tensor in the folder."""
-    found = {}
-    for file in weight_files(folder):
-        with safe_open(folder / file, framework="pt") as shard:
-            found |= {name: shard.get_slice(name).get_dtype() for name in shard.keys()}  # noqa: SIM118
-    return found
 
 
 def _some(names: Collection[str]) -> str:

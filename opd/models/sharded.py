@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from opd.errors import CheckpointError, ModelError, OpdError, reason_of
 from opd.models.causal_lm import CausalLM, Unread, torch_device, torch_dtype
 from opd.models.hf_folder import MEND, adapter_base, check_folder, read_checksums, weight_files
-from opd.models.hf_weights import empty_module, merged, read_peft
+from opd.models.hf_weights import empty_module, merged, read_peft, require_numbers
 from opd.ranks import Ranks
 from opd.storage.files import check_files, file_state
 from opd.storage.tensors import TensorParts
@@ -143,7 +143,8 @@ class Stored:
     def __init__(self, unread: Unread) -> None:
         base = adapter_base(unread.folder)
         self._names = unread.stored
-        self._parts = _parts(base or unread.folder)
+        self._folder = base or unread.folder
+        self._parts = _parts(self._folder)
         self._adapter = None if base is None else read_peft(unread.folder)
 
     def read(self, names: Sequence[str], width: int, first: int, into: Tensor) -> None:
@@ -151,6 +152,7 @@ class Stored:
         tensor have `width` elements.
         """
         self._parts.read(self._names[names[0]], first, into)
+        require_numbers(self._folder, [(names[0], into)])
         for name in names if self._adapter is not None else ():
             self._add(name, width, first, into.view(-1))
 
