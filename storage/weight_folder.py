@@ -45,7 +45,7 @@ def weight_files(folder: Path) -> list[str]:
     else:
         named = [SINGLE] if (folder / SINGLE).is_file() else []
     others = sorted(name for name in present - set(named) if not _OTHER_PROGRAMS.fullmatch(name))
-    if named and others:
+    if others and present.issuperset(named) and named:
         whose = INDEX if (folder / INDEX).is_file() else SINGLE
         raise CheckpointError(
             f"{folder / shown(others[0])} lies beside the weights and {_not_of(whose)}, so some programs"
@@ -72,17 +72,11 @@ def _named(path: Path) -> list[str]:
     """The files that an index names."""
     index = read_object(path, "copy it again from its source.", CheckpointError)
     try:
-        names = indexed_files(index)
+        return indexed_files(index)
     except ValueError as error:
         raise CheckpointError(
             f"{path} is no index of weights: {error}; copy it again from the model's source."
         ) from None
-    if not isinstance(index.get("metadata"), dict):  # which transformers reads
-        raise CheckpointError(
-            f'{path} has no object `metadata`; write `"metadata": {{}}` into it, or copy it again from the'
-            " model's source."
-        )
-    return names
 
 
 @dataclass(frozen=True, slots=True)

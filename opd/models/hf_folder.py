@@ -147,6 +147,8 @@ def weight_files(folder: Path) -> list[str]:
     """
     named = weight_folder.weight_files(folder)
     if named:
+        if (folder / INDEX).is_file():
+            _require_metadata(folder / INDEX)
         return named
     for name in (SINGLE, INDEX):
         if os.path.lexists(folder / name):
@@ -162,6 +164,14 @@ def weight_files(folder: Path) -> list[str]:
             f"{folder / pickles[0]} is a pickle, which is never read; convert the model to safetensors."
         )
     raise CheckpointError(_no_weights(folder))
+
+
+def _require_metadata(index: Path) -> None:
+    if not isinstance(read_object(index).get("metadata"), dict):  # which transformers reads
+        raise CheckpointError(
+            f'{index} has no object `metadata`; write `"metadata": {{}}` into it, or copy it again from the'
+            " model's source."
+        )
 
 
 def _no_weights(folder: Path) -> str:
