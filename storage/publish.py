@@ -9,23 +9,20 @@ safetensors files, so nothing is loaded whole.
 from __future__ import annotations
 
 import hashlib
-import math
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
-from opd.errors import OpdError, StorageError, reason_of, way_out
-from opd.foreign import indexed_files, read_document, whole
+from opd.errors import StorageError, way_out
 from opd.storage.files import read_object
 from opd.storage.manifest import (
-    DTYPE_BYTES,
     FILES,
     FORMAT,
     FORMAT_VERSION,
@@ -55,101 +52,9 @@ from opd.storage.manifest import (
     unit_order,
 )
 from opd.storage.object_store import ObjectStore
+from opd.storage.weight_folder import TensorSource, are_numbers, fill_from, no_number, read_headers, reading
 
-_MAX_HEADER = 100 * 2**20
 MEND = "copy the folder again."
-
-
-@dataclass(frozen=True, slots=True)
-class TensorSource:
-    """Where a tensor lies in a safetensors file."""
-
-    path: Path
-    dtype: str
-    shape: tuple[int, ...]
-    start: int
-    nbytes: int
-
-
-def read_headers(folder: Path) -> dict[str, TensorSource]:
-    """Every tensor of the folder's safetensors files, by name.
-
-    The files are those of `model.safetensors.index.json`, else `model.safetensors`. Raises `StorageError`
-    naming the file that is missing, truncated or not safetensors.
-    """
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        try:
-            names = indexed_files(read_object(index, MEND, StorageError))
-        except ValueError as error:
-            raise StorageError(
-                f"{index} is no index of weights: {error}; copy it again from the model's source."
-            ) from None
-    else:
-        names = ["model.safetensors"]
-    found: dict[str, TensorSource] = {}
-    for name in names:
-        found.update(read_header(folder / name))
-    return found
-
-
-@contextmanager
-def reading(path: Path, kind: type[OpdError]) -> Iterator[None]:
-    """What goes wrong while `path` of a model is opened and read is a `kind` of error."""
-    try:
-        yield
-    except OpdError:
-        raise
-    except EOFError as error:
-        raise kind(f"{path} became shorter while it was read; copy it again.") from error
-    except OSError as error:
-        mend = way_out(error, "copy it again")
-        raise kind(f"{path} cannot be read ({error.strerror or error}); {mend}.") from error
-
-
-def fill_from(descriptor: int, start: int, into: memoryview) -> None:
-    """Read `into`, of bytes, from byte `start` of an open file on. `EOFError` if it has not so many."""
-    done = 0
-    while done < len(into):
-        received = os.preadv(descriptor, [into[done:]], start + done)
-        if not received:
-            raise EOFError
-        done += received
-
-
-def read_header(path: Path, metadata: dict[str, Any] | None = None) -> dict[str, TensorSource]:
-    """Every tensor of one safetensors file, by name; what the file says beside is added to `metadata`. Raises
-    `StorageError` as `read_headers` does.
-    """
-    try:
-        with path.open("rb") as file:
-            total = os.fstat(file.fileno()).st_size
-            length = int.from_bytes(file.read(8), "little")
-            if total < 8 or length > min(_MAX_HEADER, total - 8):
-                raise ValueError("its header is cut off")
-            header = read_document(file.read(length), _MAX_HEADER)
-        said = header.pop("__metadata__", None) or {}
-        if metadata is not None:
-            metadata.update(said)
-        return {name: _source(path, 8 + length, total, name, entry) for name, entry in header.items()}
-    except FileNotFoundError as error:
-        raise StorageError(f"{path} is missing; copy it again from the model's source.") from error
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise StorageError(
-            f"{path} is truncated or is no safetensors file ({reason_of(error)}); copy it again from"
-            " its source."
-        ) from error
-
-
-def _source(path: Path, base: int, total: int, name: str, entry: Mapping[str, Any]) -> TensorSource:
-    begin, end = entry["data_offsets"]
-    sides = [whole(side, 0, 2**48, f"a side of {name}") for side in entry["shape"]]
-    nbytes = DTYPE_BYTES.get(entry["dtype"], 0) * math.prod(sides)
-    if not 0 <= begin <= end <= total - base:
-        raise ValueError(f"the data of {name} ends beyond the file")
-    if entry["dtype"] in DTYPE_BYTES and nbytes != end - begin:
-        raise ValueError(f"{name} has {end - begin} bytes where its shape asks for {nbytes}")
-    return TensorSource(path, entry["dtype"], tuple(entry["shape"]), base + begin, end - begin)
 
 
 class UnitSource:
@@ -163,6 +68,7 @@ class UnitSource:
     ) -> None:
         """`sources` holds, under the names of `entries`, where each tensor's bytes come from."""
         self.nbytes = nbytes
+        self._entries = entries
         self._pieces = [(entry, sources[name]) for name, entry in entries.items()]
         self._descriptors: dict[Path, int] = {}
         self._opening = threading.Lock()
@@ -176,6 +82,17 @@ class UnitSource:
             if low < high:
                 self._pread(source, low - entry.offset, view[low - start : high - start])
         return buffer
+
+    def require_numbers(self, start: int, data: bytearray) -> None:
+        """Raise `CheckpointError` naming a tensor that holds NaN or infinity in `data`, which was read from
+        byte `start` on.
+        """
+        view = memoryview(data)
+        for entry, source in self._pieces:
+            low, high = max(start, entry.offset), min(start + len(data), entry.offset + entry.nbytes)
+            if low < high and not are_numbers(entry.dtype, view[low - start : high - start]):
+                name = next(name for name, own in self._entries.items() if own is entry)
+                raise no_number(source.path.parent, name)
 
     def _pread(self, source: TensorSource, offset: int, into: memoryview) -> None:
         with reading(source.path, StorageError):
@@ -305,6 +222,7 @@ def _checksums(
         whole, blocks = xxhash.xxh3_128(), bytearray()
         for index in range(sized.block_count):
             data = readers[name].read(*sized.block(index))
+            readers[name].require_numbers(sized.block(index)[0], data)
             whole.update(data)
             blocks += block_checksum(data)
             done += len(data)

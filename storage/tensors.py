@@ -28,7 +28,7 @@ from opd.errors import CheckpointError, reason_of, way_out
 from opd.foreign import is_file_name, read_document, whole
 from opd.storage.files import atomic_file, open_plain, read_plain
 from opd.storage.leases import Lease
-from opd.storage.publish import TensorSource, fill_from, read_header, reading
+from opd.storage.weight_folder import TensorSource, fill_from, no_number, read_header, reading
 
 DTYPES = {
     "F64": torch.float64,
@@ -233,6 +233,13 @@ class TensorParts(Mapping[str, Tensor]):
             if low < high:
                 place = piece.source.start + (low - piece.first) * dtype.itemsize
                 _copy_elements(piece.source.path, place, dtype, flat[low - start : high - start])
+
+
+def require_numbers(folder: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Raise `CheckpointError` naming one of `tensors`, read from `folder`, that holds NaN or infinity."""
+    for name, tensor in tensors:
+        if not tensor.is_meta and tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+            raise no_number(folder, name)
 
 
 def part_of(saved: Mapping[str, Tensor], name: str, start: int, into: Tensor) -> None:

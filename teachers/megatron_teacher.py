@@ -44,8 +44,8 @@ from opd.megatron.module import MegatronModule, model_parallel
 from opd.models.causal_lm import torch_device, torch_dtype
 from opd.models.hf_folder import check_folder, read_config, weight_files
 from opd.storage.files import file_digest
-from opd.storage.publish import read_headers
 from opd.storage.published import PublishedModel
+from opd.storage.weight_folder import read_headers
 from opd.teachers.kinds import Opening, Placement, TeacherKind
 from opd.teachers.layer_stream import UnitGather
 from opd.teachers.skeleton import is_published, small_files, unit_tensors

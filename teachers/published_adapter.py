@@ -27,8 +27,9 @@ from opd.errors import CheckpointError, StorageError
 from opd.foreign import read_document, shown
 from opd.models.adapters import read_adapter, weight_digests
 from opd.models.hf_folder import check_folder
-from opd.models.hf_weights import adapter_pairs, merged
+from opd.models.peft_folder import adapter_pairs, merged, shares_head
 from opd.redact import redact
+from opd.storage.manifest import HEAD_WEIGHT
 from opd.storage.object_store import ObjectStore, StoreOptions
 from opd.storage.published import PublishedModel
 
@@ -141,8 +142,11 @@ def publish_adapter(
         )
     with PublishedModel.open(base_url, options=options) as base:
         base_digest = base.manifest.digest
+        tied = base.manifest.head.tied
         known = {name: t.shape for unit in base.manifest.units.values() for name, t in unit.tensors.items()}
     for name, (a, b) in adapter.pairs.items():
+        if tied and name == HEAD_WEIGHT:
+            raise shares_head(folder, name)
         if known.get(name) != (b.shape[0], a.shape[1]):
             raise CheckpointError(f"{folder} adapts {name}, which {base_url} does not have in that shape.")
     flat = {

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from opd.megatron.form import Cut, Piece
-from opd.models.hf_weights import LORA_A, LORA_B
+from opd.models.peft_folder import LORA_A, LORA_B
 
 
 def adapter_pieces(bases: Iterable[Piece], adapted: Collection[str]) -> list[Piece]:

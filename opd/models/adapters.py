@@ -41,7 +41,7 @@ from opd.models.hf_folder import (
     read_object,
     weight_files,
 )
-from opd.models.hf_weights import LORA_A, LORA_B, PREFIX, merged, read_peft
+from opd.models.peft_folder import LORA_A, LORA_B, PREFIX, merged, read_peft
 from opd.models.sharded import open_empty, put_in_file, whole
 from opd.storage.files import file_digest
 
@@ -349,7 +349,7 @@ def read_adapter(folder: str | Path) -> Adapter:
         base = adapter_base(Path(folder))
         if base is None:
             raise CheckpointError(f"{folder} holds no adapter; give a folder that does.")
-        found = read_peft(Path(folder))
+        found = read_peft(Path(folder), base)
         return Adapter(base, weight_digests(base), found.scaling, found.pairs)
     check_small_files(Path(folder))
     check_shard(place / WEIGHTS, read_checksums(Path(folder)).get(f"{FOLDER}/{WEIGHTS}"))

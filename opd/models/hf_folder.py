@@ -16,16 +16,15 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError, safe_open
 
 from opd.errors import CheckpointError, ModelError, reason_of
-from opd.foreign import indexed_files, shown
-from opd.storage import files
+from opd.foreign import shown
+from opd.storage import files, weight_folder
 from opd.storage.files import check_files, digests_of, file_digest, read_sealed, write_sealed
-from opd.storage.publish import TOKENIZER_FILES
+from opd.storage.manifest import TOKENIZER_FILES
+from opd.storage.weight_folder import INDEX, SINGLE, read_headers
 
 if TYPE_CHECKING:  # run folders are opened, and refused, without it
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
 CHECKSUMS = "checksums.json"
 """`{file name: sha256}` of every file that is read, written by `save_checkpoint`; folders from elsewhere need
 not have it."""
@@ -60,6 +59,7 @@ def check_folder(folder: Path, *, digests: bool = True) -> None:
     checksums = read_checksums(folder) if digests else {}
     for name in weight_files(folder):
         check_shard(folder / name, checksums.get(name))
+    read_headers(folder)  # which refuses what lies twice, or elsewhere than the index says
     check_small_files(folder)
 
 
@@ -141,23 +141,15 @@ def names_code(described: Any) -> bool:
 
 
 def weight_files(folder: Path) -> list[str]:
-    """Names of the safetensors shards of `folder`, in order."""
-    if (folder / INDEX).is_file():
-        index = read_object(folder / INDEX)
-        try:
-            names = indexed_files(index)
-        except ValueError as error:
-            raise CheckpointError(
-                f"{folder / INDEX} is no index of weights: {error}; copy it again from the model's source."
-            ) from None
-        if not isinstance(index.get("metadata"), dict):  # which transformers reads
-            raise CheckpointError(
-                f'{folder / INDEX} has no object `metadata`; write `"metadata": {{}}` into it, or copy'
-                " it again from the model's source."
-            )
-        return names
-    if (folder / SINGLE).is_file():
-        return [SINGLE]
+    """Names of the safetensors files that hold the weights in `folder`, in order, of which there are some.
+
+    Raises `CheckpointError` where there are none, or where programs would read different ones.
+    """
+    named = weight_folder.weight_files(folder)
+    if named:
+        if (folder / INDEX).is_file():
+            _require_metadata(folder / INDEX)
+        return named
     for name in (SINGLE, INDEX):
         if os.path.lexists(folder / name):
             refuse_absent(folder / name)
@@ -172,6 +164,14 @@ def weight_files(folder: Path) -> list[str]:
             f"{folder / pickles[0]} is a pickle, which is never read; convert the model to safetensors."
         )
     raise CheckpointError(_no_weights(folder))
+
+
+def _require_metadata(index: Path) -> None:
+    if not isinstance(read_object(index).get("metadata"), dict):  # which transformers reads
+        raise CheckpointError(
+            f'{index} has no object `metadata`; write `"metadata": {{}}` into it, or copy it again from the'
+            " model's source."
+        )
 
 
 def _no_weights(folder: Path) -> str:

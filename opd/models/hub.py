@@ -32,6 +32,7 @@ from opd.models.hub_errors import AGAIN, UnreachableError, asked_again, passing,
 from opd.redact import hide
 from opd.retry import Retry
 from opd.storage.files import file_digest, write_atomic
+from opd.storage.weight_folder import refuse_both
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -126,6 +127,7 @@ def _fetch_model(name: HubName, listing: Listing, weights: bool, report: Report)
     try:
         refuse_code(folder)
         others = [SINGLE] if INDEX not in listing.sizes else weight_files(folder)
+        refuse_both("it", others, listing.sizes)
         listed = _listed(folder)
     except CheckpointError as error:
         raise CheckpointError(f"{name}: {error}") from error

@@ -24,10 +24,11 @@ from torch.distributed.tensor import DTensor
 from opd.errors import CheckpointError, ModelError, OpdError, reason_of
 from opd.models.causal_lm import CausalLM, Unread, torch_device, torch_dtype
 from opd.models.hf_folder import MEND, adapter_base, check_folder, read_checksums, weight_files
-from opd.models.hf_weights import empty_module, merged, read_peft
+from opd.models.hf_weights import empty_module
+from opd.models.peft_folder import merged, read_peft
 from opd.ranks import Ranks
 from opd.storage.files import check_files, file_state
-from opd.storage.tensors import TensorParts
+from opd.storage.tensors import TensorParts, require_numbers
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _BASE_LAYER = ".base_layer."
@@ -143,14 +144,16 @@ class Stored:
     def __init__(self, unread: Unread) -> None:
         base = adapter_base(unread.folder)
         self._names = unread.stored
-        self._parts = _parts(base or unread.folder)
-        self._adapter = None if base is None else read_peft(unread.folder)
+        self._folder = base or unread.folder
+        self._parts = _parts(self._folder)
+        self._adapter = None if base is None else read_peft(unread.folder, base)
 
     def read(self, names: Sequence[str], width: int, first: int, into: Tensor) -> None:
         """Fill `into` (contiguous) with elements from number `first` on, in row-major order; rows of the
         tensor have `width` elements.
         """
         self._parts.read(self._names[names[0]], first, into)
+        require_numbers(self._folder, [(names[0], into)])
         for name in names if self._adapter is not None else ():
             self._add(name, width, first, into.view(-1))
 

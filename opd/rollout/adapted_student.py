@@ -23,7 +23,7 @@ from opd.kernels.ops import linear_logprobs
 from opd.models.adapters import BASE_DIGEST, AdaptedLM
 from opd.models.causal_lm import CausalLM
 from opd.models.hf_folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS
-from opd.models.hf_weights import LORA_A, LORA_B, PREFIX
+from opd.models.peft_folder import LORA_A, LORA_B, PREFIX
 from opd.rollout.weight_proof import FUSED
 from opd.rollout.weight_sync import WeightFolder, Weights
 from opd.served.sglang_answers import PROBE

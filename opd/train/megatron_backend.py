@@ -46,7 +46,7 @@ from opd.models.adapters import BASE_DIGEST, AdaptedLM, require_base, weight_nam
 from opd.models.attention import Attend
 from opd.models.causal_lm import CausalLM
 from opd.models.context_parallel import ContextAttention, TokenShare
-from opd.models.hf_weights import LORA_A, LORA_B, merged
+from opd.models.peft_folder import LORA_A, LORA_B, merged
 from opd.models.sharded import Stored, need_room, read_together, width_of
 from opd.ranks import Ranks
 from opd.storage.tensors import Piece as TensorPiece

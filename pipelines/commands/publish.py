@@ -15,7 +15,8 @@ from opd.models.tokenizers import fingerprint, has_tokenizer, load_tokenizer
 from opd.pipelines.doctor.checks import refuse_place
 from opd.progress import doing, hushed
 from opd.storage.object_store import ObjectStore, StoreOptions
-from opd.storage.publish import ModelForm, Published, publish, read_headers
+from opd.storage.publish import ModelForm, Published, publish
+from opd.storage.weight_folder import read_headers
 from opd.teachers.skeleton import check_streams
 
 

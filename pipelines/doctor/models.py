@@ -24,6 +24,8 @@ _PEEK = 64
 """Prompts of a domain that are asked whether they are messages."""
 _MEASURED = 256
 """Prompts of a domain that are encoded to see how long they are."""
+_LOOKED_AT = 8 << 30
+"""Bytes of a model's weights that are looked at: of a larger one the beginning of each tensor."""
 _SAME_TOKENS = "use a teacher with the student's tokens"
 _NAMES = ("architectures", "dtype", "torch_dtype", "transformers_version", "name_or_path", "use_cache")
 """Keys of a configuration that change nothing in what its weights compute."""
@@ -193,6 +195,7 @@ def _check_student(recipe: Recipe, domains: Mapping[str, Domain], models: Models
     if model.path is not None:
         check_folder(Path(model.path))
         check_weights(Path(model.path))
+        _look_at_values(Path(model.path))
         config = read_config(Path(model.path))
     else:
         config = scratch_config(model.config or {}, models.tokenizer)
@@ -213,6 +216,15 @@ def _check_student(recipe: Recipe, domains: Mapping[str, Domain], models: Models
     ]
 
 
+def _look_at_values(folder: Path) -> None:
+    """Raise `CheckpointError` for weights that are no numbers, in as much of them as is read here."""
+    from opd.models.hf_folder import described_in
+    from opd.storage.weight_folder import check_numbers
+
+    with doing(f"reading {folder}"):
+        check_numbers(described_in(folder), _LOOKED_AT)
+
+
 def _check_adapters(lora: LoRAConfig | None, student: Shape) -> list[Finding]:
     if lora is None or lora.rank < student.narrowest:
         return []
@@ -231,6 +243,7 @@ def _check_teacher(recipe: Recipe, name: str, source: str, models: Models) -> li
     if not is_published(source):
         check_folder(Path(source))
         check_weights(Path(source))
+        _look_at_values(Path(source))
     with small_files(source) as folder:
         return _check_teacher_files(recipe, name, source, folder, models)
 
@@ -256,8 +269,8 @@ def _check_streams(recipe: Recipe, models: Models, lost: Collection[str]) -> lis
 def _stream_names(recipe: Recipe, source: str | None, models: Models) -> list[Finding]:
     """Nothing, or a `StorageError` or `TeacherError`; `source` is `None` for what the student becomes."""
     from opd.models.hf_folder import described_in, read_config
-    from opd.storage.publish import read_headers
     from opd.storage.published import PublishedModel
+    from opd.storage.weight_folder import read_headers
     from opd.teachers.published_adapter import PublishedAdapter, is_adapter
     from opd.teachers.skeleton import check_streams, is_published, small_files
 
@@ -465,8 +478,8 @@ def _stored(source: str) -> dict[str, Any]:
     """How much disk the weights of a teacher take where they are, and whether they were published."""
     from opd.models.hf_folder import described_in
     from opd.storage.object_store import folder_of
-    from opd.storage.publish import read_headers
     from opd.storage.published import PublishedModel
+    from opd.storage.weight_folder import read_headers
     from opd.teachers.published_adapter import PublishedAdapter, is_adapter
     from opd.teachers.skeleton import is_published
 

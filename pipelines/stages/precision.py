@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from opd.config import Recipe
 from opd.models.hf_folder import described_in
-from opd.storage.publish import read_headers
+from opd.storage.weight_folder import read_headers
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -13,7 +13,7 @@ from opd.errors import ConfigError
 from opd.foreign import machine_memory
 from opd.models.hf_folder import described_in
 from opd.pipelines.stages.precision import WIDTH, model_dtype
-from opd.storage.publish import read_headers
+from opd.storage.weight_folder import read_headers
 
 if TYPE_CHECKING:
     from opd.ranks import Ranks

@@ -30,8 +30,9 @@ from safetensors.numpy import save_file
 from seaweedfs import BUCKET, aws_environment, seaweedfs
 
 from opd.storage.object_store import ObjectStore
-from opd.storage.publish import ModelForm, publish, read_headers
+from opd.storage.publish import ModelForm, publish
 from opd.storage.published import PublishedModel
+from opd.storage.weight_folder import read_headers
 
 MIB = 2**20
 CHUNK = 16 * MIB

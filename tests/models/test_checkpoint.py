@@ -18,7 +18,7 @@ from opd.models.checkpoint import model_card, save_checkpoint
 from opd.models.hf_folder import read_config
 from opd.models.hf_weights import quiet
 from opd.models.tokenizers import fingerprint, load_tokenizer
-from opd.storage.publish import read_headers
+from opd.storage.weight_folder import read_headers
 
 CARD = {"base": "random", "results": {"sort": {"sampled": 0.98765, "greedy": 1.0}}}
 
@@ -186,6 +186,7 @@ def test_tensors_that_the_weights_lack_are_not_made_up(folder: Path):
     gone = listed["weight_map"].pop("model.norm.weight")
     for name in [name for name, file in listed["weight_map"].items() if file == gone]:
         del listed["weight_map"][name]
+    (folder / gone).unlink()
     index.write_text(json.dumps(listed))
     (folder / "checksums.json").unlink()
     with pytest.raises(CheckpointError, match=r"lacks \d+ of the model's tensors"):

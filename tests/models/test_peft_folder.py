@@ -1,5 +1,6 @@
 """An adapter folder as peft writes it, given where a model is expected: its base, and the adapter merged."""
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -25,10 +26,15 @@ from opd.pipelines.stages.context import StageContext
 from opd.pipelines.stages.teachers import published_teacher, streamed_source, whole_model
 from opd.storage.published import PublishedModel
 from opd.teachers.local_teacher import LocalTeacher
-from opd.teachers.published_adapter import is_adapter
+from opd.teachers.published_adapter import is_adapter, publish_adapter
 
 peft = pytest.importorskip("peft")
-pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:Setting .save_embedding_layers.:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Model .* .tie_word_embeddings=True:UserWarning"),
+    pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False:UserWarning"),
+]
 DIGITS = "0123456789="
 
 
@@ -52,20 +58,78 @@ def base(tmp_path_factory) -> Path:
     return save_checkpoint(tiny.model(), tiny.tokenizer(), tmp_path_factory.mktemp("base") / "m", {})
 
 
-@pytest.mark.parametrize("config", [{}, {"use_rslora": True}, {"r": 1}, {"target_modules": "all-linear"}])
-def test_it_is_loaded_as_peft_would_merge_it(base, tmp_path, config):
-    folder, expected = adapt(base, tmp_path / "adapter", **config)
+PLAIN = {
+    "plain": {},
+    "rank-stabilised": {"use_rslora": True},
+    "rank one": {"r": 1},
+    "every layer": {"target_modules": "all-linear"},
+    "a pattern": {"target_modules": r".*\.(q_proj|down_proj)"},
+    "some layers": {"layers_to_transform": [1], "layers_pattern": "layers"},
+    "but some": {"target_modules": "all-linear", "exclude_modules": ["o_proj"]},
+    "dropped out": {"lora_dropout": 0.5},
+    "gaussian": {"init_lora_weights": "gaussian"},
+    "orthogonal": {"init_lora_weights": "orthogonal"},
+    "a target that no layer has": {"target_modules": ["q_proj", "query_key_value"]},
+    "no task": {"task_type": None},
+}
+
+
+@pytest.mark.parametrize("case", PLAIN)
+def test_it_is_loaded_as_peft_would_merge_it(base, tmp_path, case):
+    same_as_peft(base, tmp_path / "adapter", **PLAIN[case])
+
+
+def same_as_peft(base: Path, to: Path, **config) -> None:
+    folder, expected = adapt(base, to, **config)
     check_weights(folder)
     found = dict(CausalLM.from_pretrained(folder).weights())
     assert found.keys() == expected.keys()
     for name, tensor in found.items():
         torch.testing.assert_close(tensor, expected[name], rtol=0, atol=1e-6)
-    assert not torch.equal(
-        found["model.layers.0.mlp.down_proj.weight"],
-        dict(CausalLM.from_pretrained(base).weights())["model.layers.0.mlp.down_proj.weight"],
-    )
+    plain = dict(CausalLM.from_pretrained(base).weights())
+    assert any(not torch.equal(tensor, plain[name]) for name, tensor in found.items())
     assert load_tokenizer(folder).get_vocab() == tiny.tokenizer().get_vocab()
     assert LocalTeacher("t", folder, vocabulary=10).load_head().vocabulary == 10
+
+
+@pytest.fixture(scope="module")
+def apart(tmp_path_factory) -> Path:
+    """A base whose head is not its embedding."""
+    made = tiny.model(tie_word_embeddings=False)
+    return save_checkpoint(made, tiny.tokenizer(), tmp_path_factory.mktemp("apart") / "m", {})
+
+
+def test_an_adapter_on_the_head_is_read_beside_the_copy_that_peft_keeps_of_it(apart, tmp_path):
+    same_as_peft(apart, tmp_path / "adapter", target_modules=["q_proj", "lm_head"])
+    names = load_file(tmp_path / "adapter" / "adapter_model.safetensors").keys()
+    assert "base_model.model.lm_head.base_layer.weight" in names
+
+
+def test_an_adapter_on_a_head_that_is_the_embedding_is_refused_at_every_door(base, tmp_path):
+    folder, _ = adapt(base, tmp_path / "adapter", target_modules=["q_proj", "lm_head"])
+    url = f"file://{tmp_path / 'base'}"
+    publish_checkpoint(base, url)
+    doors = (check_weights, CausalLM.from_pretrained, lambda f: publish_adapter(f, tmp_path / "out", url))
+    for read in doors:
+        with pytest.raises(
+            CheckpointError, match=r"adapts lm_head\.weight, which its base shares with its emb"
+        ):
+            read(folder)
+
+
+def test_it_lies_on_gpt_2_s_layers_only_where_these_are_linear(tmp_path):
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    small = GPT2Config(
+        vocab_size=20, n_positions=32, n_embd=16, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=1
+    )
+    GPT2LMHeadModel(small).save_pretrained(tmp_path / "base")
+    folder, _ = adapt(tmp_path / "base", tmp_path / "adapter", target_modules=["attn.c_proj"])
+    with pytest.raises(CheckpointError, match="describes fan_in_fan_out"):
+        check_weights(folder)
+    set_config(fan_in_fan_out=False)(folder)  # a square weight fits either way around
+    with pytest.raises(CheckpointError, match="which is no linear layer"):
+        check_weights(folder)
 
 
 def test_its_base_may_lie_beside_it(base, tmp_path):
@@ -97,6 +161,19 @@ def halve(folder: Path) -> None:
     path.write_bytes(path.read_bytes()[:-100])
 
 
+def tensors(change):
+    """Damage to the adapter's tensors: `change` adds to them or replaces some."""
+
+    def damage(folder: Path) -> None:
+        path = folder / "adapter_model.safetensors"
+        found = load_file(path)
+        save_file(found | change(found), path)
+
+    return damage
+
+
+FIRST = "base_model.model.model.layers.0.self_attn.q_proj"
+SAVED = torch.ones(15, 32)
 DAMAGES = {
     "no such base": (
         set_config(base_model_name_or_path="org/name-of-the-hub"),
@@ -104,11 +181,35 @@ DAMAGES = {
     ),
     "no base": (set_config(base_model_name_or_path=None), "does not name its base"),
     "dora": (set_config(use_dora=True), "describes use_dora"),
+    "activated": (set_config(alora_invocation_tokens=[1, 2]), "describes alora_invocation_tokens"),
+    "activated by the token 0": (set_config(alora_invocation_tokens=[0]), "describes alora_invocation"),
     "ia3": (set_config(peft_type="IA3"), "describes IA3"),
+    "no kind": (set_config(peft_type=None), "describes None"),
+    "a classifier's": (set_config(task_type="SEQ_CLS"), "describes task_type SEQ_CLS"),
     "biases": (set_config(bias="all"), "bias all"),
+    "lora biases": (set_config(lora_bias=True), "describes lora_bias"),
     "saved modules": (set_config(modules_to_save=["lm_head"]), "modules_to_save"),
+    "ranks of its own": (set_config(rank_pattern={"q_proj": 8}), "describes rank_pattern"),
+    "alphas of its own": (set_config(alpha_pattern={"q_proj": 8}), "describes alpha_pattern"),
+    "tokens": (set_config(trainable_token_indices=[1]), "describes trainable_token_indices"),
+    "parameters": (set_config(target_parameters=["mlp.experts"]), "describes target_parameters"),
+    "layers twice": (set_config(layer_replication=[[0, 2], [1, 2]]), "describes layer_replication"),
+    "Megatron's": (set_config(megatron_config={"a": 1}), "describes megatron_config"),
+    "turned round": (set_config(fan_in_fan_out=True), "describes fan_in_fan_out"),
     "a changed base": (set_config(init_lora_weights="pissa"), "init_lora_weights pissa"),
+    "a base changed in rounds": (set_config(init_lora_weights="pissa_niter_4"), "init_lora_weights pissa_n"),
+    "corda": (set_config(init_lora_weights="corda"), "init_lora_weights corda"),
+    "loftq": (set_config(init_lora_weights="loftq"), "init_lora_weights loftq"),
+    "what comes after this release": (set_config(use_whirl=True), "describes use_whirl"),
+    "a number of a later release": (set_config(whirl_rank=0.5), "describes whirl_rank"),
+    "nothing of a later release": (set_config(whirl_config=None, whirls=[], use_whirl=False), None),
+    "rank-stabilised, perhaps": (set_config(use_rslora="false"), "describes use_rslora false"),
     "rank zero": (set_config(r=0), "not a whole adapter"),
+    "another rank": (set_config(r=8), "of rank 4 on .* says r 8"),
+    "other targets": (
+        set_config(target_modules=["q_proj"]),
+        r"on model\.layers\.0\.mlp\.down_proj, which target",
+    ),
     "other layers": (rename, r"adapts model\.layers\.7"),
     "cut short": (halve, "truncated or corrupt"),
     "gone": (
@@ -116,6 +217,49 @@ DAMAGES = {
         "adapter_model.safetensors is missing",
     ),
     "not JSON": (lambda folder: (folder / "adapter_config.json").write_text("{"), "cannot be read as JSON"),
+    "no tensor": (
+        lambda folder: save_file({}, folder / "adapter_model.safetensors"),
+        "no adapter of any layer",
+    ),
+    "a magnitude": (
+        tensors(lambda t: {f"{FIRST}.lora_magnitude_vector": torch.ones(32)}),
+        "magnitude_vector",
+    ),
+    "a magnitude as a weight": (
+        tensors(lambda t: {f"{FIRST}.lora_magnitude_vector.weight": torch.ones(32)}),
+        "magnitude_vector.weight, which is no lora_A",
+    ),
+    "a bias": (tensors(lambda t: {f"{FIRST}.lora_B.bias": torch.ones(32)}), r"lora_B\.bias, which is no"),
+    "an adapter by name": (
+        tensors(lambda t: {f"{FIRST}.lora_A.default.weight": torch.ones(4, 32)}),
+        r"default\.weight, which is no",
+    ),
+    "a name twice": (
+        tensors(lambda t: {f"{FIRST}.lora_A.weight".removeprefix("base_model.model."): torch.ones(4, 32)}),
+        "which is no lora_A or lora_B of a linear layer as peft names them",
+    ),
+    "half a pair": (
+        tensors(lambda t: {f"{FIRST.replace('q_', 'k_')}.lora_A.weight": torch.ones(4, 32)}),
+        "only one of",
+    ),
+    "an embedding": (
+        tensors(lambda t: {"base_model.model.model.embed_tokens.lora_embedding_A": torch.ones(4, 15)}),
+        "lora_embedding_A, which is no",
+    ),
+    "an embedding that was trained": (
+        tensors(lambda t: {"base_model.model.model.embed_tokens.weight": SAVED}),
+        r"brings model\.embed_tokens\.weight, which is not that of its base",
+    ),
+    "a vocabulary that has grown": (
+        tensors(lambda t: {"base_model.model.lm_head.weight": torch.ones(17, 32)}),
+        r"brings lm_head\.weight, which is not that of its base",
+    ),
+    "a norm": (
+        tensors(lambda t: {"base_model.model.model.norm.weight": torch.full((32,), 2.0)}),
+        r"brings model\.norm\.weight",
+    ),
+    "what its base has": (tensors(lambda t: {"base_model.model.model.norm.weight": torch.ones(32)}), None),
+    "NaN": (tensors(lambda t: {f"{FIRST}.lora_B.weight": torch.full((32, 4), float("nan"))}), "holds NaN or"),
 }
 
 
@@ -124,6 +268,9 @@ def test_what_cannot_be_merged_is_refused_with_one_sentence(base, tmp_path, case
     damage, told = DAMAGES[case]
     folder, _ = adapt(base, tmp_path / "adapter")
     damage(folder)
+    if told is None:
+        assert CausalLM.from_pretrained(folder).digest()
+        return
     for read in (CausalLM.from_pretrained, lambda path: publish_checkpoint(path, tmp_path / "published")):
         with pytest.raises(
             CheckpointError, match=told if read is CausalLM.from_pretrained else None
@@ -132,12 +279,32 @@ def test_what_cannot_be_merged_is_refused_with_one_sentence(base, tmp_path, case
         assert "\n" not in str(caught.value)
 
 
+def test_no_setting_that_peft_has_or_will_have_is_read_without_being_known(tmp_path):
+    """Each setting of the installed peft is listed as harmless, or refused when it is set."""
+    from opd.models.peft_folder import _FREE, _ONE_OF, read_peft
+
+    save_file(
+        {f"{FIRST}.lora_A.weight": torch.ones(2, 32), f"{FIRST}.lora_B.weight": torch.ones(32, 2)},
+        tmp_path / "adapter_model.safetensors",
+    )
+    plain = {"peft_type": "LORA", "r": 2, "lora_alpha": 4}
+    refused = {field.name for field in dataclasses.fields(peft.LoraConfig)} - _FREE
+    assert len(refused) > 15
+    for key in sorted(refused | {"a_setting_of_tomorrow"}):
+        for value in (True, 3, "x", ["x"], {"x": 1}, 0.5):
+            if key in _ONE_OF and value in _ONE_OF[key]:
+                continue
+            (tmp_path / "adapter_config.json").write_text(json.dumps(plain | {key: value}))
+            with pytest.raises(CheckpointError, match=r"describes .*only plain LoRA"):
+                read_peft(tmp_path)
+
+
 def test_a_base_of_another_width_is_refused(base, tmp_path):
     folder, _ = adapt(base, tmp_path / "adapter")
     other = save_checkpoint(tiny.model(intermediate_size=96), tiny.tokenizer(), tmp_path / "other", {})
     set_config(base_model_name_or_path=str(other))(folder)
     for read in (check_weights, CausalLM.from_pretrained):
-        with pytest.raises(CheckpointError, match=r"adapts .*down_proj\.weight, which its base"):
+        with pytest.raises(CheckpointError, match=r"adapts .*down_proj\.weight .*which its base"):
             read(folder)
 
 

@@ -20,7 +20,7 @@ from opd.data.load import load_file
 from opd.errors import CheckpointError, DataError, OpdError
 from opd.metrics import read_metrics
 from opd.models.hf_folder import adapter_base
-from opd.models.hf_weights import read_peft
+from opd.models.peft_folder import read_peft
 from opd.models.tokenizers import end_of_turn, load_tokenizer
 from opd.pipelines.doctor.models import _check_temperature
 from opd.rollout.kv_cache import unpack

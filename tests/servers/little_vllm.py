@@ -22,7 +22,7 @@ from vllm_server import serving
 
 from opd.kernels.ops import linear_logprobs
 from opd.models.causal_lm import CausalLM, bytes_of
-from opd.models.hf_weights import merge_into, read_peft
+from opd.models.peft_folder import merge_into, read_peft
 from opd.rollout.weight_proof import FUSED, VOCABULARY_ROWS
 
 RANK = "dp0:pp0:pcp0:tp0:"

@@ -122,7 +122,8 @@ def test_the_digest_is_the_models_whatever_the_shards_and_files(checkpoint, tmp_
         tensors |= load_file(path)
     digest = put(checkpoint, tmp_path / "store", 1).manifest.digest
     assert put(checkpoint, tmp_path / "store", 5).manifest.digest == digest
-    (checkpoint / "model.safetensors.index.json").unlink()
+    for path in (checkpoint / "model.safetensors.index.json", *checkpoint.glob("*.safetensors")):
+        path.unlink()
     save_file(dict(reversed(tensors.items())), checkpoint / "model.safetensors")
     assert put(checkpoint, tmp_path / "store", 1).manifest.digest == digest
     digests = {digest}
@@ -191,20 +192,25 @@ def test_memory_does_not_grow_with_the_model(tmp_path):
     assert more_memory < 16 * 2**20
 
 
-def remove(checkpoint: Path, name: str) -> None:
-    for path in checkpoint.glob("*.safetensors"):
-        tensors = load_file(path)
-        if tensors.pop(name, None) is not None:
-            save_file(tensors, path)
+def change_tensors(checkpoint: Path, out: str | None, more: dict[str, np.ndarray]) -> None:
+    """Take one tensor out of the checkpoint, or put some in; its index tells of it."""
+    index = checkpoint / "model.safetensors.index.json"
+    placed = json.loads(index.read_text())["weight_map"]
+    file = placed.pop(out) if out else max(placed.values())
+    tensors = load_file(checkpoint / file) | more
+    if out:
+        del tensors[out]
+    save_file(tensors, checkpoint / file)
+    index.write_text(json.dumps({"weight_map": placed | dict.fromkeys(more, file)}))
 
 
 @pytest.mark.parametrize(
     ("break_it", "message"),
     [
-        (lambda c: remove(c, "lm_head.weight"), "no tensors for the head"),
-        (lambda c: remove(c, "model.embed_tokens.weight"), "no tensors for the embedding"),
+        (lambda c: change_tensors(c, "lm_head.weight", {}), "no tensors for the head"),
+        (lambda c: change_tensors(c, "model.embed_tokens.weight", {}), "no tensors for the embedding"),
         (
-            lambda c: save_file({"vision.w": np.zeros(3)}, c / "model-00002-of-00002.safetensors"),
+            lambda c: change_tensors(c, None, {"vision.w": np.zeros(3)}),
             "vision.w belongs to no known part",
         ),
         (

@@ -30,7 +30,7 @@ from opd.errors import OpdError
 from opd.kernels.head import Head
 from opd.models.adapters import BASE_DIGEST, AdaptedLM, weight_name
 from opd.models.causal_lm import CausalLM, held_bytes, torch_dtype
-from opd.models.hf_weights import LORA_B
+from opd.models.peft_folder import LORA_B
 from opd.ranks import Ranks
 from opd.storage.tensors import Saved, State, TensorParts, write_files
 from opd.train.backend import Backend, TorchBackend, Training

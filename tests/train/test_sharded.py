@@ -15,7 +15,7 @@ from sharded_ranks import MIB
 from opd.errors import CheckpointError
 from opd.models.causal_lm import CausalLM
 from opd.models.checkpoint import save_checkpoint
-from opd.models.hf_weights import PREFIX
+from opd.models.peft_folder import PREFIX
 from opd.models.sharded import compare_together, fill, open_empty
 from opd.ranks import Ranks
 from opd.train.backend import TorchBackend

@@ -1,0 +1,239 @@
+"""An adapter folder as peft writes it: plain LoRA, or refused by the name of what it has beside.
+
+`adapter_config.json` and `adapter_model.safetensors`, with tensors named `base_model.model.` +
+`model.layers.0.self_attn.q_proj.lora_A.weight` `[r, in]` and `lora_B` `[out, r]`: the model is its base with
+`W + scaling * B A` in the place of each `W`. What the configuration says beside must be known to change none
+of this; a setting of a peft that is newer than this table is refused unless it is empty.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+
+from opd.errors import CheckpointError, ModelError, reason_of
+from opd.foreign import shown, whole
+from opd.models.hf_folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS, read_object, weight_files
+from opd.storage.tensors import TensorParts, require_numbers
+
+PREFIX = "base_model.model."
+LORA_A, LORA_B = ".lora_A.weight", ".lora_B.weight"
+_COPIED = ".base_layer.weight"
+_KNOWN_PARTS = re.compile(r"^((?!lora_|modules_to_save)[^.]+\.)+(lora_[AB]\.)?weight$")
+_TIED = {"lm_head.weight": "model.embed_tokens.weight"}
+"""A head that a base does not keep because it is the embedding."""
+_MAX_RANK = 1 << 20
+_FREE = frozenset(
+    {
+        "r", "lora_alpha", "use_rslora",  # read below
+        "base_model_name_or_path", "revision", "auto_mapping", "peft_version", "inference_mode",
+        "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern",  # tensors tell
+        "lora_dropout", "eva_config", "megatron_core", "qalora_group_size", "ensure_weight_tying",
+    }
+)  # fmt: skip
+"""Settings of which no value changes what the tensors mean."""
+_ONE_OF: Mapping[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",),
+    "task_type": (None, "CAUSAL_LM"),
+    "bias": ("none",),
+    "init_lora_weights": (
+        True,
+        False,
+        None,
+        "gaussian",
+        "orthogonal",
+        "eva",
+    ),  # which leave the base as it is
+}
+"""Settings of which these values are read. Any other setting must be empty or false."""
+
+
+@dataclass(frozen=True, slots=True)
+class PeftAdapter:
+    """A plain LoRA adapter."""
+
+    scaling: float
+    """`W + scaling * B A`."""
+    pairs: dict[str, tuple[Tensor, Tensor]]
+    """`A` `[r, in]` and `B` `[out, r]` by the name of the weight they are added to."""
+
+
+def read_peft(place: Path, base: Path | None = None) -> PeftAdapter:
+    """The adapter in the folder `place`, on the model in `base`.
+
+    peft keeps the weight of an adapted head beside its adapter, and both embeddings of a vocabulary that has
+    grown: such copies must be the `base`'s own weights; without `base` there may be none. Raises
+    `CheckpointError` naming the file that is missing or damaged, or the setting or tensor that makes it
+    another kind than plain LoRA without biases.
+    """
+    path = place / ADAPTER_CONFIG
+    config = read_object(path)
+    other = _other_kind(config)
+    if other is not None:
+        raise CheckpointError(
+            f"{path} describes {other}, and only plain LoRA without biases can be read; give the merged"
+            " model."
+        )
+    try:
+        tensors = safetensors.torch.load_file(place / ADAPTER_WEIGHTS)
+        rank = whole(config["r"], 1, _MAX_RANK, "r")
+        scaling = float(config["lora_alpha"]) / (math.sqrt(rank) if config.get("use_rslora") else rank)
+        if not math.isfinite(scaling):
+            raise ValueError("lora_alpha is not finite")
+        copies = _copies(place, tensors)
+        halves = {name: tensor for name, tensor in tensors.items() if name.endswith((LORA_A, LORA_B))}
+        pairs = adapter_pairs((name.removeprefix(PREFIX), tensor) for name, tensor in halves.items())
+    except CheckpointError:
+        raise
+    except (SafetensorError, OSError, KeyError, TypeError, ValueError, ArithmeticError) as error:
+        raise CheckpointError(
+            f"{place} is not a whole adapter ({reason_of(error)}); copy it again."
+        ) from error
+    _check_pairs(place, config, rank, pairs)
+    require_numbers(place, tensors.items())
+    for name, tensor in copies.items():
+        _check_copy(place, base, name, tensor)
+    return PeftAdapter(scaling, pairs)
+
+
+def _other_kind(config: Mapping[str, Any]) -> str | None:
+    """What makes this configuration another kind than plain LoRA; `None` for one that is plain."""
+    kind = shown(config.get("peft_type"))
+    if config.get("peft_type") != "LORA":
+        return kind
+    for key, values in _ONE_OF.items():
+        value = config.get(key, values[0])
+        if not any(value is known or (type(value) is str and value == known) for known in values):
+            return f"{key} {shown(value)}" if key != "bias" else f"{kind} with bias {shown(value)}"
+    if type(config.get("use_rslora", False)) is not bool:
+        return f"use_rslora {shown(config['use_rslora'])}"
+    for key, value in config.items():
+        if key not in _FREE and key not in _ONE_OF and _says_something(key, value):
+            return shown(key)
+    return None
+
+
+def _says_something(key: str, value: Any) -> bool:
+    if key == "runtime_config" and isinstance(value, dict):
+        return any(value.values())
+    return value is not None and value is not False and value not in ("", [], {})
+
+
+def _copies(place: Path, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Those of an adapter file's `tensors` that are copies of weights of the base, by their names there.
+
+    Raises `CheckpointError` naming a tensor that is neither such a copy nor half of a pair.
+    """
+    copies = {}
+    for name, tensor in tensors.items():
+        own = name.removeprefix(PREFIX)
+        if own == name or not own.endswith(".weight") or _KNOWN_PARTS.search(own) is None:
+            raise CheckpointError(
+                f"{place / ADAPTER_WEIGHTS} holds {shown(name)}, which is no lora_A or lora_B of a linear"
+                " layer as peft names them; give the merged model."
+            )
+        if not own.endswith((LORA_A, LORA_B)):
+            copies[own.replace(_COPIED, ".weight")] = tensor
+    return copies
+
+
+def _check_pairs(
+    place: Path, config: Mapping[str, Any], rank: int, pairs: Mapping[str, tuple[Tensor, Tensor]]
+) -> None:
+    """Raise `CheckpointError` for an adapter that is not of the rank, or of the layers, of its configuration:
+    peft would not load the one, and leave out the other.
+    """
+    if not pairs:
+        raise CheckpointError(f"{place / ADAPTER_WEIGHTS} holds no adapter of any layer; copy it again.")
+    targets = config.get("target_modules")
+    for name, (a, _) in pairs.items():
+        layer = name.removesuffix(".weight")
+        if a.shape[0] != rank:
+            raise CheckpointError(
+                f"{place} has an adapter of rank {a.shape[0]} on {shown(layer)} and says r {rank} in"
+                f" {ADAPTER_CONFIG}; copy both files from one training."
+            )
+        if isinstance(targets, list) and not any(f".{layer}".endswith(f".{target}") for target in targets):
+            raise CheckpointError(
+                f"{place} has an adapter on {shown(layer)}, which target_modules of its {ADAPTER_CONFIG} does"
+                " not name; copy both files from one training."
+            )
+
+
+def _check_copy(place: Path, base: Path | None, name: str, tensor: Tensor) -> None:
+    """Raise `CheckpointError` unless `tensor`, from an adapter file, is the weight `name` of its `base`."""
+    parts = TensorParts(base / file for file in weight_files(base)) if base is not None else {}
+    found = next((parts[one] for one in (name, _TIED.get(name, name)) if one in parts), None)
+    same = found is not None and found.shape == tensor.shape
+    if found is None or not same or not torch.equal(found.to(tensor.dtype), tensor):
+        raise CheckpointError(
+            f"{place / ADAPTER_WEIGHTS} brings {shown(name)}, which is not that of its base (a vocabulary"
+            " that has grown, or weights trained beside the adapter); merge them with peft, and give that"
+            " model."
+        )
+
+
+@torch.no_grad()
+def merge_into(module: Any, adapter: PeftAdapter, folder: Path) -> None:
+    """Add `adapter`, read from `folder`, to the weights of `module` in place; on the meta device, only look.
+
+    Raises `CheckpointError` naming a tensor that the base does not have in that shape, or not as a linear
+    layer's own weight.
+    """
+    own = dict(module.named_parameters(remove_duplicate=False))
+    layers = {name for name, part in module.named_modules() if isinstance(part, nn.Linear)}
+    for name, (a, b) in adapter.pairs.items():
+        weight, shape = own.get(name), (b.shape[0], a.shape[1])
+        if weight is None or weight.shape != shape:
+            raise CheckpointError(
+                f"{folder} adapts {shown(name)} {list(shape)}, which its base does not have in that shape;"
+                " give the base it was trained on, or the merged model."
+            )
+        if weight is module.get_input_embeddings().weight:
+            raise shares_head(folder, name)
+        if name.removesuffix(".weight") not in layers:
+            raise CheckpointError(
+                f"{folder} adapts {shown(name)}, which is no linear layer of its base; give the merged model."
+            )
+        if not weight.is_meta:
+            weight.copy_(merged(weight, a.to(weight.device), b.to(weight.device), adapter.scaling))
+
+
+def shares_head(folder: str | Path, name: str) -> CheckpointError:
+    """What is raised for an adapter on a head that is the embedding too."""
+    return CheckpointError(
+        f"{folder} adapts {shown(name)}, which its base shares with its embedding (tie_word_embeddings):"
+        " merged, both would change, where peft changes the head alone; train without it in target_modules,"
+        " or on a base with an embedding and a head of their own."
+    )
+
+
+def merged(base: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
+    """`base + scaling * b a` `[out, in]` in `base`'s dtype, summed in float32: one rounding."""
+    delta = b.float() @ a.float()
+    return delta.mul_(scaling).add_(base.float()).to(base.dtype)
+
+
+def adapter_pairs(adapters: Iterable[tuple[str, Tensor]]) -> dict[str, tuple[Tensor, Tensor]]:
+    """`A` and `B` by the name of the weight they are added to. `ModelError` for anything else."""
+    found, pairs = dict(adapters), {}
+    for name in found:
+        if not name.endswith((LORA_A, LORA_B)):
+            raise ModelError(f"{name} is not a LoRA adapter's tensor; give lora_A and lora_B of each layer.")
+        layer = name.removesuffix(LORA_A).removesuffix(LORA_B)
+        if layer + LORA_A not in found or layer + LORA_B not in found:
+            raise ModelError(f"the adapter of {layer} has only one of lora_A and lora_B; write it again.")
+        a, b = found[layer + LORA_A], found[layer + LORA_B]
+        if a.ndim != 2 or b.ndim != 2 or a.shape[0] != b.shape[1]:
+            raise ModelError(f"the adapter of {shown(layer)} has lora_A and lora_B that do not fit together.")
+        pairs[f"{layer}.weight"] = (a, b)
+    return pairs

@@ -1,0 +1,234 @@
+"""A folder of safetensors: which of its files hold the model's weights, and where in them each tensor lies.
+
+Whoever reads such a folder asks here, so that all of them read the same. Where two programs could take
+different files or values for the weights, the folder is refused: an index beside other weights, a tensor that
+stands in two files or in another than the index says, files that nothing names.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from opd.errors import CheckpointError, OpdError, StorageError, reason_of, way_out
+from opd.foreign import indexed_files, read_document, shown, whole
+from opd.storage.files import read_object
+from opd.storage.manifest import DTYPE_BYTES
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+FOLLOWING = re.compile(r"(rotary_emb\.inv_freq|\.(attn|attention)\.(masked_)?bias|(^|\.)position_ids)$")
+"""Names of buffers that older releases saved and that follow from the configuration: no weights."""
+_OTHER_PROGRAMS = re.compile(r"consolidated[-.\w]*\.safetensors")
+"""The same weights as Mistral's own programs read them, which publishes both in one folder."""
+_MAX_HEADER = 100 * 2**20
+
+
+def weight_files(folder: Path) -> list[str]:
+    """Names of the files that hold the weights in `folder`, in order; none where it has neither `INDEX` nor
+    `SINGLE`.
+
+    Raises `CheckpointError` for an index that is none, and where other safetensors lie beside these files.
+    """
+    present = {path.name for path in folder.glob("*.safetensors")}
+    if (folder / INDEX).is_file():
+        named = _named(folder / INDEX)
+        refuse_both(folder, named, present)
+    else:
+        named = [SINGLE] if (folder / SINGLE).is_file() else []
+    others = sorted(name for name in present - set(named) if not _OTHER_PROGRAMS.fullmatch(name))
+    if others and present.issuperset(named) and named:
+        whose = INDEX if (folder / INDEX).is_file() else SINGLE
+        raise CheckpointError(
+            f"{folder / shown(others[0])} lies beside the weights and {_not_of(whose)}, so some programs"
+            " would read it and others not; move it elsewhere."
+        )
+    return named
+
+
+def refuse_both(place: object, named: list[str], present: Collection[str]) -> None:
+    """Raise `CheckpointError` if `SINGLE` is `present` in `place` beside an index that has `named` others."""
+    if SINGLE in present and named != [SINGLE]:
+        other = next(name for name in named if name != SINGLE)
+        raise CheckpointError(
+            f"{place} holds {SINGLE} and an {INDEX} that names {shown(other)}, so programs take different"
+            " weights for its own; move away the one that is not the model's."
+        )
+
+
+def _not_of(whose: str) -> str:
+    return f"{INDEX} does not name it" if whose == INDEX else f"is not part of {SINGLE}"
+
+
+def _named(path: Path) -> list[str]:
+    """The files that an index names."""
+    index = read_object(path, "copy it again from its source.", CheckpointError)
+    try:
+        return indexed_files(index)
+    except ValueError as error:
+        raise CheckpointError(
+            f"{path} is no index of weights: {error}; copy it again from the model's source."
+        ) from None
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSource:
+    """Where a tensor lies in a safetensors file."""
+
+    path: Path
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    nbytes: int
+
+
+@contextmanager
+def reading(path: Path, kind: type[OpdError]) -> Iterator[None]:
+    """What goes wrong while `path` of a model is opened and read is a `kind` of error."""
+    try:
+        yield
+    except OpdError:
+        raise
+    except EOFError as error:
+        raise kind(f"{path} became shorter while it was read; copy it again.") from error
+    except OSError as error:
+        mend = way_out(error, "copy it again")
+        raise kind(f"{path} cannot be read ({error.strerror or error}); {mend}.") from error
+
+
+def fill_from(descriptor: int, start: int, into: memoryview) -> None:
+    """Read `into`, of bytes, from byte `start` of an open file on. `EOFError` if it has not so many."""
+    done = 0
+    while done < len(into):
+        received = os.preadv(descriptor, [into[done:]], start + done)
+        if not received:
+            raise EOFError
+        done += received
+
+
+def read_header(path: Path, metadata: dict[str, Any] | None = None) -> dict[str, TensorSource]:
+    """Every tensor of one safetensors file, by name; what the file says beside is added to `metadata`. Raises
+    `StorageError` naming a file that is missing, truncated or not safetensors.
+    """
+    try:
+        with path.open("rb") as file:
+            total = os.fstat(file.fileno()).st_size
+            length = int.from_bytes(file.read(8), "little")
+            if total < 8 or length > min(_MAX_HEADER, total - 8):
+                raise ValueError("its header is cut off")
+            header = read_document(file.read(length), _MAX_HEADER)
+        said = header.pop("__metadata__", None) or {}
+        if metadata is not None:
+            metadata.update(said)
+        return {name: _source(path, 8 + length, total, name, entry) for name, entry in header.items()}
+    except FileNotFoundError as error:
+        raise StorageError(f"{path} is missing; copy it again from the model's source.") from error
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise StorageError(
+            f"{path} is truncated or is no safetensors file ({reason_of(error)}); copy it again from"
+            " its source."
+        ) from error
+
+
+def _source(path: Path, base: int, total: int, name: str, entry: Mapping[str, Any]) -> TensorSource:
+    begin, end = entry["data_offsets"]
+    sides = [whole(side, 0, 2**48, f"a side of {name}") for side in entry["shape"]]
+    nbytes = DTYPE_BYTES.get(entry["dtype"], 0) * math.prod(sides)
+    if not 0 <= begin <= end <= total - base:
+        raise ValueError(f"the data of {name} ends beyond the file")
+    if entry["dtype"] in DTYPE_BYTES and nbytes != end - begin:
+        raise ValueError(f"{name} has {end - begin} bytes where its shape asks for {nbytes}")
+    return TensorSource(path, entry["dtype"], tuple(entry["shape"]), base + begin, end - begin)
+
+
+def read_headers(folder: Path) -> dict[str, TensorSource]:
+    """Every tensor of the folder's `weight_files`, by name.
+
+    Raises `StorageError` naming the file that is missing, truncated or not safetensors; `CheckpointError` for
+    a tensor that stands twice, or elsewhere than the index says.
+    """
+    found: dict[str, TensorSource] = {}
+    for name in weight_files(folder) or [SINGLE]:
+        for tensor, source in read_header(folder / name).items():
+            if tensor in found:
+                raise CheckpointError(
+                    f"{shown(tensor)} stands in {found[tensor].path} and in {name} too, and programs differ"
+                    " in which they take; write the model again with save_pretrained, or copy it again."
+                )
+            found[tensor] = source
+    if (folder / INDEX).is_file():
+        placed = read_object(folder / INDEX, "copy it again.", CheckpointError)["weight_map"]
+        _refuse_misplaced(folder / INDEX, placed, found)
+    return found
+
+
+def _refuse_misplaced(index: Path, placed: Mapping[str, str], found: Mapping[str, TensorSource]) -> None:
+    """Raise `CheckpointError` for the first tensor that is not where the index says."""
+    for tensor in sorted(placed.keys() | found.keys()):
+        file = found[tensor].path.name if tensor in found else None
+        if file == placed.get(tensor) or (tensor not in placed and FOLLOWING.search(tensor)):
+            continue
+        if file is None:
+            wrong = f"says that {shown(tensor)} is in {placed[tensor]}, where it is not"
+        elif tensor not in placed:
+            wrong = f"does not name {shown(tensor)}, which is in {file}"
+        else:
+            wrong = f"says that {shown(tensor)} is in {placed[tensor]}, and it is in {file}"
+        raise CheckpointError(
+            f"{index} {wrong}: the index and the files are of different models or copies; copy all of them"
+            " again from one source."
+        )
+
+
+_EXPONENTS = {
+    "F64": ("<u8", 0x7FF << 52),
+    "F32": ("<u4", 0xFF << 23),
+    "F16": ("<u2", 31 << 10),
+    "BF16": ("<u2", 0xFF << 7),
+}
+"""The bits of an element that are all set in infinity and NaN, and in no number."""
+_LOOKED_BYTES = 8 << 20
+
+
+def are_numbers(dtype: str, data: bytes | bytearray | memoryview) -> bool:
+    """Whether `data`, whole elements of a safetensors type, holds neither NaN nor infinity; integers never
+    do.
+    """
+    if dtype not in _EXPONENTS:
+        return True
+    width, mask = _EXPONENTS[dtype]
+    bits = np.frombuffer(data, dtype=width)
+    return not bool(((bits & bits.dtype.type(mask)) == mask).any())
+
+
+def no_number(folder: Path, name: str) -> CheckpointError:
+    """What is raised for a tensor that holds NaN or infinity."""
+    return CheckpointError(
+        f"{folder} holds NaN or infinity in {shown(name)}, as after a training that diverged or a conversion"
+        " that overflowed; give a model whose weights are numbers, such as an earlier checkpoint."
+    )
+
+
+def check_numbers(folder: Path, most: int | None = None) -> None:
+    """Read the weights in `folder` and raise `CheckpointError` naming a tensor that holds NaN or infinity.
+
+    With `most` at most about so many bytes are read: of each tensor its beginning.
+    """
+    sources = read_headers(folder)
+    each = None if most is None else most // max(1, len(sources)) // 8 * 8
+    for name, source in sources.items():
+        left = source.nbytes if each is None else min(source.nbytes, each)
+        with reading(source.path, StorageError), source.path.open("rb", buffering=0) as file:
+            for begin in range(0, left if source.dtype in _EXPONENTS else 0, _LOOKED_BYTES):
+                data = bytearray(min(_LOOKED_BYTES, left - begin))
+                fill_from(file.fileno(), source.start + begin, memoryview(data))
+                if not are_numbers(source.dtype, data):
+                    raise no_number(folder, name)
