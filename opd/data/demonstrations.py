@@ -28,6 +28,7 @@ from opd.data.load import (
 from opd.data.messages import MessageError, learnt
 from opd.errors import DataError, reason_of
 from opd.models.chat_templates import TemplateError, refuse_unread, render, render_marked
+from opd.models.token_ids import encode_text
 from opd.rollout.prompts import Prompt, encode_prompt
 
 if TYPE_CHECKING:
@@ -275,7 +276,7 @@ class Writes:
                 f"{prompt.where}: the tokenizer has no end-of-sequence token for `completion` to end with;"
                 " set its eos_token, or give messages."
             )
-        whole = self._ids(f"{prompt.text}{completion}", prompt.where, special=True)
+        whole = self._ids(f"{prompt.text}{completion}", prompt.where, framed=True)
         # Where the texts share a token the answer is what the model would have to write behind the prompt.
         own = whole[len(asked) :] if whole[: len(asked)] == asked else self._ids(completion, prompt.where)
         ids = own if own[-1:] == [eos] else [*own, eos]
@@ -365,9 +366,11 @@ class Writes:
             return len(ids)
         return ends[-1] + 1
 
-    def _ids(self, text: str, where: str, *, special: bool = False) -> list[int]:
+    def _ids(self, text: str, where: str, *, framed: bool = False) -> list[int]:
         try:
-            return list(self.tokenizer(text, add_special_tokens=special)["input_ids"])
+            if framed:
+                return encode_text(self.tokenizer, text)
+            return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
         except Exception as error:  # tokenizers raise plain Exceptions of many kinds
             raise DataError(
                 f"{where}: the tokenizer cannot encode {text[-80:]!r} ({reason_of(error)})."

@@ -24,6 +24,7 @@ from opd.environments.protocol import Message
 from opd.environments.tool_calls import parse, without_calls
 from opd.errors import RolloutError, is_of_library, reason_of
 from opd.models.chat_templates import TemplateError, refuse_unread
+from opd.models.token_ids import encode_text, id_count
 from opd.rollout.ledger import StopStrings, Tokens
 from opd.types import RolloutRequest, Sample, SamplingParams, Status, no_ids
 
@@ -366,7 +367,7 @@ class Branches:
                 if prompt.startswith(text) and len(text) >= known:
                     best, known = turn, len(text)
         if best is None:
-            return None, _ids(self._tokenizer(prompt)["input_ids"])
+            return None, _ids(encode_text(self._tokenizer, prompt))
         rest = prompt[known:]
         added = _ids(self._tokenizer(rest, add_special_tokens=False)["input_ids"]) if rest else no_ids()
         written = best.tokens.token_ids
@@ -374,7 +375,7 @@ class Branches:
         return best, added[1:] if ended else added
 
     def _behind_ids(self, prompt: Sequence[int]) -> tuple[Turn | None, np.ndarray]:
-        size = len(self._tokenizer)
+        size = id_count(self._tokenizer)
         if not all(0 <= one < size for one in prompt):
             raise RefusedError(f"prompt holds ids outside of 0 to {size - 1}.", param="prompt")
         ids, best, longest = _ids(prompt), None, 0

@@ -140,7 +140,7 @@ class AdaptedLM(CausalLM):
             if plain.unread is not None:
                 put_in_file(plain, folder)
         plain.load_weights(self.merged_weights())
-        plain.vocabulary = self.vocabulary
+        plain.vocabulary, plain.module.generation_config = self.vocabulary, self.module.generation_config
         return plain
 
 

@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 
 from opd.errors import CheckpointError, ModelError, reason_of
 from opd.foreign import shown
+from opd.models.token_ids import id_count
 from opd.storage import files, weight_folder
 from opd.storage.files import check_files, digests_of, file_digest, read_sealed, write_sealed
 from opd.storage.manifest import TOKENIZER_FILES
@@ -397,11 +398,11 @@ def scratch_config(config: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -
                 f"model.config.{key} is not an argument of {type(known).__name__}"
                 f"{_nearest(key, list(known.to_dict()))}."
             )
-    tokens = len(tokenizer)
+    tokens = id_count(tokenizer)
     rows = options.setdefault("vocab_size", tokens)
     if not isinstance(rows, int) or rows < tokens:
         raise ModelError(
-            f"model.config.vocab_size is {options['vocab_size']}, fewer than the tokenizer's {tokens} tokens;"
+            f"model.config.vocab_size is {options['vocab_size']}, fewer than the tokenizer's {tokens} ids;"
             " leave it out."
         )
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):

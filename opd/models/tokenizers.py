@@ -19,6 +19,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 from opd.errors import CheckpointError, ModelError, is_of_library, reason_of
 from opd.models.chat_templates import render
 from opd.models.hf_folder import check_small_files, described_in, read_object, refuse_code
+from opd.models.token_ids import id_count
 
 PAD, EOS = "<pad>", "<eos>"
 
@@ -216,6 +217,7 @@ def stops_of(
     Ids of the folder's files beyond the tokenizer are left out, as they are never sampled. Raises
     `CheckpointError` for an `eos_token_id` that is neither.
     """
+    known = id_count(tokenizer)
     said: dict[int, list[str]] = {int(token): ["rollout.stop_ids"] for token in added}
     own: list[tuple[str, list[int]]] = []
     eos: Any = tokenizer.eos_token_id  # one number, though its annotation allows more
@@ -225,10 +227,21 @@ def stops_of(
         own += [(name, _eos_ids(described_in(folder) / name)) for name in _FILES]
     for where, ids in own:
         for token in ids:
-            if token < len(tokenizer):
+            if token < known:
                 places = said.setdefault(token, [])
                 places += [where] if where not in places else []
     return [Stop(token, _name(tokenizer, token), tuple(where)) for token, where in said.items()]
+
+
+def unreachable_stops(tokenizer: PreTrainedTokenizerBase, folder: Path) -> list[str]:
+    """The ends that `folder`'s files name beyond the tokenizer's ids: a sentence each."""
+    known = id_count(tokenizer)
+    return [
+        f"{name} ends responses at {token}, an id beyond the tokenizer's {known}, which is never written"
+        for name in _FILES
+        for token in _eos_ids(described_in(folder) / name)
+        if token >= known
+    ]
 
 
 def end_of_turn(tokenizer: PreTrainedTokenizerBase, template: Mapping[str, Any]) -> int | None:
@@ -281,4 +294,5 @@ def _eos_ids(path: Path) -> list[int]:
 
 
 def _name(tokenizer: PreTrainedTokenizerBase, token: int) -> str:
-    return str(tokenizer.convert_ids_to_tokens(token)) if token < len(tokenizer) else "unknown"
+    known = 0 <= token < id_count(tokenizer)
+    return str(tokenizer.convert_ids_to_tokens(token)) if known else "unknown"

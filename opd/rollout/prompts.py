@@ -18,6 +18,7 @@ import numpy as np
 
 from opd.errors import DataError, is_of_library, reason_of
 from opd.models.chat_templates import UnreadError, refuse_unread, render
+from opd.models.token_ids import encode_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -176,15 +177,15 @@ def encode_prompt(
     prompt: Prompt, tokenizer: PreTrainedTokenizerBase, template: Mapping[str, Any] | None = None
 ) -> np.ndarray:
     """[C] int32: messages through the tokenizer's chat template, up to where the assistant begins; text as it
-    is, with the special tokens (such as a BOS) the tokenizer itself puts before text. `template`: arguments
-    of the chat template's own.
+    is, with the special tokens (such as a BOS) the tokenizer itself puts before text, and none behind it.
+    `template`: arguments of the chat template's own.
 
     Raises `DataError` naming the prompt if the tokenizer has no chat template for messages or cannot encode
     the text, for example a character that a character tokenizer does not have.
     """
     try:
         if prompt.messages is None:
-            ids = tokenizer(prompt.text or "")["input_ids"]
+            ids = encode_text(tokenizer, prompt.text or "")
         else:
             arguments = {**(template or {}), **prompt.arguments}
             refuse_unread(tokenizer, prompt.messages, arguments, prompt.arguments)

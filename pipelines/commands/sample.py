@@ -17,11 +17,12 @@ from opd.errors import ConfigError, DataError
 from opd.foreign import shown, visible
 from opd.models.causal_lm import CausalLM
 from opd.models.hf_folder import check_folder, described_in, positions_of
+from opd.models.token_ids import id_count
 from opd.models.tokenizers import load_tokenizer, stops_of
 from opd.pipelines.doctor.models import Mends, template_findings
 from opd.pipelines.stages.domains import DomainSet
 from opd.pipelines.stages.precision import checkpoint_dtype
-from opd.pipelines.stages.student import stop_strings, tokenizer_of, ways_of
+from opd.pipelines.stages.student import model_remarks, stop_strings, tokenizer_of, ways_of
 from opd.progress import Progress, doing, spoken
 from opd.rollout.collect import EncodedPrompt, Generate, collect
 from opd.rollout.prompts import Prompt, encode_prompt
@@ -105,6 +106,8 @@ class Speaker:
             stops = tuple(stop.token_id for stop in stops_of(tokenizer, folder))
             sampling, generate = SamplingParams(max_new_tokens=MOST, stop_ids=stops), collect
             questions, rewards, strings = _questions(asked, tokenizer), None, []
+        for remark in model_remarks(folder, tokenizer):
+            print(f"opd: warning: {model}: {remark}", file=sys.stderr)
         if tokenizer.chat_template:
             mends = Mends() if asked.recipe is not None else _mends_of(folder)
             for finding in template_findings(tokenizer, template, sampling.stop_ids, strings, mends):
@@ -117,7 +120,7 @@ class Speaker:
             loaded = CausalLM.from_pretrained(
                 folder, dtype=checkpoint_dtype(described_in(folder)), device=device
             )
-        loaded.vocabulary = min(len(tokenizer), loaded.vocab_size)
+        loaded.vocabulary = min(id_count(tokenizer), loaded.vocab_size)
         sampling = _fitting(sampling, questions, loaded, model)
         longest = max(len(one.token_ids) for one in questions) + sampling.max_new_tokens
         engine = TorchEngine(

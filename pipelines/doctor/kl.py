@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from opd.config import Recipe
+from opd.models.token_ids import id_count
 from opd.pipelines.doctor.checks import Finding, attempt, given_teachers
 from opd.pipelines.doctor.rewards import check_rewards
 from opd.pipelines.stages.precision import model_dtype
@@ -35,7 +36,7 @@ def check_kl(recipe: Recipe, domains: Mapping[str, Domain], tokenizer: Any) -> l
     taught, followed = recipe.taught(), recipe.followed()
     findings: list[Finding] = []
     for name, source in teachers.items():
-        teacher = _open(recipe, name, source, len(tokenizer))
+        teacher = _open(recipe, name, source, id_count(tokenizer))
         for domain in domains.values():
             if domain.name in (*taught.get(name, ()), *followed.get(name, ())):
                 title = f"KL to {name} on {domain.name}"
@@ -78,7 +79,7 @@ def _check(
     recipe: Recipe, domain: Domain, student: CausalLM, teacher: Teacher, tokenizer: Any, title: str
 ) -> list[Finding]:
     samples = sample_responses(recipe, domain, student, tokenizer)
-    value = mean_kl(student, teacher, samples, len(tokenizer), recipe.rollout.temperature)
+    value = mean_kl(student, teacher, samples, id_count(tokenizer), recipe.rollout.temperature)
     text, numbers = f"{value:.3f} nats per token at the start", {"kl": value}
     if value > FAR:
         detail = (
@@ -115,7 +116,7 @@ def sample_responses(recipe: Recipe, domain: Domain, student: CausalLM, tokenize
         student,
         max_running=_PROMPTS,
         max_sequence=recipe.rollout.max_sequence,
-        vocab_size=len(tokenizer),
+        vocab_size=id_count(tokenizer),
         settings=recipe.runtime.decode,
     )
     written = {uid: tokens.token_ids for uid, _, tokens in responses(engine, requests)}

@@ -8,10 +8,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from opd.config import Recipe
+from opd.config import Recipe, RolloutConfig
 from opd.config.recipe import WEIGHT_MERGES
 from opd.config.train import LoRAConfig
 from opd.errors import CheckpointError, ModelError, OpdError, reason_of
+from opd.models.token_ids import id_count
 from opd.pipelines.doctor.checks import Finding, attempt, given_teachers, number_of
 from opd.progress import doing
 
@@ -183,6 +184,7 @@ def _check_student(recipe: Recipe, domains: Mapping[str, Domain], models: Models
     from opd.models.hf_folder import check_folder, read_config, scratch_config
     from opd.models.hf_weights import check_weights
     from opd.pipelines.stages.domains import student_tokenizer
+    from opd.pipelines.stages.student import student_remarks
 
     model = recipe.model
     for key, what in (("path", "model"), ("tokenizer", "tokenizer")):
@@ -204,14 +206,15 @@ def _check_student(recipe: Recipe, domains: Mapping[str, Domain], models: Models
         train = recipe.train
         MegatronForm.from_config(config).check_student(train.tensor_parallel, train.pipeline_parallel)
     models.student = _shape(config, model.path or "model.config", model.lora)
-    size = f"{models.student.parameters:,} parameters, vocabulary {len(models.tokenizer)}"
+    size = f"{models.student.parameters:,} parameters, vocabulary {id_count(models.tokenizer)}"
     return [
         Finding("ok", "student", f"{config.model_type}, {size}"),
         *_check_rows(
             "student", config, models.tokenizer, "set model.tokenizer to the one the model was trained with"
         ),
         *_check_bos("student", config, models.tokenizer),
-        *_check_temperature("student", model.path, recipe.rollout.temperature),
+        *(Finding("warning", "student", one) for one in student_remarks(recipe, models.tokenizer)),
+        *_check_sampling("student", model.path, recipe.rollout),
         *_check_adapters(model.lora, models.student),
     ]
 
@@ -300,7 +303,7 @@ def _check_teacher_files(recipe: Recipe, name: str, source: str, path: Path, mod
         *_check_rows(title, config, models.tokenizer, _SAME_TOKENS),
         *_check_positions(title, config, recipe, models),
         *_check_tokenizer(title, path, recipe, models),
-        *_check_temperature(title, str(path), recipe.rollout.temperature),
+        *_check_sampling(title, str(path), recipe.rollout),
         *_check_weight_merges(title, recipe, config, models),
     ]
 
@@ -377,11 +380,10 @@ def _check_stops(recipe: Recipe, models: Models) -> list[Finding]:
     tokenizer, title = models.tokenizer, "stop ids"
     stops = model_stops(recipe, tokenizer)
     models.stops = tuple(stop.token_id for stop in stops)
-    outside = [str(token) for token in models.stops if not 0 <= token < len(tokenizer)]
+    ids = id_count(tokenizer)
+    outside = [str(token) for token in models.stops if not 0 <= token < ids]
     if outside:
-        detail = (
-            f"rollout.stop_ids {', '.join(outside)} lie outside of the tokenizer's {len(tokenizer)} tokens"
-        )
+        detail = f"rollout.stop_ids {', '.join(outside)} lie outside of the tokenizer's {ids} tokens"
         return [Finding("error", title, f"{detail}; give ids that it has")]
     if recipe.base is not None and tokenizer.eos_token_id is None:
         detail = "the tokenizer has no end-of-sequence token, which the warm-up's demonstrations end with"
@@ -537,10 +539,10 @@ def _shape(config: Any, source: str, lora: LoRAConfig | None = None) -> Shape:
 
 def _check_rows(title: str, config: Any, tokenizer: Any, advice: str) -> list[Finding]:
     """Whether a model has a row for every token of the student's tokenizer; more are cut off."""
-    rows = config.get_text_config().vocab_size
-    if rows >= len(tokenizer):
+    rows, ids = config.get_text_config().vocab_size, id_count(tokenizer)
+    if rows >= ids:
         return []
-    detail = f"its vocabulary has {rows} rows, but the tokenizer has {len(tokenizer)} tokens"
+    detail = f"its vocabulary has {rows} rows, but the tokenizer has {ids} tokens"
     return [Finding("error", title, f"{detail}; {advice}")]
 
 
@@ -569,21 +571,25 @@ def _check_bos(title: str, config: Any, tokenizer: Any) -> list[Finding]:
     return [Finding("warning", title, detail)]
 
 
-def _check_temperature(title: str, path: str | None, temperature: float) -> list[Finding]:
-    """A model tuned to be sampled at another temperature than the recipe's is another policy."""
+def _check_sampling(title: str, path: str | None, rollout: RolloutConfig) -> list[Finding]:
+    """A model tuned to be sampled in another way than the recipe's is another policy."""
     from opd.models.hf_folder import read_object
 
     file = Path(path) / "generation_config.json" if path is not None else None
     if file is None or not file.is_file():
         return []
     try:
-        own = read_object(file).get("temperature")
+        said = read_object(file)
     except CheckpointError:
         return [Finding("warning", title, f"{file} is not readable JSON; it is not used")]
-    if own is None or own == temperature:
-        return []
-    detail = f"its generation_config.json says temperature {own}, rollout.temperature is {temperature:g}"
-    return [Finding("warning", title, f"{detail}; both models are sampled and scored at the recipe's")]
+    findings = []
+    for name in ("temperature", "top_p", "top_k"):
+        theirs, ours = said.get(name), getattr(rollout, name)
+        if theirs is not None and theirs != ours:
+            detail = f"its generation_config.json says {name} {theirs}, rollout.{name} is {ours:g}"
+            advice = "both models are sampled and scored at the recipe's"
+            findings.append(Finding("warning", title, f"{detail}; {advice}"))
+    return findings
 
 
 def check_prompts(recipe: Recipe, domain: Domain, tokenizer: Any) -> list[Finding]:

@@ -18,6 +18,7 @@ from rich.text import Text
 
 from opd.config import Recipe
 from opd.errors import OpdError
+from opd.models.token_ids import id_count
 from opd.pipelines.commands.ending import one_line
 from opd.pipelines.doctor.checks import given_teachers
 from opd.pipelines.doctor.kl import sample_responses
@@ -143,7 +144,8 @@ def _problem(recipe: Recipe) -> Iterator[tuple[Problem, dict[str, str]]]:
             for domain in domains.values()
             for sample in _with_short_ones(sample_responses(recipe, domain, student, tokenizer))
         ]
-        yield problem_of(recipe, student, samples, len(tokenizer)), {**given_teachers(recipe), ITSELF: path}
+        problem = problem_of(recipe, student, samples, id_count(tokenizer))
+        yield problem, {**given_teachers(recipe), ITSELF: path}
 
 
 def problem_of(recipe: Recipe, student: CausalLM, samples: list[Sample], vocabulary: int) -> Problem:

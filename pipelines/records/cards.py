@@ -90,6 +90,7 @@ class Cards:
             sections["base_model"] = told(str(Path(recipe.model.path).absolute()))
         sections["accuracy"] = _accuracy(accuracy)
         sections |= self.use(place, [domain] if domain else list(recipe.domains))
+        sections["sampling"] = _sampling(recipe.for_domain(domain) if domain else recipe)
         if kind not in ("base", "sft", "specialist", "mixed_grpo", "mixed_grpo_all"):
             sections["teachers"] = _teachers(recipe, folder)
         sections["weights"] = _weights(place, result)
@@ -118,6 +119,18 @@ class Cards:
             for prompts in forms.values()
         )
         return {"prompt_format": "\n\n".join(lists), "loading": f"```python\n{lines}```"}
+
+
+def _sampling(recipe: Recipe) -> dict[str, Any]:
+    """How the model's answers were written while it learnt, and where they end."""
+    rollout = recipe.rollout
+    told: dict[str, Any] = {key: getattr(rollout, key) for key in ("temperature", "top_p", "top_k")}
+    told["answers end at"] = "the tokens that generation_config.json has as eos_token_id"
+    if rollout.stop_ids:
+        told["of these by the recipe"] = ", ".join(map(str, rollout.stop_ids))
+    if rollout.stop:
+        told["and behind"] = ", ".join(json.dumps(one, ensure_ascii=False) for one in rollout.stop)
+    return told
 
 
 def write_cards(recipe: Recipe, folder: RunFolder, measured: Mapping[str, Any]) -> None:
@@ -224,6 +237,7 @@ def loading_lines(recipe: Recipe, place: Path, prompt: Prompt) -> str:
             f"tokenizer.apply_chat_template(\n    {asked},\n"
             '    add_generation_prompt=True, return_dict=True, return_tensors="pt",\n)'
         )
+    stops = f"    stop_strings={rollout.stop!a}, tokenizer=tokenizer,\n" if rollout.stop else ""
     return (
         "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
         f"folder = {str(place.absolute())!a}\n"
@@ -233,7 +247,7 @@ def loading_lines(recipe: Recipe, place: Path, prompt: Prompt) -> str:
         "answered = model.generate(\n"
         '    asked["input_ids"], attention_mask=asked["attention_mask"], do_sample=True,\n'
         f"    temperature={rollout.temperature:g}, top_p={rollout.top_p:g}, top_k={rollout.top_k},"
-        f" max_new_tokens={rollout.max_new_tokens},\n)\n"
+        f" max_new_tokens={rollout.max_new_tokens},\n{stops})\n"
         'print(tokenizer.decode(answered[0, asked["input_ids"].shape[1] :], skip_special_tokens=True))\n'
     )
 

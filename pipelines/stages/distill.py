@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from opd.config import DistillConfig, PolicyLossConfig, SampledTokenK1
+from opd.models.token_ids import id_count
 from opd.pipelines.evaluation.measure import held_out_accuracy
 from opd.pipelines.stages.context import StageContext
 from opd.pipelines.stages.domains import DomainSet
@@ -110,7 +111,7 @@ class Distill(Algorithm):
     def __init__(self, context: StageContext, start: Path, stack: ExitStack) -> None:
         recipe, config = context.recipe, context.recipe.distill
         self.context, self.config, self.optim = context, config, config.optim
-        vocabulary = len(tokenizer_of(recipe, start))
+        vocabulary = id_count(tokenizer_of(recipe, start))
         self.schedule = stack.enter_context(open_schedule(context, vocabulary))
         self.teachers = Teachers(context, self.schedule)
         self._corrects = needs_correction(config)

@@ -17,6 +17,7 @@ from opd.config.teachers import ServedEngineConfig, ServedTeacherConfig, SGLangE
 from opd.config.train import LoRAConfig
 from opd.errors import RolloutError
 from opd.models.hf_folder import read_object
+from opd.models.token_ids import id_count
 from opd.pipelines.stages.context import StageContext
 from opd.pipelines.stages.domains import sequence_limit
 from opd.pipelines.stages.student import model_dtype, tokenizer_of
@@ -75,7 +76,7 @@ class ServedWriters:
         rows: int = text["vocab_size"]
         tokenizer = tokenizer_of(recipe, model)
         longest, _ = sequence_limit(recipe, tokenizer, recipe.rollout.max_sequence, "rollout.max_sequence")
-        served = ServedModel(min(len(tokenizer), rows), longest, rows, text)
+        served = ServedModel(min(id_count(tokenizer), rows), longest, rows, text)
         options = pool_options(config, ranks.rank, ranks.size)
         own = config.urls_of(ranks.rank, ranks.size)
         if self._servers is not None:

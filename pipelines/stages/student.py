@@ -16,8 +16,10 @@ from opd.errors import writing
 from opd.models.adapters import AdaptedLM, MergingLM, save_adapted
 from opd.models.causal_lm import CausalLM, torch_dtype
 from opd.models.checkpoint import MAX_SHARD_BYTES, save_checkpoint
+from opd.models.generation import generation_of, not_followed
 from opd.models.sharded import cut, open_empty, own_parts, put_in_file
-from opd.models.tokenizers import Stop, load_tokenizer, set_chat_template, stops_of
+from opd.models.token_ids import appended, id_count
+from opd.models.tokenizers import Stop, load_tokenizer, set_chat_template, stops_of, unreachable_stops
 from opd.pipelines.stages.context import StageContext
 from opd.pipelines.stages.precision import model_dtype
 from opd.pipelines.stages.room import cuts_engines
@@ -69,12 +71,15 @@ def load_model(
     weights, where it can be (`open_empty`).
 
     It writes the tokens of `tokenizer`; `None` takes the folder's own. Teachers are given the student's: they
-    may have more tokens, or no tokenizer.
+    may have more tokens, or no tokenizer. Where it is saved its `generation_config.json` says how the recipe
+    samples and where responses end.
     """
     with doing(f"loading {path}"):
         opened = open_empty if empty else CausalLM.from_pretrained
         model = opened(path, dtype=dtype or model_dtype(recipe), device=recipe.model.device)
-    model.vocabulary = min(len(tokenizer or tokenizer_of(recipe, path)), model.vocab_size)
+    tokenizer = tokenizer or tokenizer_of(recipe, path)
+    model.vocabulary = min(id_count(tokenizer), model.vocab_size)
+    model.module.generation_config = generation_of(tokenizer, sampling_params(recipe, tokenizer))
     return model
 
 
@@ -102,6 +107,26 @@ def model_stops(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> list[Stop
             stop for stop in stops_of(tokenizer, None, rollout.stop_ids) if stop.token_id in rollout.stop_ids
         ]
     return stops_of(tokenizer, None if path is None else Path(path), rollout.stop_ids)
+
+
+def student_remarks(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """`model_remarks` of the recipe's student."""
+    return model_remarks(None if recipe.model.path is None else Path(recipe.model.path), tokenizer)
+
+
+def model_remarks(folder: Path | None, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """What the model in `folder` and its tokenizer say that is not done here, a sentence each."""
+    found, behind = [], appended(tokenizer)
+    if behind:
+        names = ", ".join(map(str, tokenizer.convert_ids_to_tokens(behind)))
+        found.append(
+            f"its tokenizer puts {names} behind every text (add_eos_token, or its post-processor), and"
+            " prompts of plain text are given without"
+        )
+    if folder is not None:
+        unfollowed = not_followed(folder)
+        found += [*unreachable_stops(tokenizer, folder), *([unfollowed] if unfollowed else [])]
+    return found
 
 
 def sampling_params(

@@ -19,6 +19,7 @@ from opd.config import OptimConfig, Recipe, WarmupConfig
 from opd.errors import ConfigError, TrainingError
 from opd.models.causal_lm import CausalLM
 from opd.models.checkpoint import save_checkpoint
+from opd.models.generation import generation_of
 from opd.pipelines.evaluation.measure import prompt_accuracy
 from opd.pipelines.stages.context import StageContext
 from opd.pipelines.stages.domains import DomainSet, load_domains, student_tokenizer
@@ -27,7 +28,7 @@ from opd.pipelines.stages.precision import model_dtype
 from opd.pipelines.stages.samples import StepSamples
 from opd.pipelines.stages.source import Given
 from opd.pipelines.stages.stage_rollout import TimedLog, open_log, tolerant
-from opd.pipelines.stages.student import Student, behind_stops, open_engine, ways_of
+from opd.pipelines.stages.student import Student, behind_stops, open_engine, sampling_params, ways_of
 from opd.pipelines.stages.teachers import whole_teacher
 from opd.progress import doing
 from opd.rollout.collect import write, write_shared
@@ -171,6 +172,7 @@ def new_base(recipe: Recipe, folder: Path) -> None:
         device=recipe.model.device,
         seed=recipe.seed,
     )
+    model.module.generation_config = generation_of(tokenizer, sampling_params(recipe, tokenizer))
     save_checkpoint(model, tokenizer, folder, {"about": f"Random weights, seed {recipe.seed}: untrained."})
 
 

@@ -15,14 +15,14 @@ from hostile import NAMES
 from safetensors.torch import save_file
 from tokenizers import Regex, pre_tokenizers
 
-from opd.config.recipe import DomainConfig
+from opd.config.recipe import DomainConfig, RolloutConfig
 from opd.data.load import load_file
 from opd.errors import CheckpointError, DataError, OpdError
 from opd.metrics import read_metrics
 from opd.models.hf_folder import adapter_base
 from opd.models.peft_folder import read_peft
 from opd.models.tokenizers import end_of_turn, load_tokenizer
-from opd.pipelines.doctor.models import _check_temperature
+from opd.pipelines.doctor.models import _check_sampling
 from opd.rollout.kv_cache import unpack
 from opd.rollout.prompts import Prompt, encode_prompt
 from opd.rollout.weight_proof import check_config
@@ -140,7 +140,7 @@ def test_no_reader_follows_a_document_of_any_depth(tmp_path, kind):
 def test_a_temperature_that_cannot_be_read_is_a_warning(tmp_path):
     for text in (NESTED, *TEXTS):
         (tmp_path / "generation_config.json").write_bytes(text)
-        (finding,) = _check_temperature("model", str(tmp_path), 1.0)
+        (finding,) = _check_sampling("model", str(tmp_path), RolloutConfig())
         assert finding.level == "warning"
         assert "is not readable JSON" in finding.detail
 

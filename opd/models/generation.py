@@ -1,0 +1,90 @@
+"""`generation_config.json`: what of a model's own is not followed here, and what one says that a run made."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from transformers import GenerationConfig
+
+from opd.foreign import shown
+from opd.models.hf_folder import described_in, read_object
+from opd.types import SamplingParams
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+FILE = "generation_config.json"
+_FOLLOWED = frozenset({"eos_token_id", "temperature", "top_p", "top_k"})
+"""Which a recipe has fields for, or which end responses."""
+_FREE = frozenset(
+    {
+        "transformers_version", "_from_model_config", "do_sample", "bos_token_id", "pad_token_id",
+        "decoder_start_token_id", "max_length", "max_new_tokens", "max_time", "length_penalty",
+        "early_stopping", "num_return_sequences", "use_cache", "cache_implementation", "cache_config",
+        "max_cache_len", "return_dict_in_generate",
+        "output_attentions", "output_hidden_states", "output_scores", "output_logits", "is_assistant",
+        "num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold",
+        "assistant_early_exit", "assistant_lookbehind", "target_lookbehind", "assistant_ensemble_weight",
+        "prompt_lookup_num_tokens", "max_matching_ngram_size", "speculation_type", "compile_config",
+        "disable_compile", "continuous_batching_config", "low_memory", "prefill_chunk_size",
+    }
+)  # fmt: skip
+"""Of which no value changes which answers are written, up to their length."""
+_NEUTRAL = {
+    **dict.fromkeys(
+        (
+            "repetition_penalty", "encoder_repetition_penalty", "typical_p", "num_beams", "num_beam_groups",
+            "guidance_scale", "top_h",
+        ),
+        1,
+    ),
+    **dict.fromkeys(
+        (
+            "no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "min_length", "min_new_tokens", "min_p",
+            "diversity_penalty", "epsilon_cutoff", "eta_cutoff", "penalty_alpha",
+        ),
+        0,
+    ),
+}  # fmt: skip
+"""Settings and the number at which they change nothing. Whatever else is in the file, and says something, is
+a setting that answers here are written without."""
+
+
+def not_followed(folder: Path) -> str | None:
+    """A sentence with the settings of the model in `folder` that no engine here follows, or `None`.
+
+    Raises `CheckpointError` for a file that is no JSON object.
+    """
+    path = described_in(folder) / FILE
+    said = read_object(path) if path.is_file() else {}
+    found = [f"{shown(key)} {shown(value, 40)}" for key, value in said.items() if _says_something(key, value)]
+    if not found:
+        return None
+    return (
+        f"its {FILE} asks for {', '.join(found)}, which nothing here follows: answers are written and"
+        " measured without; programs that do follow it will give others"
+    )
+
+
+def _says_something(key: str, value: Any) -> bool:
+    if key in _FOLLOWED or key in _FREE or value is None or value is False or value in ("", [], {}):
+        return False
+    return value != _NEUTRAL.get(key)
+
+
+def generation_of(tokenizer: PreTrainedTokenizerBase, sampling: SamplingParams) -> GenerationConfig:
+    """What the file says of a model that has learnt to answer as `sampling` says: where its answers end, and
+    how they are sampled. Nothing else, which its answers were written without.
+    """
+    stops: Sequence[int] = sampling.stop_ids
+    return GenerationConfig(
+        bos_token_id=tokenizer.bos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=list(stops) or None,
+        do_sample=True,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+    )

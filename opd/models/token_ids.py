@@ -1,0 +1,68 @@
+"""A tokenizer's ids: how many there are, and those of a text that a model is to go on with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from opd.errors import is_of_library
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_PROBES = ("0", "a", "A", " ")
+"""Texts of which any tokenizer knows one."""
+
+
+def id_count(tokenizer: PreTrainedTokenizerBase) -> int:
+    """One more than the largest id. `len(tokenizer)` counts tokens: fewer, where ids are left out."""
+    return _id_count(tokenizer, len(tokenizer))
+
+
+@lru_cache(maxsize=8)
+def _id_count(tokenizer: PreTrainedTokenizerBase, tokens: int) -> int:
+    return max(tokenizer.get_vocab().values(), default=-1) + 1
+
+
+def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """`text` with the special tokens, such as a BOS, that the tokenizer itself puts before it, and without
+    those that it puts behind (`add_eos_token`): the model goes on there.
+
+    Raises `ValueError` if the tokenizer's post-processor does anything else, and what the tokenizer raises.
+    """
+    framed, plain = _both(tokenizer, text)
+    if framed == plain:
+        return plain
+    if not plain:  # the frame alone
+        return framed[:-1] if framed[-1] == tokenizer.eos_token_id else framed
+    start = _place(framed, plain)
+    around = [] if start is None else framed[:start] + framed[start + len(plain) :]
+    if start is None or not set(around) <= tokenizer.added_tokens_decoder.keys():
+        raise ValueError("its post-processor does more than put special tokens before and behind it")
+    return framed[: start + len(plain)]
+
+
+def appended(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The special tokens that the tokenizer itself puts behind a text, which prompts are left without."""
+    for text in _PROBES:
+        try:
+            framed, plain = _both(tokenizer, text)
+        except BaseException as error:  # a tokenizer of other characters
+            if not is_of_library(error):
+                raise
+            continue
+        start = _place(framed, plain)
+        return [] if start is None or not plain else framed[start + len(plain) :]
+    return []
+
+
+def _both(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[list[int], list[int]]:
+    framed, plain = (list(tokenizer(text, add_special_tokens=own)["input_ids"]) for own in (True, False))
+    return framed, plain
+
+
+def _place(framed: Sequence[int], plain: Sequence[int]) -> int | None:
+    """Where `plain` begins in `framed`; `None` if it is not there in one piece."""
+    starts = range(len(framed) - len(plain) + 1)
+    return next((start for start in starts if framed[start : start + len(plain)] == plain), None)
