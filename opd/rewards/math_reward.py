@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -60,9 +61,15 @@ def _found(settings: MathReward, text: str) -> str | None:
         found = extracted(text, [way])
         if found is not None and way in ("whole", "last_line"):
             return found[-_MOST:]
+        if found is not None and way == "answer":
+            found = _SENTENCE.split(found, maxsplit=1)[0]
         if found is not None:
             return _in_a_box(found) if len(found) <= _MOST else None
     return None
+
+
+_SENTENCE = re.compile(r"(?<=[\w)}\]$%*])\.[*_]*\s")
+"""Where what is said ends, and more is said on its line."""
 
 
 def _in_a_box(formula: str) -> str:
@@ -90,7 +97,20 @@ def answer(asked: Mapping[str, Any]) -> dict[str, Any]:
 
     library: Any = math_verify
     right, given = _parsed(library, _in_a_box(asked["label"])), _parsed(library, asked["answer"])
-    return {"equal": bool(library.verify(right, given, float_rounding=asked["digits"], timeout_seconds=None))}
+    equal = library.verify(right, given, float_rounding=asked["digits"], timeout_seconds=None)
+    return {"equal": bool(equal) and not _apart(right, given, asked["digits"])}
+
+
+def _apart(right: Sequence[Any], given: Sequence[Any], digits: int) -> bool:
+    """Whether both are numbers so small that they are equal to `digits` places alone: 2^-98 is not 2^-99."""
+    numbers = []
+    for parsed in (right, given):
+        found = next((one for one in parsed if getattr(one, "is_number", False)), None)
+        if found is None or not getattr(found, "is_real", False):
+            return False
+        numbers.append(abs(found.evalf(20)))
+    least, most = sorted(numbers)
+    return bool(0 < least < 10.0**-digits and most - least > most * 10.0**-digits)
 
 
 VERIFIER = Verifier(score, label_fault, require, lambda settings: settings.seconds)
