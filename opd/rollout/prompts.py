@@ -143,15 +143,15 @@ def encode_prompt(
     prompt: Prompt, tokenizer: PreTrainedTokenizerBase, template: Mapping[str, Any] | None = None
 ) -> np.ndarray:
     """[C] int32: messages through the tokenizer's chat template, up to where the assistant begins; text as it
-    is, with the special tokens (such as a BOS) the tokenizer itself puts before text. `template`: arguments
-    of the chat template's own.
+    is, with the special tokens (such as a BOS) the tokenizer itself puts before text that has none.
+    `template`: arguments of the chat template's own.
 
     Raises `DataError` naming the prompt if the tokenizer has no chat template for messages or cannot encode
     the text, for example a character that a character tokenizer does not have.
     """
     try:
         if prompt.messages is None:
-            ids = tokenizer(prompt.text or "")["input_ids"]
+            ids = _of_text(prompt.text or "", tokenizer)
         else:
             text = render(tokenizer, prompt.messages, template or {}, answer=True)
             ids = tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -166,6 +166,13 @@ def encode_prompt(
             "the prompt."
         ) from error
     return np.array(ids, dtype=np.int32)
+
+
+def _of_text(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Text that begins with a BOS, such as what a chat template has written, gets no second one."""
+    ids, bos = list(tokenizer(text)["input_ids"]), tokenizer.bos_token
+    doubled = bos is not None and text.startswith(str(bos)) and ids[:2] == [tokenizer.bos_token_id] * 2
+    return ids[1:] if doubled else ids
 
 
 Encode = Callable[[Prompt], np.ndarray]
