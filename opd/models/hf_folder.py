@@ -193,7 +193,17 @@ def _no_weights(folder: Path) -> str:
             f"{folder} is a published model, which only teachers are read from (`type: streamed`); give the"
             " folder that was published."
         )
-    return f"{folder} holds neither {SINGLE} nor {INDEX}; copy the model's weights there."
+    return above_models(folder) or (
+        f"{folder} holds neither {SINGLE} nor {INDEX}; copy the model's weights there."
+    )
+
+
+def above_models(folder: Path) -> str | None:
+    """What is wrong with the folder above models, such as a trainer's; `None` for any other."""
+    below = [path.parent for path in folder.glob("*/*.safetensors")]
+    if not below or (folder / "config.json").is_file():
+        return None
+    return f"{folder} is the folder above models, and no model's; give one of them, such as {max(below)}."
 
 
 _KINDS = {

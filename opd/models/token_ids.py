@@ -27,11 +27,15 @@ def _id_count(tokenizer: PreTrainedTokenizerBase, tokens: int) -> int:
 
 def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     """`text` with the special tokens, such as a BOS, that the tokenizer itself puts before it, and without
-    those that it puts behind (`add_eos_token`): the model goes on there.
+    those that it puts behind (`add_eos_token`): the model goes on there. Text that begins with a BOS, such as
+    what a chat template has written, gets no second one.
 
     Raises `ValueError` if the tokenizer's post-processor does anything else, and what the tokenizer raises.
     """
     framed, plain = _both(tokenizer, text)
+    bos = tokenizer.bos_token
+    if bos is not None and text.startswith(str(bos)) and framed[:2] == [tokenizer.bos_token_id] * 2:
+        framed = framed[1:]
     if framed == plain:
         return plain
     if not plain:  # the frame alone

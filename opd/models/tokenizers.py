@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from opd.errors import CheckpointError, ModelError, is_of_library, reason_of
 from opd.models.chat_templates import render
-from opd.models.hf_folder import check_small_files, described_in, read_object, refuse_code
+from opd.models.hf_folder import above_models, check_small_files, described_in, read_object, refuse_code
 from opd.models.token_ids import id_count
 
 PAD, EOS = "<pad>", "<eos>"
@@ -64,6 +64,9 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     if not folder.is_dir():
         raise ModelError(f"{folder} is not a folder; give one that holds a tokenizer.")
     folder = folder if has_tokenizer(folder) else described_in(folder)
+    above = None if has_tokenizer(folder) else above_models(folder)
+    if above is not None:
+        raise ModelError(above)
     try:
         refuse_code(folder)
         check_small_files(folder)
@@ -72,7 +75,20 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
         raise
     except Exception as error:  # the Rust tokenizer raises plain Exception
         raise ModelError(f"{folder} has no readable tokenizer: {reason_of(error)}") from error
+    # What was written is what rewards and people read, also where a blank stands before a full stop.
+    tokenizer.clean_up_tokenization_spaces = False
+    tokenizer.deprecation_warnings[_TOO_LONG] = True  # model_max_length bounds nothing here
     return tokenizer
+
+
+_TOO_LONG = "sequence-length-is-longer-than-the-specified-maximum"
+"""What transformers calls a warning that it gives once."""
+
+
+def rows_fault(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """What is wrong with a model that has no row for some token of its tokenizer; more rows are cut off."""
+    rows, ids = config.get_text_config().vocab_size, id_count(tokenizer)
+    return None if rows >= ids else f"its vocabulary has {rows} rows, but the tokenizer has {ids} tokens"
 
 
 def _loader(folder: Path) -> type:

@@ -13,8 +13,12 @@ from opd.rollout.prompts import plain_label
 
 _FORM = re.compile(r"\\(?:text|math)[a-z]*\s*\{|\\boxed\s*\{|\\(?:bf|rm|it)\b")
 _CALLED = r"(?i:(?:the\s+)?(?:(?:correct|right|best)\s+)?(?:option|choice|answer|letter)\b(?:\s+is\b)?)?"
-_LETTER = re.compile(rf"[\W_]*{_CALLED}[\W_]*(?:([A-Z])|([a-z])(?=\W*$|\)))(?![^\W_])")
+_LETTER = re.compile(rf"[\W_]*{_CALLED}[\W_]*(?:([A-Z])|([a-z])(?=\W*$|[).:]))(?![^\W_])")
 _LABEL = re.compile(rf"[\W_]*{_CALLED}[\W_]*([A-Za-z])[\W_]*")
+_ARTICLE = re.compile(r"[\W_]*A\s+[a-z]")
+_SPEAKER = re.compile(r"[\W_]*I(?:'\w+)?\s+(?!because\b|since\b|as\b)[a-z]")
+_DENIED = re.compile(r"\bnot\b|n't\b|\bexcept\b|\brul\w+ out\b")
+_ALONE = re.compile(r"(?<![\w'])[A-Z](?![\w'])")
 
 
 def letter(text: str, choices: int) -> str | None:
@@ -59,10 +63,22 @@ def chosen(settings: ChoiceReward, text: str) -> str | None:
     """The letter that a response chooses; `None` where none is found."""
     for way in settings.extract:
         found = extracted(text, [way])
-        said = letter(found, settings.choices) if found else None
+        said = _said(found, way, settings.choices) if found else None
         if said is not None:
             return said
     return None
+
+
+def _said(text: str, way: str, choices: int) -> str | None:
+    """The letter of what `way` has found: no article, and nobody who speaks of himself."""
+    speaks = _SPEAKER.match(text)
+    if way in ("last_line", "whole") and (speaks or _ARTICLE.match(text)):
+        return None
+    if not speaks:
+        return letter(text, choices)
+    named = {one for one in _ALONE.findall(text[:200]) if one != "I"}  # "I think it is C"
+    one = named.pop() if len(named) == 1 and not _DENIED.search(text) else ""
+    return one if one and one in string.ascii_uppercase[:choices] else None
 
 
 VERIFIER = Verifier(each(score), label_fault, answer=chosen)

@@ -7,7 +7,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 _THOUGHT = ("<think>", "</think>")
-_MARK = re.compile(r"####|\banswer\s+is\b\s*:?|\banswer\s*[::]", re.IGNORECASE)
+_ANSWERS = "answer|antwort|réponse|reponse|respuesta|resposta|risposta|odpowiedź|ответ|答案|回答|답|정답"
+_MARK = re.compile(
+    rf"####|\banswer\s+is\b\s*:?|(?<!\w)(?:{_ANSWERS})\s*[:\uff1a]|答案[是为為]", re.IGNORECASE
+)
 _NUMBER = re.compile(r"[-+\u2212]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?")
 _TRIES = 8
 """Boxes that may lack their end."""
@@ -70,7 +73,7 @@ def _answer(text: str) -> str | None:
         return None
     line = text[last[0].end() :].lstrip(" \t*_:").partition("\n")
     said = line[0] if line[0].strip(" *_") else line[2].lstrip().partition("\n")[0]
-    return said.strip(" \t*_").removesuffix(".")
+    return said.lstrip(" \t*_").rstrip(" \t*_.")
 
 
 def _number(text: str) -> str | None:

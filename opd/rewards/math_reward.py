@@ -93,9 +93,15 @@ def _found(settings: MathReward, text: str) -> str | None:
         found = extracted(text, [way])
         if found is not None and way in ("whole", "last_line"):
             return found[-_MOST:]
+        if found is not None and way == "answer":
+            found = _SENTENCE.split(found, maxsplit=1)[0]
         if found is not None:
             return _in_a_box(found) if len(found) <= _MOST else None
     return None
+
+
+_SENTENCE = re.compile(r"(?<=[\w)}\]$%*])\.[*_]*\s")
+"""Where what is said ends, and more is said on its line."""
 
 
 def _in_a_box(formula: str) -> str:
@@ -125,7 +131,8 @@ def answer(asked: Mapping[str, Any]) -> dict[str, Any]:
     right = [_parsed(library, _in_a_box(one)) for one in readings(asked["label"])]
     given = [_parsed(library, one) for one in _answers(asked["answer"])]
     verify = partial(library.verify, float_rounding=asked["digits"], timeout_seconds=None)
-    return {"equal": any(bool(verify(label, said)) for label in right for said in given)}
+    pairs = ((label, said) for label in right for said in given)
+    return {"equal": any(bool(verify(*pair)) and not _apart(*pair, asked["digits"]) for pair in pairs)}
 
 
 def _answers(text: str) -> list[str]:
@@ -134,6 +141,18 @@ def _answers(text: str) -> list[str]:
     if boxed is None or _in_a_box(boxed) != text:
         return readings(text)
     return [_in_a_box(one) for one in readings(boxed)]
+
+
+def _apart(right: Sequence[Any], given: Sequence[Any], digits: int) -> bool:
+    """Whether both are numbers so small that they are equal to `digits` places alone: 2^-98 is not 2^-99."""
+    numbers = []
+    for parsed in (right, given):
+        found = next((one for one in parsed if getattr(one, "is_number", False)), None)
+        if found is None or not getattr(found, "is_real", False):
+            return False
+        numbers.append(abs(found.evalf(20)))
+    least, most = sorted(numbers)
+    return bool(0 < least < 10.0**-digits and most - least > most * 10.0**-digits)
 
 
 VERIFIER = Verifier(score, label_fault, require, lambda settings: settings.seconds)

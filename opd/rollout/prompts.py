@@ -177,7 +177,8 @@ def encode_prompt(
     prompt: Prompt, tokenizer: PreTrainedTokenizerBase, template: Mapping[str, Any] | None = None
 ) -> np.ndarray:
     """[C] int32: messages through the tokenizer's chat template, up to where the assistant begins; text as it
-    is, with the special tokens (such as a BOS) the tokenizer itself puts before text, and none behind it.
+    is, with the special tokens (such as a BOS) the tokenizer itself puts before text that has none, and none
+    behind it.
     `template`: arguments of the chat template's own.
 
     Raises `DataError` naming the prompt if the tokenizer has no chat template for messages or cannot encode

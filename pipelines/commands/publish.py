@@ -11,7 +11,7 @@ from opd.errors import CheckpointError, TeacherError
 from opd.models.causal_lm import head_form
 from opd.models.hf_folder import adapter_base, check_folder, read_config
 from opd.models.hf_weights import check_weights, quiet
-from opd.models.tokenizers import fingerprint, has_tokenizer, load_tokenizer
+from opd.models.tokenizers import fingerprint, has_tokenizer, load_tokenizer, rows_fault
 from opd.pipelines.doctor.checks import refuse_place
 from opd.progress import doing, hushed
 from opd.storage.object_store import ObjectStore, StoreOptions
@@ -23,19 +23,22 @@ from opd.teachers.skeleton import check_streams
 def model_form(checkpoint: Path) -> ModelForm:
     """Head and tokenizer of a checkpoint, from its small files alone.
 
-    Raises `CheckpointError` or `ModelError` if the configuration or the tokenizer cannot be read. A folder
-    without any tokenizer file has no fingerprint.
+    Raises `CheckpointError` or `ModelError` if the configuration or the tokenizer cannot be read, or if there
+    are more tokens than rows. A folder without any tokenizer file has no fingerprint.
     """
     with quiet():
         config = read_config(checkpoint).get_text_config()
-        described = asdict(fingerprint(load_tokenizer(checkpoint))) if has_tokenizer(checkpoint) else None
+        tokenizer = load_tokenizer(checkpoint) if has_tokenizer(checkpoint) else None
+    fault = rows_fault(config, tokenizer) if tokenizer is not None else None
+    if fault is not None:
+        raise CheckpointError(f"{checkpoint}: {fault}; put the tokenizer there that it was trained with.")
     scale, softcap = head_form(config)
     return ModelForm(
         scale=scale,
         softcap=softcap,
         tied=bool(getattr(config, "tie_word_embeddings", False)),
         layers=config.num_hidden_layers,
-        fingerprint=described,
+        fingerprint=asdict(fingerprint(tokenizer)) if tokenizer is not None else None,
     )
 
 

@@ -13,12 +13,12 @@ import numpy as np
 from opd.config import Recipe
 from opd.config.hub_names import hub_name
 from opd.data.load import check_messages, said_in
-from opd.errors import ConfigError, DataError
+from opd.errors import ConfigError, DataError, ModelError
 from opd.foreign import shown, visible
 from opd.models.causal_lm import CausalLM
 from opd.models.hf_folder import check_folder, described_in, positions_of
 from opd.models.token_ids import id_count
-from opd.models.tokenizers import load_tokenizer, stops_of
+from opd.models.tokenizers import load_tokenizer, rows_fault, stops_of
 from opd.pipelines.doctor.models import Mends, template_findings
 from opd.pipelines.stages.domains import DomainSet
 from opd.pipelines.stages.precision import checkpoint_dtype
@@ -120,6 +120,9 @@ class Speaker:
             loaded = CausalLM.from_pretrained(
                 folder, dtype=checkpoint_dtype(described_in(folder)), device=device
             )
+        fault = rows_fault(loaded.config, tokenizer)
+        if fault is not None:
+            raise ModelError(f"{model}: {fault}; give it the tokenizer that it was trained with.")
         loaded.vocabulary = min(id_count(tokenizer), loaded.vocab_size)
         sampling = _fitting(sampling, questions, loaded, model)
         longest = max(len(one.token_ids) for one in questions) + sampling.max_new_tokens

@@ -539,11 +539,10 @@ def _shape(config: Any, source: str, lora: LoRAConfig | None = None) -> Shape:
 
 def _check_rows(title: str, config: Any, tokenizer: Any, advice: str) -> list[Finding]:
     """Whether a model has a row for every token of the student's tokenizer; more are cut off."""
-    rows, ids = config.get_text_config().vocab_size, id_count(tokenizer)
-    if rows >= ids:
-        return []
-    detail = f"its vocabulary has {rows} rows, but the tokenizer has {ids} tokens"
-    return [Finding("error", title, f"{detail}; {advice}")]
+    from opd.models.tokenizers import rows_fault
+
+    fault = rows_fault(config, tokenizer)
+    return [] if fault is None else [Finding("error", title, f"{fault}; {advice}")]
 
 
 def _check_positions(title: str, config: Any, recipe: Recipe, models: Models) -> list[Finding]:
