@@ -23,7 +23,7 @@ import xxhash
 
 from opd.errors import OpdError, StorageError, reason_of, way_out
 from opd.foreign import indexed_files, read_document, whole
-from opd.storage.files import read_object
+from opd.storage.files import read_description, read_object
 from opd.storage.manifest import (
     DTYPE_BYTES,
     FILES,
@@ -322,8 +322,8 @@ def _describe(folder: Path, form: ModelForm, units: dict[str, Unit], shards: int
     manifest = Manifest(
         digest="",
         shards=shards,
-        config=read_object(folder / "config.json", MEND, StorageError),
-        generation_config=read_object(generation, MEND, StorageError) if generation.is_file() else None,
+        config=read_description(folder / "config.json", MEND, StorageError),
+        generation_config=read_description(generation, MEND, StorageError) if generation.is_file() else None,
         head=HeadEntry(
             scale=form.scale,
             softcap=form.softcap,
