@@ -62,14 +62,16 @@ def object_path(path: str) -> str:
     return path
 
 
-def read_document(data: bytes | str, most: int) -> Any:
+def read_document(data: bytes | str, most: int, constant: Callable[[str], Any] | None = None) -> Any:
     """The JSON in `data`. Raises `ValueError`, saying why, if it has more than `most` bytes, is nested deeper
-    than `MAX_DEPTH`, is no JSON, or holds NaN or infinity.
+    than `MAX_DEPTH`, is no JSON, or holds NaN or infinity, if `constant` does not say what becomes of those.
     """
     if len(data) > most:
         raise ValueError(f"it has {len(data)} bytes where at most {most} are read")
     try:
-        value = json.loads(data, parse_constant=_no_constant, parse_float=_finite, parse_int=whole_number)
+        value = json.loads(
+            data, parse_constant=constant or no_constant, parse_float=_finite, parse_int=whole_number
+        )
     except RecursionError:
         raise ValueError(f"it is nested deeper than {MAX_DEPTH}") from None
     if depth_exceeds(value, MAX_DEPTH):
@@ -203,5 +205,6 @@ def _finite(text: str) -> float:
     return value
 
 
-def _no_constant(name: str) -> NoReturn:
+def no_constant(name: str) -> NoReturn:
+    """Raise `ValueError` for NaN or infinity in JSON."""
     raise ValueError(f"it holds {name}, which is no number of JSON")

@@ -25,13 +25,13 @@ import secrets
 import shutil
 import stat
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
 
 from opd.errors import OpdError, RunFolderError, StorageError, way_out, writing
-from opd.foreign import object_path, read_document
+from opd.foreign import no_constant, object_path, read_document
 
 
 def write_atomic(path: str | os.PathLike[str], data: bytes, *, durable: bool = True) -> None:
@@ -432,6 +432,8 @@ class MappedFile:
 SEAL = "sha256"
 _MAX_BYTES = 256 * 2**20
 """Of a JSON file; models' tokenizers are the largest."""
+FLOAT = "__float__"
+"""The key of what transformers writes in the place of a number that JSON lacks."""
 _SETTLED = 2.0
 """Seconds after which another change of a file shows in its time stamps, on every file system."""
 _known: dict[tuple[int, ...], str] = {}
@@ -463,10 +465,17 @@ def json_bytes(document: Mapping[str, Any]) -> bytes:
     return text.encode(errors="backslashreplace")
 
 
-def read_object(path: Path, mend: str, kind: type[OpdError] = RunFolderError) -> dict[str, Any]:
-    """The JSON object in the file `path`, sealed or not; raises `kind`, with the way out `mend`."""
+def read_object(
+    path: Path,
+    mend: str,
+    kind: type[OpdError] = RunFolderError,
+    constant: Callable[[str], Any] | None = None,
+) -> dict[str, Any]:
+    """The JSON object in the file `path`, sealed or not; raises `kind`, with the way out `mend`. `constant`:
+    see `read_document`.
+    """
     try:
-        data = read_document(read_plain(path, follow=True), _MAX_BYTES)
+        data = read_document(read_plain(path, follow=True), _MAX_BYTES, constant)
     except OSError as error:
         raise kind(f"{path} cannot be read ({error.strerror or error}); {way_out(error, mend)}") from None
     except ValueError as error:
@@ -474,6 +483,19 @@ def read_object(path: Path, mend: str, kind: type[OpdError] = RunFolderError) ->
     if not isinstance(data, dict):
         raise kind(f"{path} holds no JSON object; {mend}")
     return data
+
+
+def read_description(path: Path, mend: str, kind: type[OpdError]) -> dict[str, Any]:
+    """As `read_object`, of a file that describes a model: infinity, which older releases of transformers
+    wrote bare, is there as newer ones write it, `{"__float__": "Infinity"}`.
+    """
+    return read_object(path, mend, kind, _tagged)
+
+
+def _tagged(constant: str) -> dict[str, str]:
+    if constant == "NaN":
+        no_constant(constant)
+    return {FLOAT: constant}
 
 
 def read_sealed(path: Path, mend: str, kind: type[OpdError] = RunFolderError) -> dict[str, Any]:

@@ -170,7 +170,8 @@ def unit_of(name: str) -> str | None:
             return unit
     raise StorageError(
         f"the checkpoint's tensor {shown(name)} belongs to no known part of a decoder (model.embed_tokens,"
-        " model.layers.N, model.norm, lm_head); only plain causal language models can be published."
+        " model.layers.N, model.norm, lm_head), and only models of these can be published; give its folder to"
+        " a teacher of type local."
     )
 
 

@@ -21,7 +21,7 @@ from typing import Any
 import xxhash
 
 from opd.errors import StorageError, way_out
-from opd.storage.files import read_object
+from opd.storage.files import read_description
 from opd.storage.manifest import (
     FILES,
     FORMAT,
@@ -240,8 +240,8 @@ def _describe(folder: Path, form: ModelForm, units: dict[str, Unit], shards: int
     manifest = Manifest(
         digest="",
         shards=shards,
-        config=read_object(folder / "config.json", MEND, StorageError),
-        generation_config=read_object(generation, MEND, StorageError) if generation.is_file() else None,
+        config=read_description(folder / "config.json", MEND, StorageError),
+        generation_config=read_description(generation, MEND, StorageError) if generation.is_file() else None,
         head=HeadEntry(
             scale=form.scale,
             softcap=form.softcap,

@@ -21,14 +21,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.core_model_loading import revert_weight_conversion
 
 from opd.errors import ModelError, TeacherError, reason_of
 from opd.kernels.head import Head
 from opd.kernels.projection import speed_up
+from opd.models.architecture import empty_model
 from opd.models.attention import ATTENTION_NAME, Attend, AttentionCall, PackedAttention
-from opd.models.hf_folder import INDEX, described_in, made_once, names_code, write_checksums
+from opd.models.hf_folder import INDEX, config_of, described_in, made_once, names_code, write_checksums
 from opd.models.hf_weights import meta_parameters, quiet
 from opd.models.long_sequence import FINAL_NORMS, ChunkedLayers
 from opd.storage.files import atomic_folder, write_atomic
@@ -412,10 +413,7 @@ def check_streams(config: PreTrainedConfig, tensors: Mapping[str, Sequence[int]]
     `tensors`: names and shapes as its folder or manifest has them; `None`: those of a new model that is
     saved. Raises `StorageError` or `TeacherError`, as the first stage with such a teacher would.
     """
-    with torch.device("meta"), quiet():
-        module: Any = AutoModelForCausalLM.from_config(
-            config, attn_implementation=ATTENTION_NAME, trust_remote_code=False
-        )
+    module = empty_model(config, config.model_type)
     if tensors is None:
         saved = revert_weight_conversion(module, module.state_dict())
         tensors = {name: tensor.shape for name, tensor in saved.items()}
@@ -476,7 +474,7 @@ def _empty_model(config: dict[str, Any], dtype: torch.dtype) -> Any:
             " publish a model that transformers knows."
         )
     try:
-        hf_config = CONFIG_MAPPING[model_type].from_dict(config)
+        hf_config = config_of(config)
         with meta_parameters(), quiet():
             module = AutoModelForCausalLM.from_config(
                 hf_config, dtype=dtype, attn_implementation=ATTENTION_NAME, trust_remote_code=False

@@ -41,6 +41,7 @@ from opd.models.hf_folder import (
     read_object,
     weight_files,
 )
+from opd.models.long_sequence import layers_of
 from opd.models.peft_folder import LORA_A, LORA_B, PREFIX, merged, read_peft
 from opd.models.sharded import open_empty, put_in_file, whole
 from opd.storage.files import file_digest
@@ -193,7 +194,7 @@ def target_layers(module: Any, targets: Iterable[str]) -> list[str]:
     Raises `ModelError` for a target that no decoder layer has.
     """
     wanted, found = set(targets), []
-    inside = {id(part) for layer in module.get_decoder().layers for part in layer.modules()}
+    inside = {id(part) for layer in layers_of(module.get_decoder()) for part in layer.modules()}
     for name, part in module.named_modules():
         name = name.removesuffix(".base_layer")  # what an adapted layer has become
         if name.rpartition(".")[2] in wanted and isinstance(part, nn.Linear) and id(part) in inside:
@@ -261,7 +262,8 @@ def _inject(base: CausalLM, config: LoRAConfig, seed: int) -> None:
 
     with torch.random.fork_rng(devices=[]), _weights_without_memory(base):
         torch.manual_seed(seed)
-        inject_adapter_in_model(described, base.module)
+        # Of a model that says its type peft takes the names of some dense layers for those of experts.
+        inject_adapter_in_model(described, nn.ModuleDict({"model": base.module}))
 
 
 @contextmanager

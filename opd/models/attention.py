@@ -75,8 +75,12 @@ T = TypeVar("T")
 Attend = Callable[[AttentionCall], Tensor]
 """Computes one layer's attention: `attend(call) -> [1, T, H, d]`."""
 
-# Arguments that change the scores or the softmax in ways `AttentionCall` does not describe.
-_UNSUPPORTED = ("s_aux", "position_bias", "head_mask")
+_UNSUPPORTED = {
+    "s_aux": "attention sinks",
+    "position_bias": "a bias of scores by distance",
+    "head_mask": "a mask of heads",
+}
+"""Arguments that change the scores or the softmax in ways `AttentionCall` does not describe."""
 
 
 def opd_attention(
@@ -89,18 +93,26 @@ def opd_attention(
 ) -> tuple[Tensor, None]:
     """The function Hugging Face attention modules call; delegates to `options["attend"]`.
 
-    Raises `ModelError` if no `attend` was passed, or if the layer needs something it cannot do.
+    Raises `ModelError` if no `attend` comes with the call, or if the layer needs something it cannot do.
     """
     attend = options.get("attend")
     if attend is None:
         raise ModelError(
-            f"{type(module).__name__} got no `attend` argument: call the model through CausalLM.run or"
-            " .hidden; if that was done, this architecture does not pass arguments on and cannot be used."
+            f"its {type(module).__name__} is not handed on what its decoder is given (attend), so sequences"
+            " cannot be kept apart; choose a model of another architecture."
         )
-    if attention_mask is not None or any(options.get(name) is not None for name in _UNSUPPORTED):
+    odd = [what for name, what in _UNSUPPORTED.items() if options.get(name) is not None]
+    odd += ["a mask of its own"] if attention_mask is not None else []
+    if odd:
         raise ModelError(
-            f"{type(module).__name__} uses an attention mask, sink or bias that packed attention does not"
-            " support; choose a model of another architecture."
+            f"its {type(module).__name__} uses {odd[0]}, which packed attention does not support; choose a"
+            " model of another architecture."
+        )
+    if getattr(module, "is_causal", True) is False:
+        raise ModelError(
+            f"its {type(module).__name__} sees tokens to come, as an encoder's does; set is_decoder to true"
+            " in its configuration if it was trained as a decoder, else choose a model of another"
+            " architecture."
         )
     scaling = options.get("scaling")
     call = AttentionCall(

@@ -26,10 +26,19 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 from opd.errors import ModelError, reason_of
 from opd.kernels.head import Head
 from opd.kernels.projection import speed_up
-from opd.models.attention import ATTENTION_NAME, Attend, AttentionCall, PackedAttention
-from opd.models.hf_folder import check_folder, scratch_config
+from opd.models.architecture import Recorder, check_architecture, layers_cause
+from opd.models.attention import ATTENTION_NAME, Attend, PackedAttention
+from opd.models.hf_folder import check_folder, read_config, scratch_config
 from opd.models.hf_weights import load_module
-from opd.models.long_sequence import WHOLE, ChunkedLayers, LayerMemory, LayerPieces, final_norm, recomputed
+from opd.models.long_sequence import (
+    WHOLE,
+    ChunkedLayers,
+    LayerMemory,
+    LayerPieces,
+    final_norm,
+    layers_of,
+    recomputed,
+)
 
 _DIVISORS = ("logits_scaling",)  # Granite, MiniCPM 3
 _FACTORS = ("logit_scale", "lm_head_multiplier", "output_multiplier")  # Cohere, Falcon H1, Muse Spark
@@ -129,7 +138,7 @@ def check_attention(model: CausalLM) -> None:
     lengths = (5, 7)
     ids = torch.arange(sum(lengths), device=model.device) * 7 % model.vocab_size
     positions = torch.cat([torch.arange(length, device=model.device) for length in lengths])
-    recorder = _Recorder(PackedAttention([0, lengths[0], sum(lengths)]))
+    recorder = Recorder(PackedAttention([0, lengths[0], sum(lengths)]))
     try:
         packed = model.run(ids, positions, recorder)
         with _eager(model):
@@ -137,57 +146,37 @@ def check_attention(model: CausalLM) -> None:
                 model.decoder(input_ids=part[None], use_cache=False).last_hidden_state[0]
                 for part in ids.split(lengths)
             ]
-    except (RuntimeError, AttributeError, TypeError, IndexError) as error:
+    except ModelError as error:
+        raise ModelError(f"{type(model.module).__name__} cannot be used here: {error}") from None
+    except (RuntimeError, AttributeError, TypeError, LookupError) as error:
         raise ModelError(
             f"{type(model.module).__name__} cannot run a few tokens: {reason_of(error)}; check its"
             " configuration, or choose a model of another architecture."
         ) from error
-    expected = torch.cat(alone).float()
-    difference = float((packed.float() - expected).abs().max())
-    tolerance = 1e-3 if packed.dtype in (torch.float32, torch.float64) else 1e-1
-    if not difference <= tolerance * max(1.0, float(expected.abs().max())):
+    apart = _apart(model, packed, torch.cat(alone))
+    if apart is not None:
         raise ModelError(
             f"{type(model.module).__name__} gives other hidden states for packed sequences than one by one"
-            f" (difference {difference:.3g}); this architecture cannot be used."
+            f" (difference {apart:.3g}); this architecture cannot be used."
         )
     model.kv_numbers = recorder.kept // sum(lengths)
-    _check_windows(model, recorder.windows)
-    if recorder.again is not None:
-        raise ModelError(
-            f"layer {recorder.again} of {type(model.module).__name__} attends more than once, and a layer's"
-            " keys and values are kept once; choose a model of another architecture."
-        )
+    cause = layers_cause(model.decoder, model.config, recorder)
+    if cause is not None:
+        raise ModelError(f"{type(model.module).__name__} cannot be used here: {cause}.")
 
 
-class _Recorder:
-    """Passes calls on and notes each layer's window."""
+def _apart(model: CausalLM, found: Tensor, expected: Tensor) -> float | None:
+    """The largest difference of hidden states [T, D] computed in two ways; `None` if they are the same.
 
-    def __init__(self, attend: PackedAttention) -> None:
-        self.attend = attend
-        self.windows: dict[int, int | None] = {}
-        self.kept = 0
-        """Numbers in all keys and values."""
-        self.again: int | None = None
-        """A layer that attended twice."""
-
-    def __call__(self, call: AttentionCall) -> Tensor:
-        if call.layer_index in self.windows:
-            self.again = call.layer_index
-        self.windows[call.layer_index] = call.sliding_window
-        self.kept += call.key.numel() + call.value.numel()
-        return self.attend(call)
-
-
-def _check_windows(model: CausalLM, windows: dict[int, int | None]) -> None:
-    # The probe is shorter than any real window, so its numbers cannot show a window that was not passed on.
-    kinds = getattr(model.config, "layer_types", None) or ["full_attention"] * model.config.num_hidden_layers
-    for layer, kind in enumerate(kinds):
-        known = kind == "full_attention" or (kind == "sliding_attention" and windows.get(layer) is not None)
-        if layer not in windows or not known:
-            raise ModelError(
-                f"layer {layer} of {type(model.module).__name__} is of kind {kind!r}, which packed attention"
-                " does not support; choose a model of another architecture."
-            )
+    In 16 bits a rounding may send a token to other experts, and what follows is changed by that: then half of
+    the tokens have to be the same. Tokens that see what they should not are more.
+    """
+    exact = found.dtype in (torch.float32, torch.float64)
+    rows = (found.float() - expected.float()).abs().amax(-1)
+    same = rows <= (1e-3 if exact else 1e-1) * max(1.0, float(expected.abs().max()))
+    routed = not exact and any(parameter.ndim == 3 for parameter in model.module.parameters())
+    enough = float(same.float().mean()) >= 0.5 if routed else bool(same.all())
+    return None if enough else float(rows.max())
 
 
 @contextmanager
@@ -207,19 +196,18 @@ def check_pieces(model: CausalLM) -> None:
     positions = torch.arange(13, device=model.device)
     try:
         with torch.no_grad():
-            whole = model.run(ids, positions, PackedAttention([0, 13])).float()
-            pieces = model.run_pieces(ids, positions, ChunkedLayers([0, 13], 5)).float()
+            whole = model.run(ids, positions, PackedAttention([0, 13]))
+            pieces = model.run_pieces(ids, positions, ChunkedLayers([0, 13], 5))
     except (RuntimeError, AttributeError, TypeError, IndexError) as error:
         raise ModelError(
             f"{type(model.module).__name__} cannot run a sequence in pieces: {reason_of(error)}; leave"
             " sequence_chunk out."
         ) from error
-    tolerance = 1e-3 if model.dtype in (torch.float32, torch.float64) else 1e-1
-    difference = float((whole - pieces).abs().max())
-    if not difference <= tolerance * max(1.0, float(whole.abs().max())):
+    apart = _apart(model, pieces, whole)
+    if apart is not None:
         raise ModelError(
             f"{type(model.module).__name__} gives other hidden states in pieces than whole (difference"
-            f" {difference:.3g}); leave sequence_chunk out."
+            f" {apart:.3g}); leave sequence_chunk out."
         )
     model.pieces_checked = True
 
@@ -447,6 +435,7 @@ class CausalLM:
         """
         folder = Path(path)
         check_folder(folder)
+        check_architecture(read_config(folder), folder)
         module = load_module(folder, dtype=torch_dtype(dtype))
         return cls(module.to(torch_device(device)))
 
@@ -466,6 +455,7 @@ class CausalLM:
         ids come from `tokenizer`. Raises `ModelError` for an unknown `model_type` or argument.
         """
         hf_config = scratch_config(config, tokenizer)
+        check_architecture(hf_config, "model.config")
         try:
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(seed)
@@ -480,6 +470,11 @@ class CausalLM:
                 f"model.config does not describe a causal language model: {reason_of(error)}"
             ) from error
         return cls(module.to(torch_device(device)))
+
+    @property
+    def layers(self) -> list[nn.Module]:
+        """The decoder's layers; none where the family does not keep them as one list."""
+        return layers_of(self.decoder)
 
     @property
     def device(self) -> torch.device:
@@ -518,7 +513,7 @@ class CausalLM:
         """[T, D]: `run` with the layers in these `pieces`. Without a gradient (a prefill) that is one [T, D],
         which every layer overwrites.
         """
-        with pieces.installed(self.decoder.layers, final_norm(self.decoder)):
+        with pieces.installed(self.layers, final_norm(self.decoder)):
             return self.run(input_ids, position_ids, pieces)
 
     def hidden(
@@ -538,7 +533,7 @@ class CausalLM:
             check_pieces(self)
             return self.run_pieces(input_ids, position_ids, ChunkedLayers(attend.bounds, memory.chunk))
         if memory.recompute and torch.is_grad_enabled():
-            with recomputed(self.decoder.layers):
+            with recomputed(self.layers):
                 return self.run(input_ids, position_ids, attend)
         return self.run(input_ids, position_ids, attend)
 

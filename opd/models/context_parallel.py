@@ -245,7 +245,7 @@ def shared_hidden(
         )
     attention = ContextAttention(ranks, share.segments)
     if memory.recompute and torch.is_grad_enabled():
-        with recomputed(model.decoder.layers):
+        with recomputed(model.layers):
             return model.run(ids, positions, attention)
     return model.run(ids, positions, attention)
 

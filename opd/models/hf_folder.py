@@ -286,7 +286,28 @@ def read_checksums(folder: Path) -> dict[str, str]:
 
 def read_object(path: Path) -> dict[str, Any]:
     """The JSON object in the file `path`. Raises `CheckpointError` if there is none."""
-    return files.read_object(path, "copy it again from its source.", CheckpointError)
+    return files.read_description(path, "copy it again from its source.", CheckpointError)
+
+
+def config_of(described: dict[str, Any]) -> PreTrainedConfig:
+    """The configuration that the content of a config.json describes, as transformers reads it from the file.
+
+    Raises `KeyError` for an unknown `model_type`, and whatever its constructor raises.
+    """
+    from transformers import CONFIG_MAPPING
+
+    return CONFIG_MAPPING[described["model_type"]].from_dict(_with_floats(described))
+
+
+def _with_floats(value: Any) -> Any:
+    """`value` with the numbers that JSON lacks in the place of what stands for them."""
+    if isinstance(value, list):
+        return [_with_floats(part) for part in value]
+    if not isinstance(value, dict):
+        return value
+    if value.keys() == {files.FLOAT} and value[files.FLOAT] in ("Infinity", "-Infinity", "NaN"):
+        return float(value[files.FLOAT])
+    return {key: _with_floats(part) for key, part in value.items()}
 
 
 # Read by transformers though not every configuration declares them.
@@ -364,20 +385,37 @@ def layer_windows(config: PreTrainedConfig) -> tuple[int | None, ...]:
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
-def positions_of(config: PreTrainedConfig) -> int | None:
-    """Tokens that a sequence may have, at most; `None` where the configuration does not say.
+_POSITIONS = ("max_position_embeddings", "n_positions", "max_target_positions", "max_seq_len", "n_ctx")
+"""Names of the number of positions, by family."""
 
-    Beyond `original_max_position_embeddings`, "longrope" (Phi 3 and 4) turns all of what is computed together
-    by other angles: a short sequence beside a long one, and keys that a cache has kept, would be wrong.
+
+def positions_of(config: PreTrainedConfig) -> int | None:
+    """Tokens that a sequence may have, at most; `None` where the configuration does not say."""
+    text = config.get_text_config()
+    found = [getattr(text, name, None) for name in _POSITIONS]
+    said = next((number for number in found if isinstance(number, int) and number > 0), None)
+    bounds = [number for number in (said, angles_change_at(config)) if number]
+    return min(bounds, default=None)
+
+
+_POSITIONS = ("max_position_embeddings", "n_positions", "max_target_positions", "max_seq_len", "n_ctx")
+
+
+def angles_change_at(config: PreTrainedConfig) -> int | None:
+    """Tokens beyond which the angles of all that is computed together follow from the longest sequence of it
+    ("longrope" of Phi 3 and 4, "dynamic"); `None` if angles follow from positions alone.
+
+    A short sequence beside a longer one, and keys that a cache has kept, would be wrong.
     """
     text = config.get_text_config()
-    positions = getattr(text, "max_position_embeddings", None)
+    whole, found = getattr(text, "max_position_embeddings", None), []
     turned = getattr(text, "rope_parameters", None) or {}
     for rope in (turned, *turned.values()):  # or by kind of layer
-        if isinstance(rope, dict) and rope.get("rope_type") == "longrope":
-            original = rope.get("original_max_position_embeddings") or positions
-            positions = min(positions or original, original) if original else positions
-    return positions
+        kind = rope.get("rope_type") if isinstance(rope, dict) else None
+        if kind in ("longrope", "dynamic"):
+            first = rope.get("original_max_position_embeddings") if kind == "longrope" else None
+            found.append(first or whole)
+    return min((number for number in found if number), default=None)
 
 
 def scratch_config(config: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> PreTrainedConfig:
@@ -389,7 +427,7 @@ def scratch_config(config: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -
     from huggingface_hub.errors import StrictDataclassError
     from transformers import CONFIG_MAPPING, AutoConfig
 
-    options = dict(config)
+    options = _with_floats(config)
     model_type = options.pop("model_type", None)
     _refuse_endless(options, "model.config")
     if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:

@@ -330,7 +330,7 @@ class ChunkedLayers(LayerPieces):
         return cache
 
 
-FINAL_NORMS = ("norm", "final_layernorm", "ln_f")
+FINAL_NORMS = ("norm", "final_layernorm", "ln_f", "final_layer_norm", "layer_norm")
 """What families call the norm after the last layer."""
 
 
@@ -358,6 +358,12 @@ def final_norm(decoder: Any) -> nn.Module | None:
     return found[0] if found else None
 
 
+def layers_of(decoder: Any) -> list[nn.Module]:
+    """The decoder's layers, whatever it calls them; none if it has no list of them, or several."""
+    lists = [part for part in decoder.children() if isinstance(part, nn.ModuleList)]
+    return list(lists[0]) if len(lists) == 1 else []
+
+
 @contextmanager
 def recomputed(layers: Sequence[nn.Module]) -> Iterator[None]:
     """While the block runs, `layers` keep only their input; the backward computes the rest again."""
@@ -369,7 +375,9 @@ def recomputed(layers: Sequence[nn.Module]) -> Iterator[None]:
 
 
 def _checkpointed(layer: Callable[..., Any]) -> Callable[..., Any]:
-    def forward(hidden_states: Tensor, **arguments: Any) -> Any:
-        return checkpoint(layer, hidden_states, use_reentrant=False, preserve_rng_state=False, **arguments)
+    def forward(hidden_states: Tensor, *others: Any, **arguments: Any) -> Any:
+        return checkpoint(
+            layer, hidden_states, *others, use_reentrant=False, preserve_rng_state=False, **arguments
+        )
 
     return forward

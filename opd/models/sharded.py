@@ -22,8 +22,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from opd.errors import CheckpointError, ModelError, OpdError, reason_of
+from opd.models.architecture import check_architecture
 from opd.models.causal_lm import CausalLM, Unread, torch_device, torch_dtype
-from opd.models.hf_folder import MEND, adapter_base, check_folder, read_checksums, weight_files
+from opd.models.hf_folder import MEND, adapter_base, check_folder, read_checksums, read_config, weight_files
 from opd.models.hf_weights import empty_module
 from opd.models.peft_folder import merged, read_peft
 from opd.ranks import Ranks
@@ -43,6 +44,7 @@ def open_empty(path: str | Path, *, dtype: str = "float32", device: str | torch.
     """
     folder = Path(path)
     check_folder(folder, digests=False)
+    check_architecture(read_config(folder), folder)
     module = empty_module(folder, torch_dtype(dtype))
     parts, stored = _parts(adapter_base(folder) or folder), {}
     for names, tensor in own_tensors(module):
@@ -68,15 +70,14 @@ class Root(nn.Module):
         return compute()
 
 
-def layers_of(model: CausalLM) -> list[nn.Module]:
+def layers_to_cut(model: CausalLM) -> list[nn.Module]:
     """The decoder's layers. Raises `ModelError` if it has no list of them."""
-    lists = [part for part in model.decoder.children() if isinstance(part, nn.ModuleList)]
-    if len(lists) != 1:
+    if not model.layers:
         raise ModelError(
-            f"{type(model.decoder).__name__} has {len(lists)} lists of layers, so its weights cannot be"
+            f"{type(model.decoder).__name__} does not keep its layers as one list, so its weights cannot be"
             " sharded layer by layer; use it with one rank."
         )
-    return list(lists[0])
+    return model.layers
 
 
 def cut(model: CausalLM, ranks: Ranks, compute_dtype: torch.dtype | None = None) -> Root:
@@ -92,7 +93,7 @@ def cut(model: CausalLM, ranks: Ranks, compute_dtype: torch.dtype | None = None)
     root, empty = Root(model.module), model.unread is not None
     mesh = init_device_mesh(model.device.type, (ranks.size,))
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
-    for part in [*layers_of(model), root]:
+    for part in [*layers_to_cut(model), root]:
         fully_shard(part, mesh=mesh, mp_policy=policy)
     if empty:
         fill(model, ranks)

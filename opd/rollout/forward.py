@@ -272,7 +272,7 @@ class LeanDecoder:
 
     def __init__(self, model: CausalLM) -> None:
         """Raises `ValueError` if it `supports` no such model."""
-        if not supports(model.config, model.decoder.layers):
+        if not supports(model.config, model.layers):
             raise ValueError(f"the lean decoder does not know this form of {model.config.model_type}")
         self._model = model
         self._base: Any = model.decoder
@@ -432,7 +432,7 @@ class Runner:
         self.cache = self._new_cache()
         self.prefilled_tokens = 0
         """Tokens that went through a prefill forward; a prompt shared by several requests counts once."""
-        use_lean = supports(model.config, model.decoder.layers) if lean is None else lean
+        use_lean = supports(model.config, model.layers) if lean is None else lean
         self.lean = LeanDecoder(model) if use_lean else None
         self._kept: KeptPrompt | None = None
         self.head: Head | None = self._decode_head()

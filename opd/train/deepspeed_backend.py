@@ -27,7 +27,7 @@ from opd.models.causal_lm import CausalLM
 from opd.models.sharded import (
     Root,
     Stored,
-    layers_of,
+    layers_to_cut,
     need_room,
     own_tensors,
     read_together,
@@ -121,7 +121,7 @@ class DeepSpeedBackend(WholeModelBackend):
     def _settings(self, more: dict[str, Any], compute_dtype: torch.dtype | None) -> dict[str, Any]:
         """DeepSpeed's configuration: what it gathers and sums at a time is bounded by the model's layers."""
         module = self.model.module
-        layers = [sum(p.numel() for p in layer.parameters()) for layer in layers_of(self.model)]
+        layers = [sum(p.numel() for p in layer.parameters()) for layer in layers_to_cut(self.model)]
         largest = max(p.numel() for p in module.parameters())
         # Beside the layer that computes, the next one; and what belongs to no layer.
         live = 2 * max(layers) + sum(p.numel() for p in module.parameters()) - sum(layers)

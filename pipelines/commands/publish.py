@@ -7,13 +7,15 @@ from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 
-from opd.errors import CheckpointError, TeacherError
+from opd.errors import CheckpointError, ModelError, StorageError, TeacherError
+from opd.models.architecture import check_architecture, empty_model
 from opd.models.causal_lm import head_form
 from opd.models.hf_folder import adapter_base, check_folder, read_config
 from opd.models.hf_weights import check_weights, quiet
 from opd.models.tokenizers import fingerprint, has_tokenizer, load_tokenizer, rows_fault
 from opd.pipelines.doctor.checks import refuse_place
 from opd.progress import doing, hushed
+from opd.storage.manifest import unit_of
 from opd.storage.object_store import ObjectStore, StoreOptions
 from opd.storage.publish import ModelForm, Published, publish
 from opd.storage.weight_folder import read_headers
@@ -62,15 +64,28 @@ def _checked_form(folder: Path) -> ModelForm:
         raise CheckpointError(
             f"{folder} is an adapter on {base}, and only whole models are published; merge it first."
         )
+    config = read_config(folder)
+    empty_model(config, folder)
     check_weights(folder)
+    try:
+        for name in read_headers(folder):
+            unit_of(name)
+    except StorageError:
+        check_architecture(config, folder)  # whose sentence says more, where nothing here could have it
+        raise
     return model_form(folder)
 
 
 def _only_whole(folder: Path) -> str | None:
     """Why what is published of `folder` cannot be read layer by layer."""
     tensors = {name: tensor.shape for name, tensor in read_headers(folder).items()}
+    config = read_config(folder)
     try:
-        check_streams(read_config(folder), tensors)
+        check_architecture(config, folder)
+    except ModelError as error:
+        return f"{str(error).rstrip('.')}, or let servers have it as a teacher"
+    try:
+        check_streams(config, tensors)
     except TeacherError as error:
         return str(error)
     return None

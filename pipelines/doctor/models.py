@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from opd.config import Recipe, RolloutConfig
 from opd.config.recipe import WEIGHT_MERGES
+from opd.config.teachers import ServedEngineConfig
 from opd.config.train import LoRAConfig
-from opd.errors import CheckpointError, ModelError, OpdError, reason_of
+from opd.errors import CheckpointError, ModelError, OpdError
 from opd.models.token_ids import id_count
 from opd.pipelines.doctor.checks import Finding, attempt, given_teachers, number_of
 from opd.progress import doing
@@ -181,6 +182,7 @@ def _for_all(sentence: str, names: list[str]) -> str:
 
 def _check_student(recipe: Recipe, domains: Mapping[str, Domain], models: Models) -> list[Finding]:
     from opd.megatron.form import MegatronForm
+    from opd.models.architecture import check_architecture
     from opd.models.hf_folder import check_folder, read_config, scratch_config
     from opd.models.hf_weights import check_weights
     from opd.pipelines.stages.domains import student_tokenizer
@@ -196,16 +198,18 @@ def _check_student(recipe: Recipe, domains: Mapping[str, Domain], models: Models
     models.tokenizer = student_tokenizer(recipe, domains.values())
     if model.path is not None:
         check_folder(Path(model.path))
-        check_weights(Path(model.path))
-        _look_at_values(Path(model.path))
         config = read_config(Path(model.path))
     else:
         config = scratch_config(model.config or {}, models.tokenizer)
+    module = check_architecture(config, model.path or "model.config")
+    if model.path is not None:
+        check_weights(Path(model.path))
+        _look_at_values(Path(model.path))
     models.config = config
     if recipe.train.backend == "megatron":
         train = recipe.train
         MegatronForm.from_config(config).check_student(train.tensor_parallel, train.pipeline_parallel)
-    models.student = _shape(config, model.path or "model.config", model.lora)
+    models.student = _shape(config, module, model.lora)
     size = f"{models.student.parameters:,} parameters, vocabulary {id_count(models.tokenizer)}"
     return [
         Finding("ok", "student", f"{config.model_type}, {size}"),
@@ -216,6 +220,7 @@ def _check_student(recipe: Recipe, domains: Mapping[str, Domain], models: Models
         *(Finding("warning", "student", one) for one in student_remarks(recipe, models.tokenizer)),
         *_check_sampling("student", model.path, recipe.rollout),
         *_check_adapters(model.lora, models.student),
+        *_check_sent(recipe, module),
     ]
 
 
@@ -226,6 +231,20 @@ def _look_at_values(folder: Path) -> None:
 
     with doing(f"reading {folder}"):
         check_numbers(described_in(folder), _LOOKED_AT)
+
+
+def _check_sent(recipe: Recipe, module: Any) -> list[Finding]:
+    """Whether servers on which the student writes know its tensors by the names under which they are sent."""
+    from opd.models.architecture import kept_otherwise
+
+    found = kept_otherwise(module) if isinstance(recipe.rollout.engine, ServedEngineConfig) else None
+    if found is None:
+        return []
+    detail = (
+        f"its {found[0]} is one tensor where servers, as its files, have others ({found[1]}), so that they"
+        " cannot be given its weights; set rollout.engine to {type: torch}"
+    )
+    return [Finding("error", "student", detail)]
 
 
 def _check_adapters(lora: LoRAConfig | None, student: Shape) -> list[Finding]:
@@ -239,16 +258,23 @@ def _check_adapters(lora: LoRAConfig | None, student: Shape) -> list[Finding]:
 
 
 def _check_teacher(recipe: Recipe, name: str, source: str, models: Models) -> list[Finding]:
-    from opd.models.hf_folder import check_folder
+    from opd.models.architecture import check_architecture, empty_model
+    from opd.models.hf_folder import check_folder, read_config
     from opd.models.hf_weights import check_weights
     from opd.teachers.skeleton import is_published, small_files
 
-    if not is_published(source):
+    here = recipe.teacher(name).type in ("local", "streamed")  # not in a server's own code
+    whole = not is_published(source)
+    if whole:
         check_folder(Path(source))
-        check_weights(Path(source))
-        _look_at_values(Path(source))
     with small_files(source) as folder:
-        return _check_teacher_files(recipe, name, source, folder, models)
+        config = read_config(folder)
+        module = (check_architecture if here else empty_model)(config, source)
+        if whole:
+            check_weights(Path(source))
+            _look_at_values(Path(source))
+        models.teachers[name] = replace(_shape(config, module), **_stored(source))
+        return _check_teacher_files(recipe, name, folder, config, models)
 
 
 def _check_streams(recipe: Recipe, models: Models, lost: Collection[str]) -> list[Finding]:
@@ -291,13 +317,8 @@ def _stream_names(recipe: Recipe, source: str | None, models: Models) -> list[Fi
     return []
 
 
-def _check_teacher_files(recipe: Recipe, name: str, source: str, path: Path, models: Models) -> list[Finding]:
-    from opd.models.hf_folder import read_config
-
-    title = f"teacher {name}"
-    config = read_config(path)
-    shape = _shape(config, str(path))
-    models.teachers[name] = replace(shape, **_stored(source))
+def _check_teacher_files(recipe: Recipe, name: str, path: Path, config: Any, models: Models) -> list[Finding]:
+    title, shape = f"teacher {name}", models.teachers[name]
     return [
         Finding("ok", title, f"{config.model_type}, {shape.parameters:,} parameters"),
         *_check_rows(title, config, models.tokenizer, _SAME_TOKENS),
@@ -497,31 +518,27 @@ def _stored(source: str) -> dict[str, Any]:
 _FUSED = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 
 
-def _shape(config: Any, source: str, lora: LoRAConfig | None = None) -> Shape:
-    """Counts the parameters of the model without making them."""
+def _shape(config: Any, module: Any, lora: LoRAConfig | None = None) -> Shape:
+    """Counts the parameters of `module`, the model of `config` on the meta device."""
     import torch
-    from transformers import AutoModelForCausalLM
 
     from opd.models.adapters import target_layers
     from opd.models.hf_folder import layer_windows
+    from opd.models.long_sequence import layers_of
     from opd.rollout.forward import supports
 
     text = config.get_text_config()
-    try:
-        with torch.device("meta"):
-            module = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-    except Exception as error:  # transformers raises whatever the family's constructor meets
-        raise ModelError(f"{source} does not describe a causal language model: {reason_of(error)}") from None
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    layers = target_layers(module, lora.targets) if lora is not None else []
-    linear = [module.get_submodule(name) for name in layers]
+    adapted = target_layers(module, lora.targets) if lora is not None else []
+    linear = [module.get_submodule(name) for name in adapted]
     rank = lora.rank if lora is not None else 0
-    decoder = module.get_decoder()
+    layers = layers_of(module.get_decoder())
     decoded = [
         (name.rpartition(".")[2], part.weight.numel())
-        for name, part in decoder.layers.named_modules()
-        if isinstance(part, torch.nn.Linear) and supports(text, decoder.layers)
+        for layer in (layers if supports(text, layers) else ())
+        for name, part in layer.named_modules()
+        if isinstance(part, torch.nn.Linear)
     ]
     return Shape(
         fused=sum(size for name, size in decoded if name in _FUSED),
@@ -547,7 +564,7 @@ def _check_rows(title: str, config: Any, tokenizer: Any, advice: str) -> list[Fi
 
 def _check_positions(title: str, config: Any, recipe: Recipe, models: Models) -> list[Finding]:
     """Whether a teacher can read, and when it is measured write, what the student may write."""
-    from opd.models.hf_folder import positions_of
+    from opd.models.hf_folder import angles_change_at, positions_of
 
     own, limit = [positions_of(each) for each in (config, models.config)], recipe.rollout.max_sequence
     limit_key, kept = "rollout.max_sequence", recipe.kept_by_servers
@@ -556,8 +573,8 @@ def _check_positions(title: str, config: Any, recipe: Recipe, models: Models) ->
         return []
     beside = f" of which servers keep {kept}" if kept else ""
     detail = f"it has {own[0]} positions{beside}, but a prompt and its response may take {ours} tokens"
-    if own[0] != getattr(config.get_text_config(), "max_position_embeddings", None):
-        mend = f"beyond them its angles change (longrope), for short texts beside it too: set {limit_key}"
+    if own[0] == angles_change_at(config):
+        mend = f"beyond them its angles change (rope_type), for short texts beside it too: set {limit_key}"
         return [Finding("error", title, f"{detail}; {mend} to {theirs}")]
     return [Finding("warning", title, f"{detail}; set {limit_key} to {theirs} if they do")]
 

@@ -402,12 +402,13 @@ def test_the_estimate_counts_the_weights_that_decode_holds(monkeypatch, dtype, w
     if engine._runner.head.weight.data_ptr() not in shared:
         held += engine._runner.head.weight.nbytes
     recipe = make_recipe(Path("unused"), model={"config": LLAMA, "dtype": dtype})
-    parts = memory_parts(recipe, _shape(model.module.config, "it"), {})
+    parts = memory_parts(recipe, _shape(model.module.config, model.module), {})
     assert parts["weights laid out for decode"] == held
 
 
 def test_no_weights_are_laid_out_where_a_model_decodes_by_itself():
-    shape = _shape(in_shape(model_type="olmo2").module.config, "it")
+    module = in_shape(model_type="olmo2").module
+    shape = _shape(module.config, module)
     assert shape.fused == shape.linear == 0
 
 
@@ -416,7 +417,7 @@ def test_the_estimate_counts_what_captured_steps_hold(pretended):
     recipe = make_recipe(
         Path("unused"), model={"config": LLAMA, "device": "cuda"}, rollout={"max_running": 6}
     )
-    parts = memory_parts(recipe, _shape(model.module.config, "it"), {})
+    parts = memory_parts(recipe, _shape(model.module.config, model.module), {})
     engine = TorchEngine(pretended.model(model), max_running=6)
     params = SamplingParams(max_new_tokens=8, top_p=0.9)
     list(engine.generate([RolloutRequest(str(i), np.array([1, 2], np.int32), params) for i in range(6)]))

@@ -39,7 +39,7 @@ def recipe_of(offload: dict[str, bool] | None = None, **changes: Any) -> Recipe:
 
 
 def shape():
-    return _shape(tiny.model().module.config, "it")
+    return _shape(tiny.model().module.config, tiny.model().module)
 
 
 def total(parts: dict[str, int]) -> int:
@@ -75,7 +75,7 @@ def test_parts_are_in_the_phases_that_use_them():
 
 def test_the_estimate_of_a_phase_is_what_is_held(tmp_path):
     model = tiny.model()
-    phases = memory_by_phase(recipe_of(BOTH), _shape(model.module.config, "it"), {})
+    phases = memory_by_phase(recipe_of(BOTH), _shape(model.module.config, model.module), {})
     buffers = sum(buffer.nbytes for buffer in model.module.buffers())
     training = tiny.training([CrossEntropyTerm()])
     backend = TorchBackend(model, training)
@@ -92,7 +92,7 @@ def test_the_estimate_of_a_phase_is_what_is_held(tmp_path):
     copies = phases["rollout"]["engine copy"] + phases["rollout"]["weights laid out for decode"]
     # Weights too small to gain by another layout stay as they are.
     assert phases["rollout"]["engine copy"] < engine.resident()["engine_weights"] - buffers - rotary <= copies
-    put_away = disk_parts(recipe_of(BOTH), _shape(model.module.config, "it"), {})[
+    put_away = disk_parts(recipe_of(BOTH), _shape(model.module.config, model.module), {})[
         "what the trainer puts away"
     ]
     shelf = Shelf(tmp_path)

@@ -133,7 +133,7 @@ def test_another_number_of_tokens_is_refused():
 def test_the_interface_refuses_what_it_cannot_do():
     call = make_call(3, 2, False, 0)
     tensors = (torch.nn.Identity(), call.query, call.key, call.value)
-    with pytest.raises(ModelError, match="got no `attend`"):
+    with pytest.raises(ModelError, match="is not handed on what its decoder is given"):
         opd_attention(*tensors)
     with pytest.raises(ModelError, match="does not support"):
         opd_attention(*tensors, attend=PackedAttention([0, 3]), s_aux=torch.zeros(4))

@@ -168,9 +168,9 @@ def test_a_head_smaller_than_the_tokenizer_is_refused():
     [
         (
             {"model_type": "mamba", "hidden_size": 32, "num_hidden_layers": 2},
-            "packed sequences than one by one",
+            "MambaMixer",
         ),
-        ({"model_type": "bloom", "hidden_size": 32, "n_layer": 2, "n_head": 4}, "cannot be used"),
+        ({"model_type": "bloom", "hidden_size": 32, "n_layer": 2, "n_head": 4}, "BloomAttention"),
         (
             tiny.LLAMA | {"model_type": "diffllama"},
             "attends more than once",

@@ -1,0 +1,174 @@
+"""Which models can be computed here, asked of one without weights before any are read.
+
+A family is not listed by name. Its decoder is made on the meta device and run on a few tokens, which costs no
+memory and no arithmetic: every layer has to attend once, through the attention interface of transformers and
+with the arguments that the decoder was given. What only numbers show (a scale, a softcap, a bias of scores)
+is found when the weights are there, by `CausalLM.check`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from itertools import permutations
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedConfig
+from transformers.core_model_loading import revert_weight_conversion
+
+from opd.errors import ModelError, reason_of
+from opd.models.attention import ATTENTION_NAME, AttentionCall, PackedAttention
+from opd.models.hf_weights import quiet
+from opd.models.long_sequence import layers_of
+
+ANOTHER = "choose a model of another architecture"
+"""What is left where an architecture is at fault."""
+_TOKENS = 5
+
+
+def check_architecture(config: PreTrainedConfig, where: str | Path) -> Any:
+    """The causal language model of `config`, which is read from `where`, without weights.
+
+    Raises `ModelError`, the same for whoever asks, if it could not be run, trained or sampled here.
+    """
+    module = empty_model(config, where, torch.bfloat16)  # in which experts are multiplied without numbers
+    cause = _cause(module)
+    if cause is not None:
+        name = type(module).__name__
+        raise ModelError(f"{where} is of class {name}, which cannot be used here: {cause}.")
+    return module
+
+
+def empty_model(config: PreTrainedConfig, where: str | Path, dtype: torch.dtype | None = None) -> Any:
+    """The causal language model of `config` on the meta device, its angles those of short sequences.
+
+    Raises `ModelError` if transformers has none, or none whose attention can be given to it.
+    """
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ModelError(
+            f"{where} describes a model of type {config.model_type}{_more_than_text(config)}, of which"
+            f" transformers {transformers.__version__} has no causal language model; choose a text model, or"
+            " the folder of its language part."
+        )
+    options = {} if dtype is None else {"dtype": dtype}
+    try:
+        with torch.device("meta"), quiet():
+            module: Any = AutoModelForCausalLM.from_config(
+                config, attn_implementation=ATTENTION_NAME, trust_remote_code=False, **options
+            )
+    except Exception as error:  # transformers raises whatever the family's constructor meets
+        if isinstance(error, KeyError) and error.args == (ATTENTION_NAME,):
+            name = getattr(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], "__name__", config.model_type)
+            raise ModelError(
+                f"{where} is of class {name}, which cannot be used here: it chooses its attention among its"
+                f" own and takes none from outside; {ANOTHER}."
+            ) from None
+        raise ModelError(f"{where} does not describe a causal language model: {reason_of(error)}") from None
+    for part in module.modules():
+        kind = getattr(part, "rope_type", None)  # those that look at positions would look at numbers
+        if isinstance(kind, str | dict):
+            part.rope_type = "default" if isinstance(kind, str) else dict.fromkeys(kind, "default")
+    return module.eval()
+
+
+def _more_than_text(config: PreTrainedConfig) -> str:
+    parts = [name for name in ("vision", "audio") if hasattr(config, f"{name}_config")]
+    if parts:
+        return f" ({' and '.join(parts)} beside text)"
+    return " (an encoder and a decoder)" if getattr(config, "is_encoder_decoder", False) else ""
+
+
+@torch.no_grad()
+def _cause(module: Any) -> str | None:
+    """Why `module`, on the meta device, cannot be used, and what to do; `None` if nothing shows."""
+    decoder = module.get_decoder()
+    if not isinstance(module.get_output_embeddings(), nn.Linear):
+        return f"it has no linear output head; {ANOTHER}"
+    recorder = Recorder(PackedAttention([0, _TOKENS]))
+    ids = torch.zeros(1, _TOKENS, dtype=torch.int64, device="meta")
+    placed = "position_ids" in inspect.signature(decoder.forward).parameters
+    positions = {"position_ids": ids} if placed else {}
+    try:
+        output = decoder(input_ids=ids, use_cache=False, attend=recorder, **positions)
+    except ModelError as error:
+        return str(error).rstrip(".")
+    except RuntimeError:  # it looks at numbers, of which there are none yet
+        return None
+    except Exception as error:  # transformers raises whatever its code meets
+        return f"its own code cannot run packed sequences ({reason_of(error).rstrip('.')}); {ANOTHER}"
+    if not hasattr(output, "last_hidden_state"):
+        return f"its decoder gives no last hidden states without a head; {ANOTHER}"
+    cause = layers_cause(decoder, module.config.get_text_config(), recorder)
+    if cause is None and not placed:
+        return (
+            "its decoder takes no positions (position_ids) and counts them from the first of all tokens it is"
+            f" given, which several sequences in one pass would share; {ANOTHER}"
+        )
+    return cause
+
+
+def kept_otherwise(module: Any) -> tuple[str, str] | None:
+    """The name of a tensor of `module`, and of one of those that its files hold in its place, where the two
+    differ, as they do for experts; `None` if files hold the tensors as they are.
+    """
+    own = module.state_dict()
+    stored = revert_weight_conversion(module, own)
+    mine, theirs = (sorted(one - other) for one, other in permutations((own.keys(), stored.keys())))
+    return (mine[0], theirs[0]) if mine and theirs else None
+
+
+class Recorder:
+    """Passes calls on and notes each layer's window."""
+
+    def __init__(self, attend: PackedAttention) -> None:
+        self.attend = attend
+        self.windows: dict[int, int | None] = {}
+        self.kept = 0
+        """Numbers in all keys and values."""
+        self.again: int | None = None
+        """A layer that attended twice."""
+
+    def __call__(self, call: AttentionCall) -> Tensor:
+        if call.layer_index in self.windows:
+            self.again = call.layer_index
+        self.windows[call.layer_index] = call.sliding_window
+        self.kept += call.key.numel() + call.value.numel()
+        return self.attend(call)
+
+
+def layers_cause(decoder: Any, config: Any, recorder: Recorder) -> str | None:
+    """Why packed attention does not stand for all the layers that `recorder` has seen; `None` if it does."""
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    for layer, kind in enumerate(kinds):
+        if layer not in recorder.windows:
+            return (
+                f"its layer {layer}{_mixer(decoder, layer)} does not attend through the attention interface"
+                " of transformers, as recurrences, convolutions and attention of a model's own (with ALiBi,"
+                f" say) do not; {ANOTHER}"
+            )
+        # The pass is shorter than any real window, so its numbers cannot show one that was not passed on.
+        if kind != "full_attention" and (kind != "sliding_attention" or recorder.windows[layer] is None):
+            return (
+                f"its layer {layer} is of kind {kind!r}, which packed attention does not support; {ANOTHER}"
+            )
+    if recorder.again is not None:
+        return (
+            f"its layer {recorder.again} attends more than once, and a layer's keys and values are kept once;"
+            f" {ANOTHER}"
+        )
+    return None
+
+
+_NO_MIXER = re.compile(r"(Norm|MLP|Mlp|Linear|Dropout|Experts|M[oO][eE](Block|Layer)?|FeedForward|Router)$")
+
+
+def _mixer(decoder: Any, index: int) -> str:
+    """What a layer of `decoder` mixes tokens by, if that can be told."""
+    layers = layers_of(decoder)
+    parts = layers[index].children() if index < len(layers) else ()
+    names = [name for name in (type(part).__name__ for part in parts) if not _NO_MIXER.search(name)]
+    return f" ({names[0]})" if names else ""
