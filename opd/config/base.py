@@ -77,6 +77,9 @@ class Config(BaseModel):
     ceiling: ClassVar[float] = 1e9
     """No number is larger than any setting can mean, whatever the bounds of its own field; the seed and
     mappings that somebody else reads are not bounded."""
+    floor: ClassVar[float] = 1e-30
+    """No number but 0 is smaller: in float32, in which steps compute, it would soon be 0, or its inverse
+    infinite. With the same exceptions."""
 
     @model_validator(mode="before")
     @classmethod
@@ -102,6 +105,12 @@ class Config(BaseModel):
                 most = f"{cls.ceiling:,.0f}"
                 raise PydanticCustomError(
                     "too_large", "no setting can mean more than {most}; give less", {"most": most}
+                )
+            if 0 < abs(number) < cls.floor and not free:
+                raise PydanticCustomError(
+                    "too_small",
+                    "no setting can mean so little; give 0 or at least {least}",
+                    {"least": cls.floor},
                 )
         return value
 

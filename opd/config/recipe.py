@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -12,7 +12,7 @@ from opd.config.distill import DistillConfig, SharesConfig
 from opd.config.environments import NamedEnvironment
 from opd.config.evaluation import EvaluationConfig
 from opd.config.rewards import RewardConfig
-from opd.config.rl import SampledTokenK1, shared_out
+from opd.config.rl import SampledTokenK1, check_weights, shared_out
 from opd.config.servers import ServerGroupConfig
 from opd.config.sft import SFTConfig, WarmupConfig
 from opd.config.specialist import SpecialistConfig
@@ -100,12 +100,7 @@ class DomainConfig(Config):
     distill: SharesConfig | None = None
     """Its share of the merge's steps, in place of the recipe's `distill`."""
 
-    @field_validator("teacher")
-    @classmethod
-    def _weights_are_positive(cls, given: str | dict[str, float] | None) -> str | dict[str, float] | None:
-        if isinstance(given, dict) and (not given or min(given.values()) <= 0):
-            raise ValueError("give teachers with positive weights")
-        return given
+    _weighs = field_validator("teacher")(check_weights)
 
     @property
     def is_file(self) -> bool:
@@ -182,7 +177,9 @@ class BaselinesConfig(Config):
         "off_policy",
     ]
     """Which of them to make; `[]` makes none."""
-    scales: list[float] = Field(default=[0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0], min_length=1)
+    scales: list[Annotated[float, Field(ge=0)]] = Field(
+        default=[0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0], min_length=1
+    )
     """Scaling coefficients tried for task arithmetic, TIES and DARE, chosen on *training* prompts."""
     density: float = Field(default=0.5, gt=0, le=1)
     """Share of each task vector that TIES keeps and DARE does not drop."""

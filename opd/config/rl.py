@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
 from opd.config.base import Config
 
@@ -421,6 +421,24 @@ def check_mixture(loss: DistillLoss, mixture: Mixture) -> None:
         )
 
 
+_LEAST = 1e-6
+"""Least share of a teacher among several: one with less is never asked, and its logarithm is far off."""
+
+
+def check_weights(given: str | dict[str, float] | None) -> str | dict[str, float] | None:
+    """A teacher, or weights over several. Raises `ValueError` unless each of them counts."""
+    if isinstance(given, dict):
+        if not given or min(given.values()) <= 0:
+            raise ValueError("give teachers with positive weights")
+        name, least = min(given.items(), key=lambda one: one[1])
+        if least < _LEAST * sum(given.values()):
+            raise ValueError(
+                f"{name!r} has less than a millionth of the weight, which is as good as none; give it more,"
+                " or leave it out"
+            )
+    return given
+
+
 class OPDConfig(Config):
     """Teachers that a specialist follows beside its rewards: on-policy distillation within GRPO. Filters of
     groups and `shaping.mask_truncated` choose what the rewards teach; teachers teach on every response."""
@@ -439,12 +457,13 @@ class OPDConfig(Config):
     """With several teachers, as in the merge: `one_hot` sends each prompt to one of them, `geometric` and
     `arithmetic` pool them."""
 
+    _weighs = field_validator("teacher")(check_weights)
+
     @model_validator(mode="after")
     def _refuse_nonsense(self) -> OPDConfig:
         if not self.coef:
             raise ValueError("coef 0 would read teachers for nothing; give it a weight, or set opd to null")
-        given = self.teacher
-        if not given or (isinstance(given, dict) and min(given.values()) <= 0):
+        if not self.teacher:
             raise ValueError("teacher: give the name of a teacher, or several with positive weights")
         if isinstance(self.loss, SampledTokenK1):
             fields = SampledTokenK1.model_fields

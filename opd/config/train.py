@@ -198,7 +198,7 @@ class ActorResources(Config):
     """A fraction shares a GPU with other actors of its bundle."""
     memory_mb: int = Field(default=0, ge=0)
     """0 asks for none in particular."""
-    custom: dict[str, float] = {}
+    custom: dict[str, Annotated[float, Field(ge=0)]] = {}
     """Resources of your own by name, such as `{h200: 1}`."""
 
 

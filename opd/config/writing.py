@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
@@ -47,12 +47,12 @@ class RolloutConfig(WritingConfig):
 
     engine: EngineConfig = TorchEngineConfig()
     """What it writes with: `{type: torch}`, `{type: sglang, urls: [...]}` or `{type: vllm, urls: [...]}`."""
-    stop_ids: list[int] = []
+    stop_ids: list[Annotated[int, Field(ge=0)]] = []
     """Token ids that end a response, beside those of `model_stop_ids`."""
     model_stop_ids: bool = True
     """Whether a response also ends where the model says: at its tokenizer's end-of-sequence token and at
     every `eos_token_id` of its `generation_config.json` and `config.json`. `false`: at `stop_ids` alone."""
-    stop: list[str] = []
+    stop: list[Annotated[str, Field(min_length=1)]] = []
     """Strings that end a response, however they are cut into tokens; they stay in the response."""
     max_running: int = Field(default=512, gt=0, le=1_000_000)
     """Requests decoded together; more wait in the queue."""

@@ -7,11 +7,12 @@ is that `opd run FILE WORDS --dry-run` either prints a recipe or says one senten
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from opd.config import Recipe
-from opd.config.schema import dotted, key_paths
+from opd.config.schema import dotted, follow, key_paths
 
 MINIMAL = """\
 name: demo
@@ -142,6 +143,22 @@ class Case:
 def settings() -> list[str]:
     """Every setting of a recipe, as `a.b.c`."""
     return [dotted(path) for path in dict.fromkeys(key_paths(Recipe, OTHER_ARMS))]
+
+
+def numbers() -> Iterator[tuple[str, str]]:
+    """Every setting that is a number or holds some, once of those that places share, and how one stands in
+    it: `{}`, `[{}]`, `{{sort: {}}}`.
+    """
+    shared = {".".join(key.split(".")[-2:]): key for key in reversed(settings())}
+    for key in shared.values():
+        annotation = follow(Recipe, key.split("."))
+        kinds = set(re.findall(r"\b(?:int|float|bool|Any)\b", str(annotation)))
+        if annotation in (int, float) or (kinds & {"int", "float"} and not kinds & {"bool", "Any"}):
+            held = re.search(r"dict\[|list\[|tuple\[", str(annotation))
+            yield (
+                key,
+                {"dict[": "{{sort: {}}}", "list[": "[{}]", "tuple[": "[{}, 1]"}[held[0]] if held else "{}",
+            )
 
 
 def typed() -> Iterator[Case]:
