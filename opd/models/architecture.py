@@ -2,17 +2,19 @@
 
 A family is not listed by name. Its decoder is made on the meta device and run on a few tokens, which costs no
 memory and no arithmetic: every layer has to attend once, through the attention interface of transformers and
-with the arguments that the decoder was given. What only numbers show (a scale, a softcap, a bias of scores)
-is found when the weights are there, by `CausalLM.check`.
+with the arguments that the decoder was given. What only numbers show (tokens that are mixed or hidden
+elsewhere) is found when the weights are there.
 """
 
 from __future__ import annotations
 
 import inspect
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import permutations
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
@@ -22,8 +24,12 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from opd.errors import ModelError, reason_of
 from opd.models.attention import ATTENTION_NAME, AttentionCall, PackedAttention
+from opd.models.hf_folder import positions_of
 from opd.models.hf_weights import quiet
-from opd.models.long_sequence import layers_of
+from opd.models.long_sequence import ChunkedLayers, layers_of
+
+if TYPE_CHECKING:
+    from opd.models.causal_lm import CausalLM
 
 ANOTHER = "choose a model of another architecture"
 """What is left where an architecture is at fault."""
@@ -85,8 +91,8 @@ def _more_than_text(config: PreTrainedConfig) -> str:
 @torch.no_grad()
 def _cause(module: Any) -> str | None:
     """Why `module`, on the meta device, cannot be used, and what to do; `None` if nothing shows."""
-    decoder = module.get_decoder()
-    if not isinstance(module.get_output_embeddings(), nn.Linear):
+    decoder, head = module.get_decoder(), module.get_output_embeddings()
+    if not isinstance(head, nn.Linear):
         return f"it has no linear output head; {ANOTHER}"
     recorder = Recorder(PackedAttention([0, _TOKENS]))
     ids = torch.zeros(1, _TOKENS, dtype=torch.int64, device="meta")
@@ -102,6 +108,8 @@ def _cause(module: Any) -> str | None:
         return f"its own code cannot run packed sequences ({reason_of(error).rstrip('.')}); {ANOTHER}"
     if not hasattr(output, "last_hidden_state"):
         return f"its decoder gives no last hidden states without a head; {ANOTHER}"
+    if output.last_hidden_state.shape[-1] != head.in_features:
+        return f"its head does not read the hidden states as its decoder gives them; {ANOTHER}"
     cause = layers_cause(decoder, module.config.get_text_config(), recorder)
     if cause is None and not placed:
         return (
@@ -172,3 +180,110 @@ def _mixer(decoder: Any, index: int) -> str:
     parts = layers[index].children() if index < len(layers) else ()
     names = [name for name in (type(part).__name__ for part in parts) if not _NO_MIXER.search(name)]
     return f" ({names[0]})" if names else ""
+
+
+_SHORT_WINDOW = 3
+
+
+@torch.no_grad()
+def check_attention(model: CausalLM) -> None:
+    """Compare a packed forward of two sequences with the architecture's own eager attention, one by one.
+
+    Catches architectures that mix tokens outside the attention interface (recurrences, convolutions), attend
+    in both directions, or bias their scores. Raises `ModelError` if they differ, or if a layer that is
+    declared as sliding or chunked does not say its window.
+    """
+    lengths = (5, 7)
+    ids = torch.arange(sum(lengths), device=model.device) * 7 % model.vocab_size
+    positions = torch.cat([torch.arange(length, device=model.device) for length in lengths])
+    recorder = Recorder(PackedAttention([0, lengths[0], sum(lengths)]))
+    try:
+        packed = model.run(ids, positions, recorder)
+        with _eager(model), _short_window(model, recorder):
+            alone = [
+                model.decoder(input_ids=part[None], use_cache=False).last_hidden_state[0]
+                for part in ids.split(lengths)
+            ]
+    except ModelError as error:
+        raise ModelError(f"{type(model.module).__name__} cannot be used here: {error}") from None
+    except (RuntimeError, AttributeError, TypeError, LookupError) as error:
+        raise ModelError(
+            f"{type(model.module).__name__} cannot run a few tokens: {reason_of(error)}; check its"
+            " configuration, or choose a model of another architecture."
+        ) from error
+    apart = _apart(model, packed, torch.cat(alone))
+    if apart is not None:
+        raise ModelError(
+            f"{type(model.module).__name__} gives other hidden states for packed sequences than one by one"
+            f" (difference {apart:.3g}): it mixes tokens, or hides some, elsewhere than in its attention;"
+            " choose a model of another architecture."
+        )
+    model.kv_numbers = recorder.kept // sum(lengths)
+    cause = layers_cause(model.decoder, model.config, recorder)
+    if cause is not None:
+        raise ModelError(f"{type(model.module).__name__} cannot be used here: {cause}.")
+
+
+def _apart(model: CausalLM, found: Tensor, expected: Tensor) -> float | None:
+    """The largest difference of hidden states [T, D] computed in two ways; `None` if they are the same.
+
+    In 16 bits a rounding may send a token to other experts, and what follows is changed by that: then half of
+    the tokens have to be the same. Tokens that see what they should not are more.
+    """
+    exact = found.dtype in (torch.float32, torch.float64)
+    rows = (found.float() - expected.float()).abs().amax(-1)
+    same = rows <= (1e-3 if exact else 1e-1) * max(1.0, float(expected.abs().max()))
+    routed = not exact and any(parameter.ndim == 3 for parameter in model.module.parameters())
+    enough = float(same.float().mean()) >= 0.5 if routed else bool(same.all())
+    return None if enough else float(rows.max())
+
+
+@contextmanager
+def _eager(model: CausalLM) -> Iterator[None]:
+    model.module.set_attn_implementation("eager")
+    try:
+        yield
+    finally:
+        model.module.set_attn_implementation(ATTENTION_NAME)
+
+
+@contextmanager
+def _short_window(model: CausalLM, recorder: Recorder) -> Iterator[None]:
+    """Let a window that the configuration has and no layer has said be shorter than the probe, so that its
+    numbers show whether the family keeps it, by a mask alone.
+    """
+    config, positions = model.config, positions_of(model.config)
+    window = getattr(config, "sliding_window", None)
+    unsaid = getattr(config, "layer_types", None) is None and set(recorder.windows.values()) == {None}
+    if not window or not unsaid or (positions is not None and window >= positions):
+        yield
+        return
+    config.sliding_window = _SHORT_WINDOW
+    try:
+        yield
+    finally:
+        config.sliding_window = window
+
+
+def check_pieces(model: CausalLM) -> None:
+    """`ModelError` unless `model` gives the same hidden states in pieces as whole; tried once."""
+    if model.pieces_checked:
+        return
+    ids = torch.arange(13, device=model.device) * 5 % model.vocab_size
+    positions = torch.arange(13, device=model.device)
+    try:
+        with torch.no_grad():
+            whole = model.run(ids, positions, PackedAttention([0, 13]))
+            pieces = model.run_pieces(ids, positions, ChunkedLayers([0, 13], 5))
+    except (RuntimeError, AttributeError, TypeError, IndexError) as error:
+        raise ModelError(
+            f"{type(model.module).__name__} cannot run a sequence in pieces: {reason_of(error)}; leave"
+            " sequence_chunk out."
+        ) from error
+    apart = _apart(model, pieces, whole)
+    if apart is not None:
+        raise ModelError(
+            f"{type(model.module).__name__} gives other hidden states in pieces than whole (difference"
+            f" {apart:.3g}); leave sequence_chunk out."
+        )
+    model.pieces_checked = True

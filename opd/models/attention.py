@@ -110,9 +110,8 @@ def opd_attention(
         )
     if getattr(module, "is_causal", True) is False:
         raise ModelError(
-            f"its {type(module).__name__} sees tokens to come, as an encoder's does; set is_decoder to true"
-            " in its configuration if it was trained as a decoder, else choose a model of another"
-            " architecture."
+            f"its {type(module).__name__} sees tokens to come, as an encoder's does; choose a model of"
+            " another architecture."
         )
     scaling = options.get("scaling")
     call = AttentionCall(

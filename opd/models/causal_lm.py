@@ -12,7 +12,6 @@ from __future__ import annotations
 import ctypes
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 from opd.errors import ModelError, reason_of
 from opd.kernels.head import Head
 from opd.kernels.projection import speed_up
-from opd.models.architecture import Recorder, check_architecture, layers_cause
+from opd.models.architecture import check_architecture, check_attention, check_pieces
 from opd.models.attention import ATTENTION_NAME, Attend, PackedAttention
 from opd.models.hf_folder import check_folder, read_config, scratch_config
 from opd.models.hf_weights import load_module
@@ -125,91 +124,6 @@ def check_head(model: CausalLM) -> None:
             f" weight, bias, scale {head.scale:g} and softcap {head.softcap} differ from the model's own by"
             f" {difference:.3g}; this architecture cannot be trained exactly."
         )
-
-
-@torch.no_grad()
-def check_attention(model: CausalLM) -> None:
-    """Compare a packed forward of two sequences with the architecture's own eager attention, one by one.
-
-    Catches architectures that mix tokens outside the attention interface (recurrences, convolutions), attend
-    in both directions, or bias their scores. Raises `ModelError` if they differ, or if a layer that is
-    declared as sliding or chunked does not say its window.
-    """
-    lengths = (5, 7)
-    ids = torch.arange(sum(lengths), device=model.device) * 7 % model.vocab_size
-    positions = torch.cat([torch.arange(length, device=model.device) for length in lengths])
-    recorder = Recorder(PackedAttention([0, lengths[0], sum(lengths)]))
-    try:
-        packed = model.run(ids, positions, recorder)
-        with _eager(model):
-            alone = [
-                model.decoder(input_ids=part[None], use_cache=False).last_hidden_state[0]
-                for part in ids.split(lengths)
-            ]
-    except ModelError as error:
-        raise ModelError(f"{type(model.module).__name__} cannot be used here: {error}") from None
-    except (RuntimeError, AttributeError, TypeError, LookupError) as error:
-        raise ModelError(
-            f"{type(model.module).__name__} cannot run a few tokens: {reason_of(error)}; check its"
-            " configuration, or choose a model of another architecture."
-        ) from error
-    apart = _apart(model, packed, torch.cat(alone))
-    if apart is not None:
-        raise ModelError(
-            f"{type(model.module).__name__} gives other hidden states for packed sequences than one by one"
-            f" (difference {apart:.3g}); this architecture cannot be used."
-        )
-    model.kv_numbers = recorder.kept // sum(lengths)
-    cause = layers_cause(model.decoder, model.config, recorder)
-    if cause is not None:
-        raise ModelError(f"{type(model.module).__name__} cannot be used here: {cause}.")
-
-
-def _apart(model: CausalLM, found: Tensor, expected: Tensor) -> float | None:
-    """The largest difference of hidden states [T, D] computed in two ways; `None` if they are the same.
-
-    In 16 bits a rounding may send a token to other experts, and what follows is changed by that: then half of
-    the tokens have to be the same. Tokens that see what they should not are more.
-    """
-    exact = found.dtype in (torch.float32, torch.float64)
-    rows = (found.float() - expected.float()).abs().amax(-1)
-    same = rows <= (1e-3 if exact else 1e-1) * max(1.0, float(expected.abs().max()))
-    routed = not exact and any(parameter.ndim == 3 for parameter in model.module.parameters())
-    enough = float(same.float().mean()) >= 0.5 if routed else bool(same.all())
-    return None if enough else float(rows.max())
-
-
-@contextmanager
-def _eager(model: CausalLM) -> Iterator[None]:
-    model.module.set_attn_implementation("eager")
-    try:
-        yield
-    finally:
-        model.module.set_attn_implementation(ATTENTION_NAME)
-
-
-def check_pieces(model: CausalLM) -> None:
-    """`ModelError` unless `model` gives the same hidden states in pieces as whole; tried once."""
-    if model.pieces_checked:
-        return
-    ids = torch.arange(13, device=model.device) * 5 % model.vocab_size
-    positions = torch.arange(13, device=model.device)
-    try:
-        with torch.no_grad():
-            whole = model.run(ids, positions, PackedAttention([0, 13]))
-            pieces = model.run_pieces(ids, positions, ChunkedLayers([0, 13], 5))
-    except (RuntimeError, AttributeError, TypeError, IndexError) as error:
-        raise ModelError(
-            f"{type(model.module).__name__} cannot run a sequence in pieces: {reason_of(error)}; leave"
-            " sequence_chunk out."
-        ) from error
-    apart = _apart(model, pieces, whole)
-    if apart is not None:
-        raise ModelError(
-            f"{type(model.module).__name__} gives other hidden states in pieces than whole (difference"
-            f" {apart:.3g}); leave sequence_chunk out."
-        )
-    model.pieces_checked = True
 
 
 PART_BYTES = 1 << 18

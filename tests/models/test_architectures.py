@@ -90,7 +90,8 @@ REFUSED: dict[str, tuple[dict, str]] = {
     "gpt_oss": (_EXPERTS | {"head_dim": 8}, "attention sinks"),
     "doge": (_SHAPE, "a mask of its own"),
     "diffllama": (_SHAPE, "attends more than once"),
-    "bert": (_SHAPE, "set is_decoder to true"),
+    "bert": (_SHAPE, "sees tokens to come"),
+    "electra": (_SHAPE | {"is_decoder": True, "embedding_size": 16}, "does not read the hidden states"),
     "bart": (_SHAPE | {"d_model": 32, "decoder_layers": 2, "decoder_ffn_dim": 64}, "takes no positions"),
 }  # fmt: skip
 OTHERS = {"qwen2_vl": "vision beside text", "t5": "an encoder and a decoder", "clap": "audio beside text"}
@@ -101,7 +102,7 @@ def configured(family: str, described: dict) -> PreTrainedConfig:
     tokenizer = tiny.tokenizer()
     ids = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     kind = CONFIG_MAPPING[family.partition(":")[0]]
-    return kind(**described, **ids, vocab_size=len(tokenizer))
+    return kind(**described | ids | {"vocab_size": len(tokenizer)})
 
 
 def saved(family: str, described: dict, folder: Path) -> Path:
@@ -191,9 +192,18 @@ def test_a_rounding_that_routes_a_token_elsewhere_is_no_other_architecture():
         )
 
 
+def test_a_window_that_is_kept_by_a_mask_alone_is_seen_however_long_it_is():
+    described = _SHAPE | {"model_type": "phimoe", "num_local_experts": 4}
+    for window in (None, 48):  # as long as a sequence may be
+        CausalLM.from_config(described | {"sliding_window": window}, tokenizer=tiny.tokenizer())
+    with pytest.raises(ModelError, match="hides some, elsewhere than in its attention"):
+        CausalLM.from_config(described | {"sliding_window": 20}, tokenizer=tiny.tokenizer())
+
+
 def test_dynamic_angles_bound_a_sequence(tmp_path: Path):
     model = CausalLM.from_pretrained(saved("llama", USED["llama: dynamic"], tmp_path / "m"))
     limit = positions_of(model.config)
+    assert limit is not None
     assert limit == angles_change_at(model.config) == 48
     ids = torch.arange(60) % model.vocab_size
 
