@@ -331,7 +331,9 @@ def read_config(folder: Path) -> PreTrainedConfig:
     refuse_absent(path, "give a folder written by Hugging Face's save_pretrained")
     refuse_code(folder)
     check_small_files(folder)
-    _refuse_endless(read_object(path), path)
+    described = read_object(path)
+    _refuse_endless(described, path)
+    _refuse_quantised(described, path)
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except OSError as error:
@@ -360,13 +362,6 @@ def _refuse_endless(described: dict[str, Any], where: str | Path) -> None:
 
 def _refuse_unusable(config: PreTrainedConfig, path: str | Path) -> None:
     """What no part of `opd` can read, whichever way the weights come."""
-    method = getattr(config, "quantization_config", None)
-    if method:
-        known = method.get("quant_method") if isinstance(method, dict) else None
-        raise ModelError(
-            f"{path} says that its weights are quantised ({known or 'quantization_config'}), which cannot be"
-            " trained, merged or published; give the model's unquantised folder."
-        )
     if getattr(config.get_text_config(), "is_heterogeneous", False):  # of which it says no number as a whole
         raise ModelError(
             f"{path} describes layers of several forms (per_layer_config, as {config.model_type} has), which"
@@ -375,6 +370,25 @@ def _refuse_unusable(config: PreTrainedConfig, path: str | Path) -> None:
     layers = getattr(config.get_text_config(), "num_hidden_layers", None)
     if isinstance(layers, int) and layers < 1:
         raise ModelError(f"{path} says num_hidden_layers {layers}; a model has one or more: mend the file.")
+
+
+_QUANTISED = ("quantization_config", "compression_config", "quantization")
+"""Where transformers, compressed-tensors and MLX say how weights are packed."""
+
+
+def _refuse_quantised(described: dict[str, Any], where: str | Path) -> None:
+    """Raise for a configuration that says that weights are quantised, in itself or in one inside it."""
+    for key in _QUANTISED:
+        method = described.get(key)
+        if method:
+            known = method.get("quant_method") if isinstance(method, dict) else None
+            raise ModelError(
+                f"{where} says that its weights are quantised ({shown(known or key)}), which cannot be"
+                " trained, merged or published; give the model's unquantised folder."
+            )
+    for inner in described.values():
+        if isinstance(inner, dict):
+            _refuse_quantised(inner, where)
 
 
 def layer_windows(config: PreTrainedConfig) -> tuple[int | None, ...]:
@@ -430,6 +444,7 @@ def scratch_config(config: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -
     options = _with_floats(config)
     model_type = options.pop("model_type", None)
     _refuse_endless(options, "model.config")
+    _refuse_quantised(options, "model.config")
     if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
         raise ModelError(
             f"model.config.model_type is {model_type!r}, which transformers does not know"

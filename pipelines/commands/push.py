@@ -27,6 +27,7 @@ from opd.models.hub_errors import UnreachableError, passing, reason, refusal
 from opd.progress import doing
 from opd.redact import hide
 from opd.storage.files import file_digest
+from opd.storage.weight_folder import check_numbers
 
 T = TypeVar("T")
 _SECONDS = 60.0
@@ -83,6 +84,7 @@ def _checked(model: Path) -> list[str]:
         )
     refuse_code(model)
     check_weights(model)
+    check_numbers(model)
     names = {*LOADED, CHECKSUMS, CARD, *weight_files(model), *read_checksums(model)}
     return sorted(name for name in names if (model / name).is_file())
 

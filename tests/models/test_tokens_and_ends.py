@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -222,7 +223,7 @@ def test_what_a_run_was_told_is_in_what_it_makes(own, folder, tmp_path, capsys):
     assert "- of these by the recipe: 7" in card
     assert 'and behind: "98"' in card
     assert "stop_strings=['98'], tokenizer=tokenizer" in card
-    model = AutoModelForCausalLM.from_pretrained(merged, trust_remote_code=False)
+    model: Any = AutoModelForCausalLM.from_pretrained(merged, trust_remote_code=False)
     answered = model.generate(torch.tensor([[4, 5]]), max_new_tokens=200, stop_strings=None)
     assert int(answered[0, -1]) in said["eos_token_id"] or answered.shape[1] == 202
     assert np.isin(answered[0, 2:-1].numpy(), said["eos_token_id"]).sum() == 0

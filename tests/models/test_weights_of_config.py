@@ -62,6 +62,14 @@ REFUSED = {
     "int8": ({}, integers, r"q_proj\.weight.* as I8"),
     "float8": ({}, eighths, r"layers\.1\.mlp\.up_proj\.weight as F8"),
     "gptq": ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, None, "quantised .gptq"),
+    "compressed": ({"compression_config": {"format": "packed"}}, None, "quantised .compression_config"),
+    "MLX": ({"quantization": {"group_size": 64, "bits": 4}}, None, "quantised .quantization."),
+    "no object": ({"quantization_config": "fp8"}, None, "quantised .quantization_config"),
+    "in the text model": (
+        {"text_config": {"quantization_config": {"quant_method": "awq"}}},
+        None,
+        "quantised .awq",
+    ),
     "unknown method": ({"quantization_config": {"bits": 8}}, integers, "quantised"),
     "a tensor too many": (
         {},
