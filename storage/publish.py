@@ -26,6 +26,7 @@ from opd.foreign import indexed_files, read_document, whole
 from opd.storage.files import read_object
 from opd.storage.manifest import (
     DTYPE_BYTES,
+    EMBEDDING_WEIGHT,
     FILES,
     FORMAT,
     FORMAT_VERSION,
@@ -199,9 +200,6 @@ class UnitSource:
         self.close()
 
 
-_EMBEDDING = "model.embed_tokens.weight"
-
-
 @dataclass(frozen=True, slots=True)
 class ModelForm:
     """What the configuration says of head and tokenizer; storage does not interpret configurations."""
@@ -267,8 +265,9 @@ def publish(
 def units_of(folder: Path, form: ModelForm) -> tuple[dict[str, Unit], dict[str, TensorSource]]:
     """The checkpoint's units, without checksums, and where each tensor comes from."""
     sources = read_headers(folder)
-    if HEAD_WEIGHT not in sources and form.tied and _EMBEDDING in sources:
-        sources[HEAD_WEIGHT] = sources[_EMBEDDING]
+    for absent, held in ((HEAD_WEIGHT, EMBEDDING_WEIGHT), (EMBEDDING_WEIGHT, HEAD_WEIGHT)):
+        if form.tied and absent not in sources and held in sources:
+            sources[absent] = sources[held]
     members: dict[str, list[str]] = {"norm": []}  # OLMo's norms have no weights
     for name in sorted(sources):
         unit = unit_of(name)
