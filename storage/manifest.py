@@ -141,6 +141,7 @@ def unit_order(names: Iterable[str]) -> list[str]:
 
 
 HEAD_WEIGHT, HEAD_BIAS = "lm_head.weight", "lm_head.bias"
+EMBEDDING_WEIGHT = "model.embed_tokens.weight"
 _TENSOR_NAME = re.compile(r"[A-Za-z0-9_.-]{1,255}")
 _LAYER = re.compile(r"model\.layers\.([0-9]{1,4})\..+")
 _FIXED = {

@@ -23,6 +23,7 @@ import xxhash
 from opd.errors import StorageError, way_out
 from opd.storage.files import read_description
 from opd.storage.manifest import (
+    EMBEDDING_WEIGHT,
     FILES,
     FORMAT,
     FORMAT_VERSION,
@@ -116,9 +117,6 @@ class UnitSource:
         self.close()
 
 
-_EMBEDDING = "model.embed_tokens.weight"
-
-
 @dataclass(frozen=True, slots=True)
 class ModelForm:
     """What the configuration says of head and tokenizer; storage does not interpret configurations."""
@@ -184,8 +182,9 @@ def publish(
 def units_of(folder: Path, form: ModelForm) -> tuple[dict[str, Unit], dict[str, TensorSource]]:
     """The checkpoint's units, without checksums, and where each tensor comes from."""
     sources = read_headers(folder)
-    if HEAD_WEIGHT not in sources and form.tied and _EMBEDDING in sources:
-        sources[HEAD_WEIGHT] = sources[_EMBEDDING]
+    for absent, held in ((HEAD_WEIGHT, EMBEDDING_WEIGHT), (EMBEDDING_WEIGHT, HEAD_WEIGHT)):
+        if form.tied and absent not in sources and held in sources:
+            sources[absent] = sources[held]
     members: dict[str, list[str]] = {"norm": []}  # OLMo's norms have no weights
     for name in sorted(sources):
         unit = unit_of(name)

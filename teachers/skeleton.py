@@ -33,7 +33,7 @@ from opd.models.hf_folder import INDEX, config_of, described_in, made_once, name
 from opd.models.hf_weights import meta_parameters, quiet
 from opd.models.long_sequence import FINAL_NORMS, ChunkedLayers
 from opd.storage.files import atomic_folder, write_atomic
-from opd.storage.manifest import LATEST, MANIFEST, unit_of
+from opd.storage.manifest import EMBEDDING_WEIGHT, HEAD_WEIGHT, LATEST, MANIFEST, unit_of
 from opd.storage.published import PublishedModel
 from opd.storage.tensors import DTYPES, save_tensors
 from opd.teachers.head_pages import own_pages
@@ -417,6 +417,8 @@ def check_streams(config: PreTrainedConfig, tensors: Mapping[str, Sequence[int]]
     if tensors is None:
         saved = revert_weight_conversion(module, module.state_dict())
         tensors = {name: tensor.shape for name, tensor in saved.items()}
+    if getattr(config.get_text_config(), "tie_word_embeddings", False) and HEAD_WEIGHT in tensors:
+        tensors = {EMBEDDING_WEIGHT: tensors[HEAD_WEIGHT], **tensors}  # as it is published
     Skeleton.of_names(module).require(tensors)
 
 
