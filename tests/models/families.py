@@ -144,7 +144,7 @@ def page(version: str, lines: dict[str, dict[str, Any]]) -> str:
     ]
     untried = [line for line in lines.values() if "untried" in line]
     if untried:
-        out += ["", "## Not tried", "", "transformers alone does not run them on token ids:", ""]
+        out += ["", "## Not tried", "", "No tiny model was made: transformers says", ""]
         out += [f"- `{line['type']}`: {_plain(line['untried'])}" for line in untried]
     return "\n".join(out) + "\n"
 
