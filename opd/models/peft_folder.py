@@ -65,6 +65,8 @@ class PeftAdapter:
     """`W + scaling * B A`."""
     pairs: dict[str, tuple[Tensor, Tensor]]
     """`A` `[r, in]` and `B` `[out, r]` by the name of the weight they are added to."""
+    targets: tuple[str, ...] = ()
+    """Last parts of the names of layers that all have adapters; none where that is not told."""
 
 
 def read_peft(place: Path, base: Path | None = None) -> PeftAdapter:
@@ -102,7 +104,14 @@ def read_peft(place: Path, base: Path | None = None) -> PeftAdapter:
     require_numbers(place, tensors.items())
     for name, tensor in copies.items():
         _check_copy(place, base, name, tensor)
-    return PeftAdapter(scaling, pairs)
+    return PeftAdapter(scaling, pairs, _targets(config))
+
+
+def _targets(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """The names in `target_modules`, where every layer of such a name of the base has adapters."""
+    targets = config.get("target_modules")
+    some = any(config.get(key) for key in ("exclude_modules", "layers_to_transform", "layers_pattern"))
+    return tuple(map(str, targets)) if isinstance(targets, list) and not some else ()
 
 
 def _other_kind(config: Mapping[str, Any]) -> str | None:
@@ -187,7 +196,7 @@ def merge_into(module: Any, adapter: PeftAdapter, folder: Path) -> None:
     """Add `adapter`, read from `folder`, to the weights of `module` in place; on the meta device, only look.
 
     Raises `CheckpointError` naming a tensor that the base does not have in that shape, or not as a linear
-    layer's own weight.
+    layer's own weight, and a layer of the base that should have an adapter and has none.
     """
     own = dict(module.named_parameters(remove_duplicate=False))
     layers = {name for name, part in module.named_modules() if isinstance(part, nn.Linear)}
@@ -206,6 +215,13 @@ def merge_into(module: Any, adapter: PeftAdapter, folder: Path) -> None:
             )
         if not weight.is_meta:
             weight.copy_(merged(weight, a.to(weight.device), b.to(weight.device), adapter.scaling))
+    for layer in sorted(layers):
+        named = any(f".{layer}".endswith(f".{target}") for target in adapter.targets)
+        if named and f"{layer}.weight" not in adapter.pairs:
+            raise CheckpointError(
+                f"{folder} names {shown(layer)} by target_modules in its {ADAPTER_CONFIG} and has no"
+                " adapter of it; copy both files from one training."
+            )
 
 
 def shares_head(folder: str | Path, name: str) -> CheckpointError:
