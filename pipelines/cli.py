@@ -288,8 +288,10 @@ def _run(recipe: Recipe, options: argparse.Namespace, argv: Sequence[str]) -> in
             return ERROR
         from opd.pipelines.report.verdict import closing
         from opd.pipelines.run import run_pipeline, run_stage
+        from opd.pipelines.stages.student import tell_remarks
 
     with opened as folder:
+        tell_remarks(recipe)
         if stages is None:
             run_pipeline(recipe, folder)
         for stage in stages or []:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 import resource
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from opd.config import Recipe
@@ -25,12 +23,9 @@ from opd.pipelines.report import write_report
 from opd.pipelines.stages.context import Helpers, StageContext
 from opd.pipelines.stages.order import Stage, plan, summary, with_needs
 from opd.pipelines.stages.served_engine import with_engine
-from opd.pipelines.stages.student import student_remarks, tokenizer_of
 from opd.progress import Progress
 from opd.ranks import Ranks
 from opd.rollout.preemption import Preemption
-
-_log = logging.getLogger(__name__)
 
 
 def run_pipeline(recipe: Recipe, folder: RunFolder) -> None:
@@ -67,9 +62,6 @@ def _run(recipe: Recipe, folder: RunFolder, stages: list[Stage]) -> None:
         if not waiting:  # then nothing else reads the models
             for stage in stages:
                 folder.stage_done(stage.name, weights=True)
-        elif recipe.model.path is not None:
-            for remark in student_remarks(recipe, tokenizer_of(recipe, Path(recipe.model.path))):
-                _log.warning("student: %s", remark)
         if recipe.launch.type == "ray" and waiting:
             from opd.pipelines.launch.ray.trainer import run_on_ray
 

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 
 from opd.config import DistillConfig, PolicyLossConfig, SampledTokenK1
-from opd.models.token_ids import id_count
 from opd.pipelines.evaluation.measure import held_out_accuracy
 from opd.pipelines.stages.context import StageContext
 from opd.pipelines.stages.domains import DomainSet
@@ -22,7 +21,7 @@ from opd.pipelines.stages.policy_stream import PolicyStream, PolicyTokens
 from opd.pipelines.stages.samples import StepSamples, rollout_metrics
 from opd.pipelines.stages.source import Asked, Given, Rollouts, open_source
 from opd.pipelines.stages.stage_rollout import open_log
-from opd.pipelines.stages.student import Student, open_frozen, tokenizer_of
+from opd.pipelines.stages.student import Student, id_count, open_frozen, tokenizer_of
 from opd.pipelines.stages.supervised import teacher_samples
 from opd.pipelines.stages.teachers import Teachers, open_schedule, weigh_divergence
 from opd.pipelines.stages.watch import Beginning

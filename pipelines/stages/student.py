@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -53,6 +54,7 @@ from opd.types import SampleGroup, SamplingParams
 if TYPE_CHECKING:
     from opd.environments.trajectory import TrajectoryLog
 
+_log = logging.getLogger(__name__)
 EXPORTED_BYTES = 1 << 30
 """Of a file of a model that several ranks write: so much of it is in memory at a time."""
 CHUNK_SECONDS = 0.02
@@ -112,6 +114,13 @@ def model_stops(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> list[Stop
 def student_remarks(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """`model_remarks` of the recipe's student."""
     return model_remarks(None if recipe.model.path is None else Path(recipe.model.path), tokenizer)
+
+
+def tell_remarks(recipe: Recipe) -> None:
+    """Log `student_remarks`, once a run."""
+    if recipe.model.path is not None:
+        for remark in student_remarks(recipe, tokenizer_of(recipe, Path(recipe.model.path))):
+            _log.warning("student: %s", remark)
 
 
 def model_remarks(folder: Path | None, tokenizer: PreTrainedTokenizerBase) -> list[str]:

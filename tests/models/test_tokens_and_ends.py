@@ -25,7 +25,7 @@ from opd.pipelines.commands.sample import Asked, Speaker
 from opd.pipelines.doctor.examine import examine
 from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.run import run_stage
-from opd.pipelines.stages.student import load_model, sampling_params
+from opd.pipelines.stages.student import load_model, sampling_params, tell_remarks
 from opd.rollout.prompts import Prompt, encode_prompt
 
 GENERATION = "generation_config.json"
@@ -200,7 +200,7 @@ def test_every_setting_that_transformers_has_is_known_or_told(folder):
 
 
 @pytest.mark.parametrize("own", [True, False])
-def test_what_a_run_was_told_is_in_what_it_makes(own, folder, tmp_path, capsys):
+def test_what_a_run_was_told_is_in_what_it_makes(own, folder, tmp_path, caplog):
     changed(folder, repetition_penalty=1.3, temperature=0.6)
     told = {
         "stop_ids": [7],
@@ -213,7 +213,8 @@ def test_what_a_run_was_told_is_in_what_it_makes(own, folder, tmp_path, capsys):
     given = recipe(folder, **told)
     with RunFolder.create(tmp_path / "run", given) as run:
         run_stage(given, run, "merge")
-    assert capsys.readouterr().err.count("asks for repetition_penalty 1.3") == 1
+    tell_remarks(given)
+    assert caplog.text.count("asks for repetition_penalty 1.3") == 1
     merged = tmp_path / "run" / "merged"
     said = json.loads((merged / "generation_config.json").read_text())
     assert set(said["eos_token_id"]) == ({7, LATE} if own else {7})
