@@ -1,4 +1,7 @@
-"""`reward: choice`: the letter of a multiple choice."""
+"""`reward: choice`: the letter of a multiple choice.
+
+What hedges between letters, or denies the one that it begins with, chooses none.
+"""
 
 from __future__ import annotations
 
@@ -7,24 +10,66 @@ import string
 from typing import Any
 
 from opd.config.rewards import ChoiceReward
-from opd.rewards.extract import extracted
+from opd.rewards.extract import answered, extracted
 from opd.rewards.verifier import Answered, Verifier, each, is_missing
 from opd.rollout.prompts import plain_label
 
 _FORM = re.compile(r"\\(?:text|math)[a-z]*\s*\{|\\boxed\s*\{|\\(?:bf|rm|it)\b")
 _CALLED = r"(?i:(?:the\s+)?(?:(?:correct|right|best)\s+)?(?:option|choice|answer|letter)\b(?:\s+is\b)?)?"
-_LETTER = re.compile(rf"[\W_]*{_CALLED}[\W_]*(?:([A-Z])|([a-z])(?=\W*$|[).:]))(?![^\W_])")
+_END = r"(?![^\W_]|['\u2019\-][^\W_]|\+\+|#)"
+"""Behind a letter that is no part of a word, and of no name such as C++."""
+_LETTER = re.compile(rf"[\W_]*{_CALLED}[\W_]*(?:([A-Z])|([a-z])(?=\W*$|[).:])){_END}")
 _LABEL = re.compile(rf"[\W_]*{_CALLED}[\W_]*([A-Za-z])[\W_]*")
-_ARTICLE = re.compile(r"[\W_]*A\s+[a-z]")
-_SPEAKER = re.compile(r"[\W_]*I(?:'\w+)?\s+(?!because\b|since\b|as\b)[a-z]")
-_DENIED = re.compile(r"\bnot\b|n't\b|\bexcept\b|\brul\w+ out\b")
-_ALONE = re.compile(r"(?<![\w'])[A-Z](?![\w'])")
+_ALONE = re.compile(rf"(?<![\w'\u2019\-])([A-Z]){_END}")
+
+_NEXT = re.compile(
+    r"[\W_]*(?:\b(?:or|and)\b|[,/;&|])[\W_]*(?i:option\s+|choice\s+)?([A-Za-z])(?![\w'\u2019])"
+)
+"""Behind a letter: another one that may be meant as well."""
+_LETTERS_ALONE = re.compile(r"(?:[\W_]*[A-Z](?![^\W_]))+[\W_]*")
+_NOT = r"(?:not|never|n['\u2019]t|wrong|incorrect|false|excluded|ruled\s+out)"
+_DENIED = re.compile(
+    rf"[\W_]*(?:(?:is|was|are|can|seems|looks)\s*(?:clearly\s+|also\s+)?)?{_NOT}\b", re.IGNORECASE
+)
+"""Behind a letter: that it is not the answer."""
+_DENIES = re.compile(rf"\b{_NOT}\b|n['\u2019]t\b|\bexcept\b", re.IGNORECASE)
+_GOES_ON = re.compile(
+    r"\s+(?:because|since|as|is|was|are|seems|looks|must|should|would|by|due|for|from|and|or|with|which)\b"
+)
+_WORD = re.compile(r"\s+[a-z]")
+"""Behind a letter: a word of its own sentence, which makes A an article and B a name (`B vitamins`)."""
+_SAYS = re.compile(
+    r"(?i:\b(?:is|be|choose|chose|pick|select|with|option|choice|answer|answer\s+is)\s+(?:option\s+|choice\s+)?)"
+    rf"[^\w\s]*([A-Z]){_END}[\W_]*$"
+)
+"""A sentence that ends with a letter."""
+_PRAISES = re.compile(
+    rf"(?<![\w'\u2019\-])([A-Z]){_END}\W*\s+(?:is|must be|looks)\s+(?:the\s+)?(?:correct|right|best)\b"
+)
+_ITEM = re.compile(r"[\W_]*([A-Z])\s*[).:]")
 
 
-def letter(text: str, choices: int) -> str | None:
-    """The letter that `text` begins with; a small one where it stands alone or before a bracket."""
-    found = _LETTER.match(_FORM.sub("", text[:200]))
-    return _known(found[1] or found[2], choices) if found else None
+def letter(text: str, choices: int, *, prose: bool = False) -> str | None:
+    """The letter that `text` begins with; a small one where it stands alone or before a bracket. In `prose`
+    none is that a small word follows.
+    """
+    text = _FORM.sub("", text[:200])
+    found = _LETTER.match(text)
+    said = _known(found[1] or found[2], choices) if found else None
+    if found is None or said is None:
+        return None
+    rest = text[found.end() :]
+    word = _WORD.match(rest) and not _GOES_ON.match(rest) and (prose or said in "AI")
+    return None if word or _DENIED.match(rest) or _hedges(said, rest, choices) else said
+
+
+def _hedges(said: str, rest: str, choices: int) -> bool:
+    """Whether what follows a letter names another one beside it."""
+    after = _NEXT.match(rest)
+    others = {after[1].upper()} if after else set()
+    if _LETTERS_ALONE.fullmatch(rest):
+        others |= set(_ALONE.findall(rest))
+    return any(one != said and one in string.ascii_uppercase[:choices] for one in others)
 
 
 def _known(said: str, choices: int) -> str | None:
@@ -63,22 +108,31 @@ def chosen(settings: ChoiceReward, text: str) -> str | None:
     """The letter that a response chooses; `None` where none is found."""
     for way in settings.extract:
         found = extracted(text, [way])
-        said = _said(found, way, settings.choices) if found else None
+        if found is None or (way == "last_line" and _lists(text)):
+            continue
+        said = letter(found, settings.choices, prose=way in ("last_line", "whole"))
+        said = said or _in_sentence(found, settings.choices)
         if said is not None:
             return said
     return None
 
 
-def _said(text: str, way: str, choices: int) -> str | None:
-    """The letter of what `way` has found: no article, and nobody who speaks of himself."""
-    speaks = _SPEAKER.match(text)
-    if way in ("last_line", "whole") and (speaks or _ARTICLE.match(text)):
+def _in_sentence(text: str, choices: int) -> str | None:
+    """The letter of `I think it is C` or `So C is correct`: the only one named, and nothing is denied."""
+    text = _FORM.sub("", text)[-200:]
+    named = {one for one in _ALONE.findall(text) if one in string.ascii_uppercase[:choices]}
+    found = _SAYS.search(text) or _PRAISES.search(text)
+    if found is None or _DENIES.search(text) or named - {found[1], "I", "A"}:
         return None
-    if not speaks:
-        return letter(text, choices)
-    named = {one for one in _ALONE.findall(text[:200]) if one != "I"}  # "I think it is C"
-    one = named.pop() if len(named) == 1 and not _DENIED.search(text) else ""
-    return one if one and one in string.ascii_uppercase[:choices] else None
+    return _known(found[1], choices)
+
+
+def _lists(text: str) -> bool:
+    """Whether the last line is one of a list of the choices, which chooses none."""
+    lines = [line for line in answered(text).strip().split("\n")[-8:] if line.strip()]
+    items = [_ITEM.match(line) for line in lines[-2:]]
+    first, last = (item[1] if item else "" for item in items) if len(items) == 2 else ("", "")
+    return bool(first and last) and ord(last) == ord(first) + 1
 
 
 VERIFIER = Verifier(each(score), label_fault, answer=chosen)

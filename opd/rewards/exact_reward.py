@@ -17,9 +17,17 @@ _PUNCTUATION = str.maketrans("", "", string.punctuation)
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 
 
+_OF_NUMBERS = re.compile(r"((?<=\d)[./:-](?=\d)|(?<![\w.])-(?=\.?\d))")
+"""The signs without which 1.5 would be 15, and -5 would be 5."""
+
+
 def squad(text: str) -> str:
-    """As SQuAD's script compares: lower case, no punctuation, no articles, single blanks."""
-    return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
+    """Return `text` as SQuAD's script compares it: lower case, no punctuation but a number's, no articles,
+    single blanks.
+    """
+    parts = _OF_NUMBERS.split(text.lower())  # every second one is a sign that stays
+    kept = "".join(part if place % 2 else part.translate(_PUNCTUATION) for place, part in enumerate(parts))
+    return " ".join(_ARTICLES.sub(" ", kept).split())
 
 
 _GROUPED = re.compile(r"[-+]?\d{1,3}(?:,\d{3})+(?:\.\d+)?")

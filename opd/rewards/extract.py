@@ -11,7 +11,7 @@ _ANSWERS = "answer|antwort|réponse|reponse|respuesta|resposta|risposta|odpowied
 _MARK = re.compile(
     rf"####|\banswer\s+is\b\s*:?|(?<!\w)(?:{_ANSWERS})\s*[:\uff1a]|答案[是为為]", re.IGNORECASE
 )
-_NUMBER = re.compile(r"[-+\u2212]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?")
+_NUMBER = re.compile(r"(?:(?<![\w)\]}])[-+\u2212])?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?")
 _TRIES = 8
 """Boxes that may lack their end."""
 

@@ -51,6 +51,9 @@ def readings(formula: str) -> list[str]:
     return [number] if _PRINTED.fullmatch(text.lstrip("+-")) else [number, formula]
 
 
+_DATE = re.compile(r"\d{4}-\d{1,2}-\d{1,2}(?:[T ].*)?|\d{1,2}/\d{1,2}/\d{4}")
+
+
 def label_fault(settings: MathReward, label: Any) -> str | None:
     """A label that is no number and no formula."""
     if is_missing(label) or isinstance(label, bool) or not isinstance(label, str | int | float):
@@ -59,6 +62,8 @@ def label_fault(settings: MathReward, label: Any) -> str | None:
     if isinstance(label, float) and not math.isfinite(label):
         return f"is {label}; give a number that is finite, or leave the row out"
     text = label_text(label)
+    if _DATE.fullmatch(text):
+        return f"is {text!r}, a date, of which a formula makes a difference; take `exact`"
     if text in ("None", "null"):
         return f"is {text!r}, which is no formula; give a number or a formula, or leave the row out"
     try:
@@ -89,17 +94,23 @@ def score(settings: MathReward, answers: Sequence[Answered]) -> list[Score]:
 
 def _found(settings: MathReward, text: str) -> str | None:
     """The answer in the form in which math-verify finds it."""
+    text = _DENIED.sub(" ", text)
     for way in settings.extract:
         found = extracted(text, [way])
         if found is not None and way in ("whole", "last_line"):
             return found[-_MOST:]
         if found is not None and way == "answer":
-            found = _SENTENCE.split(found, maxsplit=1)[0]
+            found = _OR.sub(" or ", _SENTENCE.split(found, maxsplit=1)[0])
         if found is not None:
             return _in_a_box(found) if len(found) <= _MOST else None
     return None
 
 
+_DENIED = re.compile(r"\b(?:answer|it)\s+(?:is\s+not|isn['\u2019]t)\s+\S+", re.IGNORECASE)
+_OR = re.compile(r"[;,]\s*or\s")
+"""Before one answer more, of which math-verify would take the last."""
+_BASE = re.compile(r"(?<![\w_])\w+_\{?(\d{1,2})\}?(?!\w)")
+"""A number in another base than ten, of which math-verify drops the base."""
 _SENTENCE = re.compile(r"(?<=[\w)}\]$%*])\.[*_]*\s")
 """Where what is said ends, and more is said on its line."""
 
@@ -128,6 +139,9 @@ def answer(asked: Mapping[str, Any]) -> dict[str, Any]:
     import math_verify
 
     library: Any = math_verify
+    bases = [set(_BASE.findall(asked[one])) for one in ("label", "answer")]
+    if all(bases) and bases[0] != bases[1]:
+        return {"equal": False}
     right = [_parsed(library, _in_a_box(one)) for one in readings(asked["label"])]
     given = [_parsed(library, one) for one in _answers(asked["answer"])]
     verify = partial(library.verify, float_rounding=asked["digits"], timeout_seconds=None)

@@ -20,6 +20,38 @@ from opd.types import Status
 
 ADD = "Here:\n```python\ndef add(a, b):\n    return a + b\n```"
 HALF = {"type": "object", "required": ["a"], "properties": {"a": {"type": "number"}}}
+HEDGED = [
+    *(
+        "Answer: C is wrong",
+        "Option C is incorrect",
+        "C is not correct",
+        "C isn't right",
+        "I think it is not C",
+    ),
+    *("C or D", "Answer: C or D", "Answer: C, D", "Answer: A/B", "Answer: A & C", "Answer: A or B or C or D"),
+    *(
+        r"\boxed{B, C}",
+        r"\boxed{B or C}",
+        "A, B, C, D",
+        "A. B. C. D.",
+        "Either A or B",
+        "A) x\nB) y\nC) z\nD) w",
+    ),
+    *("D-day was in 1944", "D'oh", "A's fine", "B vitamins matter", "C++ is a language", "vitamin C helps"),
+    *("Answer: A man", "The answer is A good question", "A man chose", "I gave A a cake", "I am not sure"),
+]
+"""Answers that name no letter, several, or one that they deny."""
+CHOSEN = [
+    *(
+        ("Therefore, C is correct.", "C"),
+        ("I choose C", "C"),
+        ("I'd go with C", "C"),
+        ("I think it is A", "A"),
+    ),
+    *(("The answer would be C", "C"), ("Answer: C Paris", "C"), ("C. Paris", "C"), ("**C**: water", "C")),
+    *(("Answer: C. A is wrong because of x", "C"), ("Answer: A, because B is wrong", "A"), ("b. 4", "B")),
+    *(("Answer: C is right, not D", "C"), ("The correct answer is option B.", "B"), ("Option C", "C")),
+]
 CASES = [
     ("math", r"so \boxed{\frac{1}{2}}", "0.5", 1),
     ("math", "The answer is 1,234.", 1234, 1),
@@ -41,7 +73,17 @@ CASES = [
     ("choice", r"\boxed{\text{D}}", "(D)", 1),
     ("choice", "Because.\n**A**", "A", 1),
     ("choice", "answer: d", "D", 1),
-    ("choice", "Answer: A or B", "B", 0),
+    *[("choice", hedged, right, 0) for hedged in HEDGED for right in "ABCD"],
+    *[("choice", said, right, 1) for said, right in CHOSEN],
+    ("math", "The answer isn't 5.", 5, 0),
+    ("math", "The answer is not 5, it is 6.", 6, 1),
+    ("math", "Answer: 42; or 43", 43, 0),
+    ("math", r"\boxed{101_3}", "101_2", 0),
+    ("math", r"\boxed{101_{2}}", "101_2", 1),
+    ({"type": "exact", "normalise": "squad"}, "1.5", "15", 0),
+    ({"type": "exact", "normalise": "squad"}, "-5", "5", 0),
+    ({"type": "exact", "normalise": "squad"}, "It's 3.14.", "its 3.14", 1),
+    ({"type": "exact", "extract": "number"}, "on 2024-01-02", 2, 1),
     ("choice", "B", "A", 0),
     ("choice", "So:\nA perfect answer is not there", "A", 0),
     ("choice", "Answer: A because of it", "A", 1),
