@@ -102,6 +102,15 @@ _LONGEST_NUMBER = 1000
 """Characters: what has more is a mistake, and Python's own refusal advises to let it pass."""
 
 
+POINTER = "it is a pointer of Git LFS in place of the file; fetch the file with `git lfs pull`"
+"""What is wrong with a text for which `is_pointer` holds, and how to mend it."""
+
+
+def is_pointer(begin: bytes) -> bool:
+    """Tell whether a file that begins with `begin` is what Git LFS leaves in place of a large file."""
+    return begin.startswith(b"version https://git-lfs")
+
+
 def whole_number(text: str) -> int:
     """The number in `text`, for `json.loads`. Raises `ValueError` if it has thousands of digits."""
     if len(text) > _LONGEST_NUMBER:

@@ -31,7 +31,16 @@ from types import TracebackType
 from typing import Any, BinaryIO
 
 from opd.errors import OpdError, RunFolderError, StorageError, way_out, writing
-from opd.foreign import no_constant, object_path, read_document
+from opd.foreign import POINTER, is_pointer, no_constant, object_path, read_document
+
+
+def mend_of(path: Path, otherwise: str = "copy it again") -> str:
+    """Return how to mend the file at `path`, which cannot be read as what it should be."""
+    try:
+        with path.open("rb") as file:
+            return POINTER if is_pointer(file.read(64)) else otherwise
+    except OSError:
+        return otherwise
 
 
 def write_atomic(path: str | os.PathLike[str], data: bytes, *, durable: bool = True) -> None:

@@ -20,7 +20,7 @@ import numpy as np
 
 from opd.errors import CheckpointError, OpdError, StorageError, reason_of, way_out
 from opd.foreign import indexed_files, read_document, shown, whole
-from opd.storage.files import read_object
+from opd.storage.files import mend_of, read_object
 from opd.storage.manifest import DTYPE_BYTES
 
 SINGLE = "model.safetensors"
@@ -133,8 +133,8 @@ def read_header(path: Path, metadata: dict[str, Any] | None = None) -> dict[str,
         raise StorageError(f"{path} is missing; copy it again from the model's source.") from error
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise StorageError(
-            f"{path} is truncated or is no safetensors file ({reason_of(error)}); copy it again from"
-            " its source."
+            f"{path} is truncated or is no safetensors file ({reason_of(error)});"
+            f" {mend_of(path, 'copy it again from its source')}."
         ) from error
 
 

@@ -109,7 +109,7 @@ class DomainConfig(Config):
 
 
 NOT_THE_TEMPLATES = (
-    *("conversation", "messages", "tokenize", "add_generation_prompt", "continue_final_message"),
+    *("self", "conversation", "messages", "tokenize", "add_generation_prompt", "continue_final_message"),
     *("return_dict", "return_tensors", "padding", "truncation", "max_length", "chat_template"),
 )
 """Arguments of `apply_chat_template` that opd sets."""

@@ -24,8 +24,9 @@ from opd.data.load import (
     rows_of,
     said_in,
     template_arguments,
+    with_system,
 )
-from opd.data.messages import MessageError, learnt
+from opd.data.messages import WEIGHTS, MessageError, learnt
 from opd.errors import DataError, reason_of
 from opd.models.chat_templates import TemplateError, refuse_unread, render, render_marked
 from opd.models.token_ids import encode_text
@@ -114,7 +115,12 @@ def _demonstration(where: str, row: dict[str, Any], domain: str) -> Demonstratio
     _refuse_other(where, row)
     column = next((name for name in ("messages", "conversations") if row.get(name) is not None), None)
     if column is not None:
-        given = _with_system(where, row, said_in(where, row[column], column))
+        beside = next((name for name in ("conversations", "completion") if row.get(name)), column)
+        if beside != column:
+            raise DataError(
+                f"{where}: it has `{column}` and `{beside}`, of which one is learnt; leave one out."
+            )
+        given = with_system(where, row, said_in(where, row[column], column))
         return _conversation(where, row, domain, given, None, column)
     asked, answer = (said_in(where, row.get(name), name) for name in ("prompt", "completion"))
     if asked is None or answer is None:
@@ -144,6 +150,9 @@ def _refuse_other(where: str, row: dict[str, Any]) -> None:
                 f"{where}: `{column}` speaks of tokens that others made, and here a row is text; leave the"
                 " column out, and write `train: false` in messages of which nothing is learnt."
             )
+    zero = next((name for name in WEIGHTS if row.get(name) == 0), None)
+    if zero is not None:
+        raise DataError(f"{where}: its `{zero}` is 0, so that nothing of it is learnt; leave such rows out.")
     if row.get("label") is False:
         raise DataError(
             f"{where}: its `label` is false, so its answer is a bad one, and all that stands in `sft` is"
@@ -167,21 +176,6 @@ def _of_texts(where: str, row: dict[str, Any], domain: str, asked: str, answer: 
             " messages, or leave them out."
         )
     return Demonstration(Prompt.of(asked, None, domain, where=where), completion=answer)
-
-
-def _with_system(where: str, row: dict[str, Any], given: Any) -> Any:
-    """`given` behind what the column `system` says, if it has no such message of its own."""
-    said = row.get("system")
-    if not said or not isinstance(given, list) or not given:
-        return given
-    first = check_messages(where, given[:1])[0]
-    if first["role"] != "system":
-        return [{"role": "system", "content": said}, *given]
-    if first["content"] != said:
-        raise DataError(
-            f"{where}: the column `system` and the first message both say what the system says; give one."
-        )
-    return given
 
 
 def _conversation(

@@ -10,11 +10,21 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from opd.config.recipe import DomainConfig
 from opd.data.messages import Message, MessageError, arguments_of, from_text, read_messages
 from opd.data.procedural import load_procedural, load_reasoning_gym
 from opd.errors import DataError, MissingExtraError, reason_of
-from opd.foreign import MAX_DEPTH, depth_exceeds, machine_memory, shown, whole_number
+from opd.foreign import (
+    MAX_DEPTH,
+    POINTER,
+    depth_exceeds,
+    is_pointer,
+    machine_memory,
+    shown,
+    whole_number,
+)
 from opd.rollout.prompts import Domain, Prompt, fraction, plain_label
 
 _SOURCES = {"procedural": load_procedural, "reasoning-gym": load_reasoning_gym}
@@ -179,7 +189,8 @@ def _parsed(where: str, line: bytes) -> Any:
                 f"{where}: it holds NUL bytes, so the file is damaged or of another encoding; write it again,"
                 " as UTF-8."
             ) from error
-        raise DataError(f"{where}: not a line of JSON ({error}); mend or remove it.") from error
+        mend = f"; {POINTER}" if is_pointer(line) else "; mend or remove it"
+        raise DataError(f"{where}: not a line of JSON ({error}){mend}.") from error
     return row
 
 
@@ -224,6 +235,11 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
     number = 0
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
+            narrow = {
+                field.name: np.float16 if field.type == pyarrow.float16() else np.float32
+                for field in file.schema_arrow
+                if field.type in (pyarrow.float16(), pyarrow.float32())
+            }
             for batch in file.iter_batches(batch_size=_ROWS_AT_ONCE):
                 share = batch.nbytes // max(batch.num_rows, 1)
                 _refuse_long(f"{path}: row {number + 1}", share)
@@ -234,6 +250,7 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
                         share, sum(len(text) for text in row.values() if isinstance(text, str | bytes))
                     )
                     _refuse_long(f"{path}: row {number}", size)
+                    row |= {name: _as_written(row[name], narrow[name]) for name in narrow}
                     row |= {name: _without_nulls(row[name]) for name in _SPOKEN if row.get(name)}
                     yield f"{path}: row {number}", row, size
     except DataError:
@@ -241,6 +258,11 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
     # ValueError: of values that Python has no type for, and of pyarrow's own errors.
     except (pyarrow.ArrowException, ValueError, OverflowError, MemoryError) as error:
         raise DataError(f"{path} is no readable parquet file ({reason_of(error)}).") from error
+
+
+def _as_written(value: Any, kind: type[np.floating[Any]]) -> Any:
+    """Return the shortest number that a column of `kind` holds as `value`: 0.1, not 0.10000000149011612."""
+    return value if value is None else float(str(kind(value)))
 
 
 _OWN = ("prompt", "label", "domain", "messages")
@@ -260,7 +282,7 @@ def prompt_of(where: str, row: dict[str, Any], domain: str) -> Prompt:
             )
         raise DataError(f"{where}: there is no `prompt` (columns: {columns}); every row needs one.")
     refuse_media(where, row)
-    content, arguments = said_in(where, content), template_arguments(where, row)
+    content, arguments = with_system(where, row, said_in(where, content)), template_arguments(where, row)
     if isinstance(content, list):
         content = check_messages(where, content)
         if content[-1]["role"] == "assistant":
@@ -272,6 +294,11 @@ def prompt_of(where: str, row: dict[str, Any], domain: str) -> Prompt:
         raise DataError(f"{where}: `prompt` is {content!r}; give a non-empty text or a list of messages.")
     else:
         check_text(where, content)
+        if row.get("system"):
+            raise DataError(
+                f"{where}: it has `system`, which a `prompt` of text has no place for; write messages, or"
+                " give the column another name."
+            )
         if arguments:
             raise DataError(
                 f"{where}: {', '.join(arguments)} are for the chat template, which no `prompt` of text goes"
@@ -313,6 +340,21 @@ def said_in(where: str, content: Any, column: str = "prompt") -> Any:
     except MessageError as error:
         raise DataError(f"{where}: `{column}` is no text to answer: {error}.") from None
     return content if found is None else found
+
+
+def with_system(where: str, row: dict[str, Any], given: Any) -> Any:
+    """`given` behind what the column `system` says, if it has no such message of its own."""
+    said = row.get("system")
+    if not said or not isinstance(given, list) or not given:
+        return given
+    first = check_messages(where, given[:1])[0]
+    if first["role"] != "system":
+        return [{"role": "system", "content": said}, *given]
+    if first["content"] != said:
+        raise DataError(
+            f"{where}: the column `system` and the first message both say what the system says; give one."
+        )
+    return given
 
 
 def template_arguments(where: str, row: Mapping[str, Any]) -> dict[str, Any]:

@@ -22,6 +22,8 @@ THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 """What the thoughts before an answer are called."""
 WEIGHTS = ("weight", "train", "training", "trainable")
 """What says whether an answer is learnt from."""
+_OF_TEXT = ("type", "text", "annotations", "cache_control", "id", "index")
+"""Keys of a part of a content that is text."""
 _LONGEST = 16 << 20
 """Bytes of JSON within a text."""
 _ROLES = {
@@ -31,6 +33,7 @@ _ROLES = {
     **dict.fromkeys(("function", "observation", "tool_response", "function_response"), "tool"),
 }
 """Role of others' -> the one that chat templates know."""
+_KNOWN = ("system", "user", "assistant", "tool")
 _ASIDE = (
     *("refusal", "annotations", "audio", "audios", "images", "videos", "tool_plan", "prefix"),
     *("train_detail", "training_detail"),
@@ -103,6 +106,8 @@ def arguments_of(row: Mapping[str, Any]) -> dict[str, Any]:
     for column in ("tools", "functions"):
         if row.get(column):
             given = _parsed(row[column], column, list)
+            if not given:
+                continue
             if "tools" in found:
                 raise MessageError(column, f"there are two lists of tools, one of them `{column}`; give one")
             found["tools"] = [_tool(one, f"{column}[{place}]") for place, one in enumerate(given)]
@@ -135,7 +140,8 @@ def _role(given: Any, where: str) -> str:
     if not isinstance(role, str):
         said = f"{shown(repr(given))} is not an object with `role` and `content` (or `from` and `value`)"
         raise MessageError(where, said)
-    return _ROLES.get(role, role)
+    plain = role.strip().lower()
+    return _ROLES.get(plain, plain if plain in _KNOWN else role)
 
 
 def _message(given: Any, where: str) -> Message:
@@ -162,7 +168,9 @@ def _from_sharegpt(given: Mapping[str, Any], where: str) -> dict[str, Any]:
     """`from` and `value` as `role` and `content`; the value of a `function_call` is the JSON of calls."""
     made = {key: value for key, value in given.items() if key not in ("from", "value")}
     if "value" not in given:
-        raise MessageError(where, "it has `from` and no `value`")
+        raise MessageError(where, "it has `from` and no `value`; name them `role` and `content`")
+    if given.get("content"):
+        raise MessageError(where, "it has `value` and `content`; give one")
     if given["from"] != "function_call":
         return {**made, "role": given["from"], "content": given["value"]}
     called = _parsed(given["value"], "value", object)
@@ -201,6 +209,8 @@ def _content(given: Any, where: str) -> str:
     for part in parts:
         kind = part.get("type", "text") if isinstance(part, Mapping) else "text"
         text = part.get("text") if isinstance(part, Mapping) else part
+        if kind in TEXTS and isinstance(part, Mapping):
+            kind = next((key for key, value in part.items() if key not in _OF_TEXT and value), kind)
         if kind not in TEXTS:
             said = f"its content has a part of the type {shown(kind)!r}, and parts of text alone are read"
             raise MessageError(f"{where}.content", f"{said}; write it as text, or leave it out")
@@ -231,13 +241,13 @@ def _call(given: Any, where: str) -> dict[str, Any]:
     if not isinstance(called, Mapping) or not isinstance(name, str):
         raise MessageError(where, "one of its tool calls names no function")
     arguments = called.get("arguments")
-    if isinstance(arguments, str):
+    if arguments is None and "parameters" in called:
+        arguments = called["parameters"]
+    if arguments is None or isinstance(arguments, str):
         try:
             arguments = read_document(arguments or "{}", _LONGEST)
         except (ValueError, RecursionError):
             arguments = None
-    elif arguments is None and "parameters" in called:
-        arguments = called["parameters"]
     if not isinstance(arguments, dict):
         raise MessageError(where, f"the arguments of its call of {shown(name)} are no object of JSON")
     made = {"type": "function", "function": {"name": name, "arguments": arguments}}

@@ -193,6 +193,12 @@ def _no_weights(folder: Path) -> str:
             f"{folder} is a published model, which only teachers are read from (`type: streamed`); give the"
             " folder that was published."
         )
+    others = sorted(path.name for path in folder.glob("*.safetensors"))
+    if others:
+        return (
+            f"{folder} holds {shown(others[0])} and neither {SINGLE} nor {INDEX}, by which weights are found;"
+            f" copy the index as well, or name a single file of weights {SINGLE}."
+        )
     return above_models(folder) or (
         f"{folder} holds neither {SINGLE} nor {INDEX}; copy the model's weights there."
     )
@@ -239,7 +245,7 @@ def check_shard(path: Path, expected: str | None) -> None:
             shard.keys()
     except (SafetensorError, OSError) as error:
         raise CheckpointError(
-            f"{path} is truncated or corrupt ({reason_of(error)}); copy it again."
+            f"{path} is truncated or corrupt ({reason_of(error)}); {files.mend_of(path)}."
         ) from error
     if expected is not None and file_digest(path) != expected:
         raise CheckpointError(f"{path} does not have the sha256 that {CHECKSUMS} gives; copy it again.")

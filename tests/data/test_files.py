@@ -46,6 +46,18 @@ def test_jsonl_and_parquet_give_the_same_domain(tmp_path: Path) -> None:
     assert from_jsonl.checker is None
 
 
+@pytest.mark.parametrize(("kind", "labels"), [("float16", [0.5, 0.1, None]), ("float32", [0.1, 1e-5, None])])
+def test_a_narrow_column_holds_the_numbers_that_were_written(tmp_path: Path, kind: str, labels: list) -> None:
+    pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
+    pytest.importorskip("pyarrow.parquet")
+    column = pyarrow.array(labels * 20, type=pyarrow.float32()).cast(kind)
+    table = pyarrow.table({"prompt": [str(i) for i in range(60)], "label": column})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    domain = _load(tmp_path / "a.parquet", held_out_prompts=1)
+    found = {one.text: one.label for one in (*domain.train, *domain.held_out)}
+    assert found == {text: labels[int(text) % 3] for text in found}
+
+
 def test_split_depends_on_each_prompt_alone(tmp_path: Path) -> None:
     whole = _load(_jsonl(tmp_path / "a.jsonl", ROWS))
     part = _load(_jsonl(tmp_path / "b.jsonl", ROWS[:100][::-1]))
@@ -80,6 +92,7 @@ def test_rows_of_several_domains_in_one_file(tmp_path: Path) -> None:
     ("line", "told"),
     [
         ('{"prompt": "x"', "not a line of JSON"),
+        ("version https://git-lfs/spec/v1", "it is a pointer of Git LFS"),
         ('"prompt"', "a text where an object"),
         ("[{}]", "a list where an object .* of a file that is one list, write every object on a line"),
         ("null", "null where an object"),

@@ -72,6 +72,13 @@ SAME = {
         {"from": "function_call", "value": '{"name": "look", "arguments": {"at": "sky"}}'},
         CALLING,
     ),
+    "sharegpt's roles, called role": ({"role": "Human", "content": "Hi"}, user("Hi")),
+    "a role in capitals": ({"role": "USER ", "content": "Hi"}, user("Hi")),
+    "call, null arguments": (
+        said(None, tool_calls=[{"function": {"name": "look", "arguments": None}}]),
+        said("", tool_calls=[{"type": "function", "function": {"name": "look", "arguments": {}}}]),
+    ),
+    "parts with what caches read": (user([{"text": "Hi", "cache_control": {"type": "x"}}]), user("Hi")),
     "human and gpt as roles": ({"role": "gpt", "content": "4"}, said("4")),
     "call": (CALLING, CALLING),
     "call, arguments as JSON": (
@@ -116,6 +123,9 @@ def test_every_form_is_the_one_that_templates_take(form):
 REFUSED = {
     "image": (user([{"type": "image_url", "image_url": {"url": "x"}}]), r"part of the type 'image_url'"),
     "image of TRL": (user([{"type": "image"}, {"type": "text", "text": "?"}]), r"part of the type 'image'"),
+    "image without a type": (user([{"text": "?", "image_url": {"url": "x"}}]), "of the type 'image_url'"),
+    "image beside a text": (user([{"type": "text", "text": "?", "image": "x"}]), "part of the type 'image'"),
+    "value and content": ({"from": "human", "value": "a", "content": "b"}, "give one"),
     "audio": (user([{"type": "input_audio"}]), "input_audio"),
     "thinking part": (said([{"type": "thinking", "thinking": "x"}]), "part of the type 'thinking'"),
     "tool_result": (user([{"type": "tool_result", "content": "x"}]), "tool_result"),
@@ -231,6 +241,7 @@ def test_what_a_row_gives_the_template_is_shown_to_the_model(row, shown, tmp_pat
         ({"tools": [TOOL], "functions": [TOOL]}, "two lists of tools"),
         ({"chat_template_kwargs": {"add_generation_prompt": False}}, "set by opd"),
         ({"chat_template_kwargs": 3}, "no object"),
+        ({"chat_template_kwargs": {"self": 3}}, "set by opd"),
         ({"images": ["a.png"]}, "it has `images`, and models here read text alone"),
         ({"image": {"bytes": "x"}}, "it has `image`"),
     ],
@@ -242,6 +253,14 @@ def test_columns_that_cannot_be_used_are_refused_by_name(row, told, tmp_path):
         read_demonstrations(str(path), None)
     with pytest.raises(DataError, match=f"a: .*{told}"):
         prompt_of("a", {"prompt": [user("Hi")], **row}, "d")
+
+
+def test_a_system_column_is_said_before_prompts_and_demonstrations():
+    found = prompt_of("a", {"prompt": [user("Hi")], "system": "Be brief", "tools": "[]"}, "d")
+    assert found.messages == [{"role": "system", "content": "Be brief"}, user("Hi")]
+    assert not found.arguments
+    with pytest.raises(DataError, match="`system`, which a `prompt` of text has no place for"):
+        prompt_of("a", {"prompt": "Hi", "system": "Be brief"}, "d")
 
 
 def test_a_text_goes_through_no_template_and_an_episode_has_its_own_arguments(tmp_path):
@@ -378,6 +397,10 @@ def test_answers_of_no_weight_are_read_and_not_learnt(field, template, tmp_path)
         ({"messages": [user("a"), said("b", train="no")]}, "its `train` is 'no'; give 0 or 1"),
         ({"messages": [user("a", train=True), said("b")]}, "message 1: its role is user and `train` says"),
         ({"prompt": "a", "completion": "b", "label": False}, "`label` is false"),
+        ({"messages": [user("a"), said("b")], "weight": 0}, "its `weight` is 0"),
+        ({"prompt": "a", "completion": "b", "train": False}, "its `train` is 0"),
+        ({"messages": [user("a"), said("b")], "completion": "c"}, "`messages` and `completion`"),
+        ({"messages": [user("a"), said("b")], "conversations": [user("c"), said("d")]}, "`conversations`"),
         ({"prompt": "a", "chosen": "b", "rejected": "c"}, "of `chosen`: rename it to `completion`"),
         ({"segments": [{"label": True, "text": "a"}]}, "of `segments`: write its parts as messages"),
         ({"instruction": "a", "input": "", "output": "b"}, "of `instruction`: write `prompt`"),

@@ -11,9 +11,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from opd.config import Recipe
-from opd.errors import CheckpointError
+from opd.errors import CheckpointError, StorageError
 from opd.models.causal_lm import CausalLM
 from opd.models.checkpoint import save_checkpoint
+from opd.models.hf_folder import check_folder
 from opd.models.hf_weights import check_weights
 from opd.models.sharded import open_empty
 from opd.models.tokenizers import character_tokenizer
@@ -207,6 +208,21 @@ def test_what_no_reader_of_safetensors_takes_for_weights_does_no_harm(request, t
     for door in (ONLY_FILES | DOORS).values():
         door(folder, tmp_path)
     assert CausalLM.from_pretrained(folder).digest() == CausalLM.from_pretrained(whole).digest()
+
+
+@pytest.mark.parametrize("ask", [check_folder, read_headers])
+def test_a_pointer_in_place_of_the_weights_is_called_one(whole, tmp_path, ask):
+    folder = shutil.copytree(whole, tmp_path / "m")
+    (folder / SINGLE).write_bytes(b"version https://git-lfs/spec/v1\noid sha256:0\nsize 9\n")
+    with pytest.raises((CheckpointError, StorageError), match=r"it is a pointer of Git LFS .*git lfs pull"):
+        ask(folder)
+
+
+def test_weights_of_another_name_are_named(whole, tmp_path):
+    folder = shutil.copytree(whole, tmp_path / "m")
+    (folder / SINGLE).rename(folder / "weights.safetensors")
+    with pytest.raises(CheckpointError, match=r"holds weights\.safetensors and neither"):
+        check_folder(folder)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
