@@ -429,7 +429,7 @@ def check_weights(given: str | dict[str, float] | None) -> str | dict[str, float
     """A teacher, or weights over several. Raises `ValueError` unless each of them counts."""
     if isinstance(given, dict):
         if not given or min(given.values()) <= 0:
-            raise ValueError("give teachers with positive weights")
+            raise ValueError("give the name of a teacher, or several with positive weights")
         name, least = min(given.items(), key=lambda one: one[1])
         if least < _LEAST * sum(given.values()):
             raise ValueError(

@@ -69,7 +69,7 @@ def test_a_teacher_that_specialists_alone_follow_has_metrics(load):
 
 @pytest.mark.parametrize("weights", ["{}", "{math: 0}", "{math: 1, code: -1}"])
 def test_teachers_whose_weights_are_not_positive_are_refused_first(load, weights):
-    with pytest.raises(ConfigError, match="give teachers with positive weights"):
+    with pytest.raises(ConfigError, match="several with positive weights"):
         load(RECIPE.replace("{math: 1, code: 1}", weights))
 
 
