@@ -315,10 +315,10 @@ RECIPES = [
         "handarbeit/fabrik#1544",
         "a key that the recipe does not know",
         "ignored, without a word",
-        "refused, with the valid keys",
+        "refused, with what it is called here",
         unsaid(
             "distill: {learning_rate: 1.0e-5}",
-            r"unknown key `distill\.learning_rate`; valid keys here are .*optim",
+            r"`distill\.learning_rate` is TRL.s name; here it is .*distill\.optim\.lr",
         ),
     ),
     Report(
