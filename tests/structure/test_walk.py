@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 MOST = {"merge": (65, 8), "grpo": (52, 7)}
-"""Files and folders that a step of each kind enters. GRPO's 52nd is `token_ids`: what a tokenizer adds to texts."""
+"""Files and folders that a step of each kind enters. GRPO's 52nd is `token_ids`: what tokenizers add."""
 ROOT = Path(__file__).parents[2]
 
 
