@@ -16,8 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from opd.errors import CheckpointError, OpdError, StorageError, reason_of, way_out
 from opd.foreign import indexed_files, read_document, shown, whole
 from opd.storage.files import mend_of, read_object
@@ -202,6 +200,8 @@ def are_numbers(dtype: str, data: bytes | bytearray | memoryview) -> bool:
     """Whether `data`, whole elements of a safetensors type, holds neither NaN nor infinity; integers never
     do.
     """
+    import numpy as np  # late: run folders are opened, and refused, without it
+
     if dtype not in _EXPONENTS:
         return True
     width, mask = _EXPONENTS[dtype]
