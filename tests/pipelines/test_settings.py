@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 from recipes import tiny_recipe
 
-from opd.errors import OpdError
 from opd.metrics import read_metrics
 from opd.models.causal_lm import CausalLM
 from opd.pipelines.records.run_folder import RunFolder
