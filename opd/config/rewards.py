@@ -43,7 +43,7 @@ class ChoiceReward(Config):
     type: Literal["choice"] = "choice"
     extract: Ways = ["boxed", "answer", "last_line"]
     """Where the letter stands: what is found has to begin with it (`B`, `(B)`, `B. because`), else the next
-    way is tried; an article on a last line, and `I think it is`, are no letter."""
+    way is tried. A letter that is denied, or named beside another, is none; nor is an article."""
     choices: int = Field(default=10, ge=2, le=26)
     """How many there are: letters from A."""
 
