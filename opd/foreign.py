@@ -111,6 +111,11 @@ def is_pointer(begin: bytes) -> bool:
     return begin.startswith(b"version https://git-lfs")
 
 
+def is_unset(value: object) -> bool:
+    """Tell whether a setting of JSON asks for nothing: null, false, or an empty text, list or object."""
+    return value is None or value is False or value in ("", [], {})
+
+
 def whole_number(text: str) -> int:
     """The number in `text`, for `json.loads`. Raises `ValueError` if it has thousands of digits."""
     if len(text) > _LONGEST_NUMBER:

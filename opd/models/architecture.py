@@ -209,14 +209,14 @@ def check_attention(model: CausalLM) -> None:
     except (RuntimeError, AttributeError, TypeError, LookupError) as error:
         raise ModelError(
             f"{type(model.module).__name__} cannot run a few tokens: {reason_of(error)}; check its"
-            " configuration, or choose a model of another architecture."
+            f" configuration, or {ANOTHER}."
         ) from error
     apart = _apart(model, packed, torch.cat(alone))
     if apart is not None:
         raise ModelError(
             f"{type(model.module).__name__} gives other hidden states for packed sequences than one by one"
             f" (difference {apart:.3g}): it mixes tokens, or hides some, elsewhere than in its attention;"
-            " choose a model of another architecture."
+            f" {ANOTHER}."
         )
     model.kv_numbers = recorder.kept // sum(lengths)
     cause = layers_cause(model.decoder, model.config, recorder)

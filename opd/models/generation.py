@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import GenerationConfig
 
-from opd.foreign import shown
+from opd.foreign import is_unset, shown
 from opd.models.hf_folder import described_in, read_object
 from opd.types import SamplingParams
 
@@ -69,7 +69,7 @@ def not_followed(folder: Path) -> str | None:
 
 
 def _says_something(key: str, value: Any) -> bool:
-    if key in _FOLLOWED or key in _FREE or value is None or value is False or value in ("", [], {}):
+    if key in _FOLLOWED or key in _FREE or is_unset(value):
         return False
     return value != _NEUTRAL.get(key)
 

@@ -418,9 +418,6 @@ def positions_of(config: PreTrainedConfig) -> int | None:
     return min(bounds, default=None)
 
 
-_POSITIONS = ("max_position_embeddings", "n_positions", "max_target_positions", "max_seq_len", "n_ctx")
-
-
 def angles_change_at(config: PreTrainedConfig) -> int | None:
     """Tokens beyond which the angles of all that is computed together follow from the longest sequence of it
     ("longrope" of Phi 3 and 4, "dynamic"); `None` if angles follow from positions alone.

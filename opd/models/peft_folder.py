@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from opd.errors import CheckpointError, ModelError, reason_of
-from opd.foreign import shown, whole
+from opd.foreign import is_unset, shown, whole
 from opd.models.hf_folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS, read_object, weight_files
 from opd.storage.tensors import TensorParts, require_numbers
 
@@ -134,7 +134,7 @@ def _other_kind(config: Mapping[str, Any]) -> str | None:
 def _says_something(key: str, value: Any) -> bool:
     if key == "runtime_config" and isinstance(value, dict):
         return any(value.values())
-    return value is not None and value is not False and value not in ("", [], {})
+    return not is_unset(value)
 
 
 def _copies(place: Path, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

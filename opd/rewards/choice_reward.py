@@ -39,7 +39,7 @@ _GOES_ON = re.compile(
 _WORD = re.compile(r"\s+[a-z]")
 """Behind a letter: a word of its own sentence, which makes A an article and B a name (`B vitamins`)."""
 _SAYS = re.compile(
-    r"(?i:\b(?:is|be|choose|chose|pick|select|with|option|choice|answer|answer\s+is)\s+(?:option\s+|choice\s+)?)"
+    r"(?i:\b(?:is|be|choose|chose|pick|select|with|option|choice|answer)\s+(?:option\s+|choice\s+)?)"
     rf"[^\w\s]*([A-Z]){_END}[\W_]*$"
 )
 """A sentence that ends with a letter."""

@@ -65,6 +65,7 @@ SEVERAL = {
     "vocabulary": Section("ranks", "vocabulary", 90),
     "sync": Section("ranks", "sync", 120),
 }
+SECTIONS = ONE | APART | SEVERAL
 
 
 def machine(place: Place) -> dict[str, Any]:
@@ -79,7 +80,7 @@ def machine(place: Place) -> dict[str, Any]:
 
 def run_section(name: str, rows: Path, place: Place) -> None:
     """In the section's own process: write its rows."""
-    section = (ONE | APART | SEVERAL)[name]
+    section = SECTIONS[name]
     call = getattr(importlib.import_module(f"tests.gpu.{section.module}"), section.function)
     call(Sheet(rows, place.dry), place)
 
@@ -100,7 +101,7 @@ def ended(command: list[str], log: Path, seconds: float) -> str:
 
 def limit_of(name: str, options: argparse.Namespace) -> float:
     """The seconds of a section by itself."""
-    return options.limit.get(name, DRY_SECONDS if options.dry else (ONE | APART | SEVERAL)[name].seconds)
+    return options.limit.get(name, DRY_SECONDS if options.dry else SECTIONS[name].seconds)
 
 
 def section_report(name: str, options: argparse.Namespace, limit: float) -> dict[str, Any]:
@@ -154,7 +155,7 @@ def accept(options: argparse.Namespace, place: Place) -> bool:
 def seconds_of(text: str) -> tuple[str, float]:
     """`SECTION=SECONDS`."""
     name, _, seconds = text.partition("=")
-    if name not in ONE | APART | SEVERAL:
+    if name not in SECTIONS:
         raise argparse.ArgumentTypeError(f"there is no section {name}")
     return name, float(seconds)
 
@@ -163,13 +164,13 @@ def parsed() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--json", type=Path, help="also write the report here")
-    parser.add_argument("--only", nargs="+", choices=ONE | APART | SEVERAL, help="these sections")
+    parser.add_argument("--only", nargs="+", choices=SECTIONS, help="these sections")
     parser.add_argument("--ranks", type=int, default=0, help="what needs several GPUs, on so many")
     parser.add_argument("--dry", action="store_true", help="tiny sizes, on a CPU")
     parser.add_argument(
         "--limit", nargs="+", type=seconds_of, default=[], help="SECTION=SECONDS: other limits"
     )
-    parser.add_argument("--section", choices=ONE | APART | SEVERAL, help=argparse.SUPPRESS)
+    parser.add_argument("--section", choices=SECTIONS, help=argparse.SUPPRESS)
     parser.add_argument("--rows", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     options.limit = dict(options.limit)
