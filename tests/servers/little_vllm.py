@@ -81,7 +81,7 @@ class LittleVLLM:
         found = read_peft(folder)
         known = {weight: pair for weight, pair in found.pairs.items() if self.knows(weight)}
         model = copy.deepcopy(self.model)
-        merge_into(model.module, replace(found, pairs=known), folder)
+        merge_into(model.module, replace(found, pairs=known, targets=()), folder)
         self.loaded[name] = model
         self.folders.append(folder)
 

@@ -92,7 +92,7 @@ def test_what_got_there_otherwise_is_found(hub, folder, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["{folder}/..", "me/mine"], "holds neither model.safetensors nor"),
+        (["{folder}/..", "me/mine"], "is the folder above models, and no model's; give one of them"),
         (["{folder}/none", "me/mine"], "is not a folder"),
         (["{folder}", "mine"], "'mine' cannot be a repository"),
         (["{folder}", "me/mine@v1", "--revision", "v1"], "cannot be a repository"),
