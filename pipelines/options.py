@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import difflib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -22,11 +22,18 @@ def _count(text: str) -> int:
     return int(text)
 
 
-def _temperature(text: str) -> float:
-    with contextlib.suppress(ValueError):
-        if 0 <= float(text) <= 1000:
-            return float(text)
-    raise argparse.ArgumentTypeError(f"give a number from 0 to 1000, not {text!r}")
+def _between(least: float, most: float, kind: type = float) -> Callable[[str], float]:
+    """Read a number within these bounds, which no NaN is."""
+
+    def read(text: str) -> float:
+        with contextlib.suppress(ValueError):
+            if least <= kind(text) <= most:
+                return kind(text)
+        whole = "whole " if kind is int else ""
+        shown = repr(text) if len(text) <= 60 else f"{text[:57]!r}..."
+        raise argparse.ArgumentTypeError(f"give a {whole}number from {least:,} to {most:,}, not {shown}")
+
+    return read
 
 
 class _Once(argparse.Action):
@@ -56,8 +63,8 @@ ASKED = {
     "prompts": (_count, "how many of them (default: 8)"),
     "system": (str, "what the system says before each --prompt"),
     "max-tokens": (_count, "of an answer, at most (default: the recipe's, or 512)"),
-    "temperature": (_temperature, "0 is greedy (default: the recipe's, or 1)"),
-    "seed": (int, "other answers (default: 0)"),
+    "temperature": (_between(0, 1000), "0 is greedy (default: the recipe's, or 1)"),
+    "seed": (_between(0, 2**63 - 1, int), "other answers (default: 0)"),
 }
 """Options of `opd sample`, and of `opd compare` for models: type and help."""
 OF_THEIR_OWN = ("sample", "compare", "push", "watch")
@@ -65,15 +72,18 @@ OF_THEIR_OWN = ("sample", "compare", "push", "watch")
 EXAMPLES = ("quickstart",)
 """Recipes that the package brings: `pipelines/recipes/NAME.yaml`."""
 PLAN_NUMBERS = {
-    "ranks": (_count, "how many share the work (default: the recipe's, or 1)"),
+    "ranks": (_between(1, 1_000_000, int), "how many share the work (default: the recipe's, or 1)"),
     "mini-batch": (_count, "trajectories of a step (default: what the recipe samples, or 64)"),
     "budget-mb": (
-        float,
+        _between(1e-3, 1e12),
         "MiB of a device for activations, a micro-batch's data and the next's (default: 16384)",
     ),
-    "tflops": (float, "1e12 operations that a device computes in a second (default: 1)"),
-    "read-mb": (float, "MiB of data that a device is given in a second (default: 1000)"),
-    "overhead-ms": (float, "milliseconds that a micro-batch costs however small it is (default: 10)"),
+    "tflops": (_between(1e-9, 1e9), "1e12 operations that a device computes in a second (default: 1)"),
+    "read-mb": (_between(1e-9, 1e12), "MiB of data that a device is given in a second (default: 1000)"),
+    "overhead-ms": (
+        _between(0, 1e9),
+        "milliseconds that a micro-batch costs however small it is (default: 10)",
+    ),
 }
 """Options of `opd plan`, beside `--store` and `--simulate`: type and help."""
 _WITH_VALUE = {

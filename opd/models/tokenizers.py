@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -70,15 +71,86 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     try:
         refuse_code(folder)
         check_small_files(folder)
+        _require_reader(folder)
+        _check_templates(folder)
         tokenizer = _loader(folder).from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (CheckpointError, ModelError):
         raise
     except Exception as error:  # the Rust tokenizer raises plain Exception
-        raise ModelError(f"{folder} has no readable tokenizer: {reason_of(error)}") from error
+        raise ModelError(f"{folder} has no readable tokenizer: {_cause(folder, error)}") from error
     # What was written is what rewards and people read, also where a blank stands before a full stop.
     tokenizer.clean_up_tokenization_spaces = False
     tokenizer.deprecation_warnings[_TOO_LONG] = True  # model_max_length bounds nothing here
     return tokenizer
+
+
+_SENTENCE_PIECES = ("tokenizer.model", "spiece.model")
+_TOKENIZER_FILES = ("tokenizer.json", *_SENTENCE_PIECES, "vocab.json", "vocab.txt")
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Whether a Hugging Face folder brings a tokenizer of its own; an adapter may rely on its base's."""
+    return any((folder / name).is_file() for name in _TOKENIZER_FILES)
+
+
+def _require_reader(folder: Path) -> None:
+    """Raise `ModelError` if the only file of a tokenizer needs a package that is not installed."""
+    paths = [folder / name for name in _SENTENCE_PIECES if (folder / name).is_file()]
+    if (folder / "tokenizer.json").is_file() or not paths:
+        return
+    with paths[0].open("rb") as file:
+        begin = file.read(1)
+    if not begin:
+        raise ModelError(f"{paths[0]} is empty; copy it again from its source.")
+    package = "sentencepiece" if begin == b"\n" else "tiktoken"  # the first field of its message
+    if find_spec(package) is None:
+        raise ModelError(
+            f"{folder} has {paths[0].name} and no tokenizer.json; install what reads it (pip install"
+            f" {package} protobuf), or {_WRITE_JSON}"
+        )
+
+
+_WRITE_JSON = (
+    "write a tokenizer.json where it loads: `AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)`."
+)
+
+
+def _cause(folder: Path, error: Exception) -> str:
+    """Why a tokenizer cannot be read, and how to mend it."""
+    if (folder / "tokenizer.json").is_file():
+        try:
+            Tokenizer.from_file(str(folder / "tokenizer.json"))
+        except Exception as damage:  # as above
+            return f"tokenizer.json is damaged ({reason_of(damage)}); copy it again from its source."
+        return reason_of(error)
+    held = [name for name in (*_TOKENIZER_FILES, "merges.txt") if (folder / name).is_file()]
+    if not held:
+        return reason_of(error)
+    if held[0] in _SENTENCE_PIECES:
+        return f"{held[0]} is damaged, or no file of its kind; copy it again from its source."
+    return (
+        f"nothing says what {' and '.join(held)} are of; name the class (tokenizer_class, such as"
+        f" GPT2Tokenizer or BertTokenizer) in tokenizer_config.json, or {_WRITE_JSON}"
+    )
+
+
+def _check_templates(folder: Path) -> None:
+    """Raise `ModelError` for a chat template that is no text."""
+    for path in [folder / "chat_template.jinja", *folder.glob("additional_chat_templates/*.jinja")]:
+        if path.is_file():
+            try:
+                path.read_text("utf-8")
+            except ValueError as error:
+                raise ModelError(f"{path} is not UTF-8 text; save it as such.") from error
+    path = folder / "tokenizer_config.json"
+    found = read_object(path).get("chat_template") if path.is_file() else None
+    several = found if isinstance(found, list) else []
+    texts = [one.get("template") if isinstance(one, dict) else one for one in several] or [found]
+    if any(not isinstance(text, str) for text in texts if text is not None):
+        raise ModelError(
+            f"{path} has a chat_template that is no text; write a template, or a list of"
+            ' {"name": ..., "template": ...}.'
+        )
 
 
 _TOO_LONG = "sequence-length-is-longer-than-the-specified-maximum"
@@ -192,12 +264,6 @@ def set_chat_template(tokenizer: PreTrainedTokenizerBase, source: str) -> None:
                 " or a folder."
             ) from error
     tokenizer.chat_template = template
-
-
-def has_tokenizer(folder: Path) -> bool:
-    """Whether a Hugging Face folder brings a tokenizer of its own; an adapter may rely on its base's."""
-    names = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
-    return any((folder / name).is_file() for name in names)
 
 
 def _digest(value: object) -> str:

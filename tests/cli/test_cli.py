@@ -57,11 +57,14 @@ def test_options_before_the_recipe_do_not_swallow_it(recipe, capsys):
         ),
         (["run", "{recipe}", "--dry-run", "--runtime.threads", "4096"], "threads is 4096, and this machine"),
         (["specialist", "{recipe}", "--dry-run", "--domain", "chess"], "it trains sort"),
-        (["plan", "{recipe}", "--ranks", "9" * 6000], "--ranks: give a number of 1 to 15 digits"),
+        (
+            ["plan", "{recipe}", "--ranks", "9" * 6000],
+            "--ranks: give a whole number from 1 to 1,000,000, not",
+        ),
         (["publish", "a", "b", "--shards", "9" * 6000], "--shards: give a number of 1 to 15 digits"),
         (
             ["plan", "{recipe}", "--ranks", "0"],
-            "--ranks: give a number of 1 to 15 digits, at least 1, not '0'",
+            "--ranks: give a whole number from 1 to 1,000,000, not '0'",
         ),
         (["run"], "the following arguments are required: RECIPE; see `opd run --help`"),
         (["rum", "{recipe}"], "invalid choice: 'rum'"),

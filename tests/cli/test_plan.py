@@ -182,15 +182,21 @@ def test_no_help_sends_the_reader_into_the_source(capsys) -> None:
         assert not re.search(r"[a-z_]+\.py\b|[A-Z][a-z]+[A-Z][a-z]\w+", said), words
 
 
+BEYOND = [("--ranks", value) for value in ("0", "many", "1.5", "1" * 9)] + [
+    (f"--{name}", value)
+    for name in ("budget-mb", "tflops", "read-mb", "overhead-ms")
+    for value in ("nan", "inf", "1e400", "-1", "x")
+]
+"""Options with a value that no plan is made of."""
+
+
 @pytest.mark.parametrize(
     ("words", "part"),
     [
         ([], "needs a recipe, or --store"),
         (["--store", "none"], "there is no trajectory store in none"),
         (["--store", "{store}", "--seed", "1"], "opd plan without a recipe takes no settings"),
-        (["--store", "{store}", "--ranks", "0"], "at least 1, not"),
-        (["--store", "{store}", "--tflops", "0"], "must be positive"),
-        (["--store", "{store}", "--ranks", "many"], "at least 1, not"),
+        *((["--store", "{store}", name, value], f"argument {name}: give a ") for name, value in BEYOND),
     ],
 )
 def test_a_users_error_is_one_line(store: str, words: list[str], part: str, capsys) -> None:

@@ -11,6 +11,7 @@ from tokenizers import Tokenizer, models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from opd.errors import CheckpointError, ModelError
+from opd.models import tokenizers
 from opd.models.tokenizers import (
     character_tokenizer,
     compare,
@@ -83,6 +84,49 @@ def test_missing_and_broken_tokenizers_are_named(tmp_path: Path):
             (ModelError, CheckpointError), match=rf"no readable tokenizer|{name} cannot be read"
         ):
             load_tokenizer(tmp_path)
+
+
+VOCABULARY = {"vocab.json": b'{"a": 0}', "merges.txt": b"#version: 0.2\n"}
+ODD = {
+    "sentencepiece without its package": (
+        {"tokenizer.model": b"\n\x0e"},
+        r"pip install sentencepiece protobuf",
+    ),
+    "sentencepiece of t5": ({"spiece.model": b"\n\x0e"}, r"AutoTokenizer\.from_pretrained"),
+    "tiktoken without its package": ({"tokenizer.model": b"IQ== 0\n"}, r"pip install tiktoken"),
+    "an empty file": ({"tokenizer.model": b""}, r"tokenizer\.model is empty; copy it again"),
+    "a vocabulary without a class": (VOCABULARY, r"vocab\.json and merges\.txt .*tokenizer_class"),
+    "word pieces without a class": ({"vocab.txt": b"[UNK]\na\n"}, r"vocab\.txt .*tokenizer_class"),
+    "an empty object": ({"tokenizer.json": b"{}"}, r"tokenizer\.json is damaged \(.*\); copy it again"),
+    "a template in bytes": ({"chat_template.jinja": b"\xff"}, r"chat_template\.jinja is not UTF-8 text"),
+    "a template of many in bytes": (
+        {"additional_chat_templates/tool.jinja": b"\xff"},
+        r"tool\.jinja is not UTF-8 text",
+    ),
+    "a number as template": (
+        {"tokenizer_config.json": b'{"chat_template": 5}'},
+        "a chat_template that is no text",
+    ),
+    "a number in a list of templates": (
+        {"tokenizer_config.json": b'{"chat_template": [{"name": "default", "template": 5}]}'},
+        "a chat_template that is no text",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ODD)
+def test_files_that_make_no_tokenizer_are_named_with_what_to_do(tmp_path: Path, monkeypatch, case: str):
+    monkeypatch.setattr(tokenizers, "find_spec", lambda name: None)
+    files, words = ODD[case]
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    for name, data in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(data)
+    if "template" in case:
+        TOKENIZER.save_pretrained(tmp_path / "other")
+        (tmp_path / "other" / "tokenizer.json").rename(tmp_path / "tokenizer.json")
+    with pytest.raises(ModelError, match=words):
+        load_tokenizer(tmp_path)
 
 
 def words(ids: dict[str, int], **special: str) -> PreTrainedTokenizerFast:
