@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import difflib
 import json
+import re
 from collections.abc import Mapping, Sequence
+from datetime import datetime
+from decimal import Decimal, getcontext
+from graphlib import CycleError, TopologicalSorter
 from typing import Any
 
 from opd.config.rewards import JSONSchemaReward
 from opd.errors import MissingExtraError, RewardError
+from opd.foreign import shown
 from opd.rewards.extract import extracted
 from opd.rewards.verifier import Answered, Score, Verifier, compared, is_missing
 
@@ -35,9 +41,104 @@ def _fault(schema: dict[str, Any]) -> str | None:
         return "has a $schema that is no text; give the URL of a version of JSON schema, or leave it out"
     try:
         validator_for(schema).check_schema(schema)
+        return _unchecked(schema)
     except (SchemaError, RecursionError) as error:
         return f"is no JSON schema ({' '.join(str(getattr(error, 'message', error))[:100].split())}); mend it"
+
+
+def _unchecked(schema: dict[str, Any]) -> str | None:
+    """What of a valid schema no answer would be held against, or none could meet."""
+    from jsonschema.validators import validator_for
+    from jsonschema_specifications import REGISTRY
+    from referencing import Resource
+    from referencing.exceptions import Unresolvable
+    from referencing.jsonschema import DRAFT202012
+
+    kind = validator_for(schema)
+    root = Resource.from_contents(schema, default_specification=DRAFT202012)
+    waiting = [(root, REGISTRY.resolver_with_root(root))]
+    in_place: dict[int, list[int]] = {}  # the schemas that say more of the same value
+    while waiting:
+        resource, resolver = waiting.pop()
+        said = resource.contents
+        if not isinstance(said, Mapping) or id(said) in in_place:
+            continue
+        wrong = _unknown_word(said, kind)
+        if wrong is not None:
+            return wrong
+        below = in_place[id(said)] = [id(one) for one in _of_same_value(said)]
+        for word in ("$ref", "$dynamicRef"):
+            if isinstance(said.get(word), str):
+                try:
+                    found = resolver.lookup(said[word])
+                except (Unresolvable, ValueError):
+                    return (
+                        f"refers to {shown(said[word])}, which is not in it; nothing is fetched: put it there"
+                    )
+                below.append(id(found.contents))
+        waiting += [(one, resolver.in_subresource(one)) for one in resource.subresources()]
+    if _has_cycle(in_place):
+        return "refers to itself without an end; mend its $ref"
+    if schema.keys() & kind.VALIDATORS.keys():
+        return None
+    return "takes every JSON; say what fits, such as its type or its required properties"
+
+
+def _unknown_word(schema: Mapping[str, Any], kind: Any) -> str | None:
+    """A word that is nearly one of JSON schema's, or a format that nothing here checks."""
+    known = {*kind.VALIDATORS, *_TELLING}
+    for word in schema:
+        near = difflib.get_close_matches(word, known, 1, 0.8) if word not in known else []
+        if near:
+            return f"has {shown(word)}, which is no word of JSON schema; write {near[0]}"
+    name = schema.get("format")
+    if isinstance(name, str) and name not in _formats(kind).checkers:
+        return f"asks for the format {shown(name)}, which is not checked here; say it by a `pattern`"
     return None
+
+
+_TELLING = (
+    "$schema", "$id", "id", "$anchor", "$dynamicAnchor", "$recursiveAnchor", "$comment", "$defs",
+    "$vocabulary", "definitions", "title", "description", "default", "example", "examples", "readOnly",
+    "writeOnly", "deprecated", "contentMediaType", "contentEncoding", "contentSchema", "then", "else",
+    "minContains", "maxContains",
+)  # fmt: skip
+"""Words that hold no value against anything by themselves."""
+
+
+def _of_same_value(schema: Mapping[str, Any]) -> list[Any]:
+    """The schemas inside `schema` that look at the very value it looks at."""
+    inside = [schema[word] for word in ("not", "if", "then", "else") if word in schema]
+    for word in ("allOf", "anyOf", "oneOf"):
+        inside += schema.get(word, [])
+    return [*inside, *schema.get("dependentSchemas", {}).values()]
+
+
+def _has_cycle(graph: Mapping[int, Sequence[int]]) -> bool:
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError:
+        return True
+    return False
+
+
+def _formats(kind: Any) -> Any:
+    """jsonschema's checks of formats that need no other package, and that of date and time."""
+    from jsonschema import FormatChecker
+
+    made = FormatChecker(())
+    made.checkers = {**kind.FORMAT_CHECKER.checkers, "date-time": (_is_moment, ValueError)}
+    return made
+
+
+def _is_moment(value: object) -> bool:
+    """Whether a text is a date and time of RFC 3339; what is no text has no format."""
+    if not isinstance(value, str):
+        return True
+    return _MOMENT.fullmatch(value) is not None and bool(datetime.fromisoformat(value))
+
+
+_MOMENT = re.compile(r"\d{4}-\d\d-\d\d[Tt]\d\d:\d\d:\d\d(\.\d+)?([Zz]|[+-]\d\d:\d\d)", re.ASCII)
 
 
 def label_fault(settings: JSONSchemaReward, label: Any) -> str | None:
@@ -74,19 +175,44 @@ def prepare() -> None:
 
 
 def answer(asked: Mapping[str, Any]) -> dict[str, Any]:
-    """In the process that checks: whether it is JSON, and whether it fits."""
-    from jsonschema.validators import validator_for
+    """In the process that checks: whether it is JSON, and whether it fits. Numbers are decimal: 0.3 is a
+    multiple of 0.1.
+    """
+    from jsonschema.validators import extend, validator_for
     from jsonschema_specifications import REGISTRY
 
+    getcontext().prec = _DIGITS
     try:
-        value = json.loads(asked["text"], parse_constant=_no_constant)
+        value = _decimal(asked["text"])
     except (ValueError, RecursionError):
         return {"json": False}
-    kind = validator_for(asked["schema"])
     try:
-        return {"json": True, "fits": kind(asked["schema"], registry=REGISTRY).is_valid(value)}
+        kind = validator_for(asked["schema"])
+        exact = extend(kind, type_checker=kind.TYPE_CHECKER.redefine("integer", _is_whole))
+        schema = _decimal(json.dumps(asked["schema"]))
+        found = exact(schema, registry=REGISTRY, format_checker=_formats(kind)).is_valid(value)
+        return {"json": True, "fits": found}
     except Exception:  # a reference to what is not there: nothing is fetched
         return {"json": True, "fits": False}
+
+
+_DIGITS = 10_000
+"""Of the longest number that is compared exactly."""
+
+
+def _decimal(text: str) -> Any:
+    """`text` read as JSON, with every number that is not whole as a `Decimal`."""
+    return json.loads(text, parse_constant=_no_constant, parse_float=Decimal, parse_int=_integer)
+
+
+def _integer(text: str) -> int | Decimal:
+    return int(text) if len(text) <= 4000 else Decimal(text)  # what `int` reads has a bound
+
+
+def _is_whole(_: object, value: object) -> bool:
+    if isinstance(value, Decimal):
+        return value == value.to_integral_value()
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _no_constant(name: str) -> Any:
