@@ -353,14 +353,14 @@ def _stages(recipe: Recipe, options: argparse.Namespace) -> list[str]:
     if options.command != "specialist":
         return {"distill": ["merge"], "evaluate": ["evaluate"]}[options.command]
     trained = recipe.specialist_domains()
+    if not trained:
+        raise ConfigError("this recipe trains no specialist: every teacher is given under `teachers`")
     domains = options.domain or trained
     for domain in domains:
         if domain not in trained:
             raise ConfigError(
                 f"--domain {domain}: this recipe trains no such specialist; it trains {', '.join(trained)}"
             )
-    if not domains:
-        raise ConfigError("this recipe trains no specialist: every teacher is given under `teachers`")
     return [f"specialist-{domain}" for domain in domains]
 
 

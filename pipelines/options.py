@@ -63,7 +63,7 @@ ASKED = {
     "prompts": (_count, "how many of them (default: 8)"),
     "system": (str, "what the system says before each --prompt"),
     "max-tokens": (_count, "of an answer, at most (default: the recipe's, or 512)"),
-    "temperature": (_between(0, 1000), "0 is greedy (default: the recipe's, or 1)"),
+    "temperature": (_between(0, 1000), "0 is greedy (default: the recipe's, the model's own, or 1)"),
     "seed": (_between(0, 2**63 - 1, int), "other answers (default: 0)"),
 }
 """Options of `opd sample`, and of `opd compare` for models: type and help."""

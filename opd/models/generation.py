@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import GenerationConfig
 
+from opd.errors import CheckpointError
 from opd.foreign import is_unset, shown
 from opd.models.hf_folder import described_in, read_object
 from opd.types import SamplingParams
@@ -66,6 +67,32 @@ def not_followed(folder: Path) -> str | None:
         f"its {FILE} asks for {', '.join(found)}, which nothing here follows: answers are written and"
         " measured without; programs that do follow it will give others"
     )
+
+
+def sampling_of(folder: Path) -> dict[str, float]:
+    """How the model in `folder` asks to be sampled: `temperature` (0 if `do_sample` is false), `top_p` and
+    `top_k`, where it says so.
+
+    Raises `CheckpointError` for a number that nothing can be sampled by.
+    """
+    path = described_in(folder) / FILE
+    said = read_object(path) if path.is_file() else {}
+    if said.get("do_sample") is False:
+        return {"temperature": 0.0}
+    found = {}
+    for key, (least, most) in _BOUNDS.items():
+        value = said.get(key)
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
+            raise CheckpointError(
+                f"{path} says {key} {shown(value, 40)}; give a number from {least:g} to {most:g}, or leave it out."
+            )
+        found[key] = int(value) if key == "top_k" else float(value)
+    return found
+
+
+_BOUNDS = {"temperature": (0, 1000), "top_p": (1e-6, 1), "top_k": (0, 2**31 - 1)}
 
 
 def _says_something(key: str, value: Any) -> bool:

@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import builtins
 import json
+import operator
 import os
 import select
 import struct
 import sys
+from collections import namedtuple
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from importlib import import_module
@@ -44,6 +46,9 @@ class Objects:
             return value
         if isinstance(value, Remote):
             return ["own", object.__getattribute__(value, "_number")]
+        fields = getattr(type(value), "_fields", None)
+        if isinstance(value, tuple) and isinstance(fields, tuple):
+            return ["named", type(value).__name__, list(fields), *map(self.pack, value)]
         name = next((name for kind, name in _MANY.items() if isinstance(value, kind)), None)
         if name is not None:
             return [name, *map(self.pack, value)]
@@ -59,6 +64,9 @@ class Objects:
         for kind, plain in _PLAIN.items():  # of a class of its own, such as an enumeration's
             if isinstance(value, kind):
                 return plain(value)
+        name = f"{type(value).__module__}.{type(value).__qualname__}"
+        if name in _MADE:
+            return ["made", name, *map(self.pack, _MADE[name](value))]
         if isinstance(value, ModuleType):
             return ["module", value.__name__]
         if self._stand_in is not None:
@@ -81,6 +89,10 @@ class Objects:
             return {self.unpack(k): self.unpack(v) for k, v in rest}
         if kind == "bytes":
             return bytes.fromhex(rest[0])
+        if kind == "named":
+            return namedtuple(rest[0], rest[1])(*map(self.unpack, rest[2:]))
+        if kind == "made" and rest[0] in _MADE:
+            return _make(rest[0], *map(self.unpack, rest[1:]))
         if kind == "complex":
             return complex(*rest)
         return next(of for of, name in _MANY.items() if name == kind)(map(self.unpack, rest))
@@ -88,6 +100,25 @@ class Objects:
 
 _MANY: dict[Any, str] = {list: "list", tuple: "tuple", set: "set", frozenset: "frozenset"}
 _PLAIN: dict[Any, Callable[[Any], Any]] = {int: int.__int__, float: float.__float__, str: str.__str__}
+_MADE: dict[str, Callable[[Any], tuple[Any, ...]]] = {
+    "decimal.Decimal": lambda value: (str(value),),
+    "fractions.Fraction": lambda value: (str(value),),
+    "datetime.date": lambda value: (value.isoformat(),),
+    "datetime.time": lambda value: (value.isoformat(),),
+    "datetime.datetime": lambda value: (value.isoformat(),),
+    "datetime.timedelta": lambda value: (value.days, value.seconds, value.microseconds),
+    "collections.deque": lambda value: (list(value),),
+    "builtins.range": lambda value: (value.start, value.stop, value.step),
+}
+"""Classes of Python's own whose objects are told by what makes them anew."""
+
+
+def _make(name: str, *given: Any) -> Any:
+    module, _, kind = name.rpartition(".")
+    made = getattr(import_module(module), kind)
+    return made.fromisoformat(*given) if hasattr(made, "fromisoformat") else made(*given)
+
+
 _CHANGED = (list, dict, set)
 """Arguments that a function may change: what it leaves in them is told, too."""
 
@@ -145,6 +176,16 @@ class Remote:
     def __getitem__(self, key: Any) -> Any:
         return _asked(self, "getitem", key)
 
+    def __setitem__(self, key: Any, value: Any) -> None:
+        _asked(self, "setitem", key, value)
+
+    def __enter__(self) -> Any:
+        return _asked(self, "enter")
+
+    def __exit__(self, *raised: object) -> None:
+        """End the block, whatever the test raised in it: that is not the answer's to hide."""
+        _asked(self, "exit")
+
     def __str__(self) -> str:
         return str(_asked(self, "str"))
 
@@ -153,6 +194,12 @@ class Remote:
 
     def __lt__(self, other: Any) -> bool:
         return bool(_asked(self, "lt", _of_the_answer(other)))
+
+    def __le__(self, other: Any) -> bool:
+        return bool(_asked(self, "le", _of_the_answer(other)))
+
+    def __ge__(self, other: Any) -> bool:
+        return bool(_asked(self, "ge", _of_the_answer(other)))
 
     def __gt__(self, other: Any) -> bool:
         return bool(_asked(self, "gt", _of_the_answer(other)))
@@ -165,6 +212,18 @@ class Remote:
 
     def __mul__(self, other: Any) -> Any:
         return _asked(self, "mul", other)
+
+    def __neg__(self) -> Any:
+        return _asked(self, "neg")
+
+    def __abs__(self) -> Any:
+        return _asked(self, "abs")
+
+    def __int__(self) -> int:
+        return int(_asked(self, "int"))
+
+    def __float__(self) -> float:
+        return float(_asked(self, "float"))
 
 
 def _of_the_answer(other: Any) -> Any:
@@ -191,6 +250,9 @@ _DOES: dict[str, Callable[..., Any]] = {
     "get": getattr, "set": setattr, "eq": lambda a, b: a == b, "hash": hash, "iter": iter,
     "next": _next, "len": len, "bool": bool, "str": str, "repr": repr,
     "getitem": lambda value, key: value[key], "lt": lambda a, b: a < b, "gt": lambda a, b: a > b,
+    "le": lambda a, b: a <= b, "ge": lambda a, b: a >= b, "neg": lambda value: -value, "abs": abs, "int": int,
+    "float": float, "enter": lambda value: value.__enter__(),
+    "exit": lambda value: value.__exit__(None, None, None), "setitem": operator.setitem,
     "add": lambda a, b: a + b, "sub": lambda a, b: a - b, "mul": lambda a, b: a * b,
     "isinstance": lambda kind, value: isinstance(value, kind),
 }  # fmt: skip
@@ -200,9 +262,10 @@ def serve(job: Mapping[str, Any]) -> None:
     """Run the answer's code, say which names it has, then do what the tests ask, until they end."""
     asked, told = os.fdopen(job["read"], "rb"), os.fdopen(job["write"], "wb")
     objects = Objects()
-    space: dict[str, Any] = {"__name__": "answer"}
+    sys.modules["answer"] = ModuleType("answer")  # where dataclasses look for the names of a class
+    space = vars(sys.modules["answer"])
     try:
-        exec(compile(job["source"], "answer.py", "exec"), space)
+        exec(compile(job["source"], "answer.py", "exec", dont_inherit=True), space)
     except BaseException:  # what was defined before it can be called all the same
         space.pop("__builtins__", None)
     names = {name: value for name, value in space.items() if not name.startswith("__")}
@@ -249,13 +312,16 @@ class Answer:
         said = json.loads(self._told.readline(_LONGEST))
         if "raised" in said:
             kind: Any = getattr(builtins, str(said["raised"]), None)
-            if not (isinstance(kind, type) and issubclass(kind, Exception)):
-                kind = RuntimeError
+            if not (isinstance(kind, type) and issubclass(kind, Exception)) or issubclass(kind, _ENDS):
+                kind = RuntimeError  # one that ends a loop of the test's would leave out what it compares
             raise kind(str(said.get("text")))
         for one, left in zip(arguments, said["changed"], strict=True):
             if left is not None and isinstance(one, _CHANGED):
                 _fill(one, self._objects.unpack(left))
         return self._objects.unpack(said["value"])
+
+
+_ENDS = (StopIteration, StopAsyncIteration)
 
 
 def _fill(own: Any, left: Any) -> None:
@@ -280,8 +346,8 @@ def test(job: Mapping[str, Any]) -> None:
 
 def _passes(one: Any, space: dict[str, Any], setup: str) -> bool:
     if isinstance(one, str):
-        exec(compile(setup, "setup.py", "exec"), space)
-        exec(compile(one, "tests.py", "exec"), space)
+        exec(compile(setup, "setup.py", "exec", dont_inherit=True), space)
+        exec(compile(one, "tests.py", "exec", dont_inherit=True), space)
         return True
     function: Any = space.get(one["call"])
     if function is None:
@@ -326,7 +392,7 @@ def _program(job: Mapping[str, Any], given: int, left: int) -> None:
         os.closerange(3, 64)
         confine()
         sys.stdin, sys.stdout = os.fdopen(0, encoding="utf-8"), os.fdopen(1, "w", encoding="utf-8")
-        exec(compile(job["source"], "answer.py", "exec"), {"__name__": "__main__"})
+        exec(compile(job["source"], "answer.py", "exec", dont_inherit=True), {"__name__": "__main__"})
         status = 0
     except SystemExit as leaves:
         status = 0 if leaves.code in (None, 0) else 1

@@ -16,6 +16,7 @@ from opd.data.load import check_messages, said_in
 from opd.errors import ConfigError, DataError, ModelError
 from opd.foreign import shown, visible
 from opd.models.causal_lm import CausalLM
+from opd.models.generation import sampling_of
 from opd.models.hf_folder import check_folder, described_in, positions_of
 from opd.models.token_ids import id_count
 from opd.models.tokenizers import load_tokenizer, rows_fault, stops_of
@@ -37,6 +38,8 @@ MOST = 512
 """Tokens of an answer, where nothing else is said."""
 MANY = 8
 """Held-out prompts of a domain, where nothing else is said."""
+_COLDEST = 1e-30
+"""Below it logits are no numbers of float32 any more: the most probable token is taken."""
 _WIDTH = 76
 """Characters of a prompt above its answers."""
 
@@ -104,7 +107,11 @@ class Speaker:
             strings = recipe.rollout.stop if stop_strings(recipe, tokenizer) else []
         else:
             stops = tuple(stop.token_id for stop in stops_of(tokenizer, folder))
-            sampling, generate = SamplingParams(max_new_tokens=MOST, stop_ids=stops), collect
+            own: dict[str, Any] = sampling_of(folder)
+            if own:
+                told = ", ".join(f"{name} {value:g}" for name, value in own.items())
+                print(f"opd: {model}: sampled as its generation_config.json says: {told}", file=sys.stderr)
+            sampling, generate = SamplingParams(max_new_tokens=MOST, stop_ids=stops, **own), collect
             questions, rewards, strings = _questions(asked, tokenizer), None, []
         for remark in model_remarks(folder, tokenizer):
             print(f"opd: warning: {model}: {remark}", file=sys.stderr)
@@ -116,6 +123,8 @@ class Speaker:
             sampling = replace(sampling, max_new_tokens=asked.max_tokens)
         if asked.temperature is not None:
             sampling = replace(sampling, temperature=asked.temperature)
+        if sampling.temperature < _COLDEST:
+            sampling = replace(sampling, temperature=0.0)
         with doing(f"loading {model}"):
             loaded = CausalLM.from_pretrained(
                 folder, dtype=checkpoint_dtype(described_in(folder)), device=device

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 import tiny
@@ -12,6 +13,7 @@ from rich.console import Console
 
 from opd.config import Recipe
 from opd.config.load import load_recipe
+from opd.errors import CheckpointError
 from opd.models.checkpoint import save_checkpoint
 from opd.models.tokenizers import character_tokenizer
 from opd.pipelines.cli import main
@@ -277,3 +279,40 @@ def test_what_a_model_without_recipe_lacks_is_mended_as_the_sentence_says(tmp_pa
     (folder / "checksums.json").unlink()
     assert main(words) == 0
     assert "warning" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ({}, (1.0, 1.0, 0)),
+        ({"do_sample": True, "temperature": 0.7, "top_p": 0.8, "top_k": 20}, (0.7, 0.8, 20)),
+        ({"do_sample": False, "temperature": 0.7, "top_p": 0.5}, (0.0, 1.0, 0)),
+        ({"temperature": 0}, (0.0, 1.0, 0)),
+        ({"temperature": 1e-38}, (0.0, 1.0, 0)),
+        ({"temperature": None, "top_k": 3.0}, (1.0, 1.0, 3)),
+        ({"temperature": -1}, "says temperature -1; give a number from 0 to 1000"),
+        ({"top_p": 0}, "says top_p 0; give a number from 1e-06 to 1"),
+        ({"top_k": "many"}, "says top_k many; give a number"),
+        ({"temperature": True}, "says temperature True"),
+    ],
+)
+def test_a_model_without_recipe_is_sampled_as_it_says_itself(tmp_path, said, expected):
+    save_checkpoint(tiny.model(0), tiny.tokenizer(), tmp_path / "one", {})
+    (tmp_path / "one" / "checksums.json").unlink()
+    (tmp_path / "one" / "generation_config.json").write_text(json.dumps(said))
+    if isinstance(expected, str):
+        with pytest.raises(CheckpointError, match=expected):
+            Speaker.load(str(tmp_path / "one"), Asked(prompts=("12",)))
+        return
+    sampling = Speaker.load(str(tmp_path / "one"), Asked(prompts=("12",))).sampling
+    assert (sampling.temperature, sampling.top_p, sampling.top_k) == expected
+    warmer = Speaker.load(str(tmp_path / "one"), Asked(prompts=("12",), temperature=2.0)).sampling
+    assert warmer == replace(sampling, temperature=2.0)
+
+
+def test_the_smallest_temperature_is_greedy(models, capsys):
+    printed = []
+    for heat in ("0", "1e-38", "1e-300"):
+        assert main(["sample", models[0], "--prompt", "12", "--max-tokens", "4", "--temperature", heat]) == 0
+        printed.append(capsys.readouterr().out)
+    assert len(set(printed)) == 1

@@ -175,6 +175,21 @@ import math, collections
 def count(text): return collections.Counter(text)
 def sort(x): return sorted(x)
 def sort_here(x): x.sort()
+from dataclasses import dataclass
+@dataclass
+class Point:
+    x: int
+    y: "int" = 2
+    def __le__(self, other): return self.x <= other.x
+    def __abs__(self): return self.x
+    def __int__(self): return self.x
+    def __float__(self): return self.x / 2
+    def __neg__(self): return Point(-self.x)
+    def __enter__(self): return self.x
+    def __exit__(self, *raised): return True
+    def __setitem__(self, key, value): setattr(self, key, value)
+def same(x): return x
+Pair = collections.namedtuple("Pair", "x y")
 """
 OF_OBJECTS = [
     "s = Stack()\ns.push(1).push(2)\nassert len(s) == 2 and s.items == [1, 2] and isinstance(s, Stack)",
@@ -184,7 +199,47 @@ OF_OBJECTS = [
     "assert count('aab') == {'a': 2, 'b': 1} and math.floor(2.5) == 2",
     "assert {(1, 2): b'x', 'k': {1, 2}} == sort([{(1, 2): b'x', 'k': {1, 2}}])[0]",
     *MANY,
+    "assert same(Point(1)) == Point(1, 2) != Point(2) and Point(1) <= Point(2) >= Point(1)",
+    "assert Pair(1, 2).y == 2 and same(Pair(1, 2)) == (1, 2) and same([Pair(1, 2)])[0].x == 1",
+    "p = Point(3)\nassert (abs(p), int(p), float(p), (-p).x) == (3, 3, 1.5, -3)",
+    "p = Point(3)\nwith p as x:\n    assert x == 3\np['x'] = 4\nassert p.x == 4",
+    *(
+        f"{imported}\nassert same({value}) == {value} and same([{value}]) != [{other}]"
+        for imported, value, other in (
+            ("from decimal import Decimal", "Decimal('0.10')", "Decimal(1)"),
+            ("from fractions import Fraction", "Fraction(1, 3)", "Fraction(2, 3)"),
+            ("from datetime import date", "date(2020, 1, 2)", "date(2020, 1, 3)"),
+            ("from datetime import time", "time(1, 2, 3, 4)", "time(1, 2)"),
+            ("from datetime import datetime, timezone", "datetime(2020, 1, 2, tzinfo=timezone.utc)", "0"),
+            ("from datetime import timedelta", "timedelta(-1, 2, 3)", "timedelta(1)"),
+            ("from collections import deque", "deque([(1, 2), 3])", "deque()"),
+            ("from collections import Counter", "Counter('aab')", "Counter('ab')"),
+            ("", "range(3, 9, 2)", "range(3)"),
+        )
+    ),
 ]
+
+
+@pytest.mark.parametrize(
+    ("code", "test"),
+    [
+        ("def f(x): raise StopIteration", "assert all(map(lambda x: f(x) == x, [1, 2]))"),
+        ("def f(x): raise StopIteration", "for got, wanted in zip(map(f, [1]), [1]): assert got == wanted"),
+        ("def f(x): raise StopIteration('none')", "assert list(map(f, [1])) == []"),
+        (
+            "class F:\n    def __enter__(self): pass\n    def __exit__(self, *a): return True",
+            "with F(): assert 0",
+        ),
+        (
+            "from decimal import Decimal\nclass F(Decimal):\n    def __eq__(self, o): return True",
+            "assert F(1) == 2",
+        ),
+        ("class F:\n    def __eq__(self, other): return True", "assert F() == 2"),
+        ("class F:\n    def __le__(self, other): return True", "assert F() <= 2"),
+    ],
+)
+def test_what_an_answer_does_in_a_tests_loop_or_block_passes_nothing(code: str, test: str):
+    assert scored("python", (f"```python\n{code}\n```", [test])) == [0.0]
 
 
 def test_tests_use_objects_generators_and_errors_of_the_answer():
