@@ -86,7 +86,7 @@ def sampling_of(folder: Path) -> dict[str, float]:
             continue
         if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
             raise CheckpointError(
-                f"{path} says {key} {shown(value, 40)}; give a number from {least:g} to {most:g}, or leave it out."
+                f"{path} says {key} {shown(value, 40)}; give a number from {least:g} to {most:g}."
             )
         found[key] = int(value) if key == "top_k" else float(value)
     return found

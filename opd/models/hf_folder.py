@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 
 from opd.errors import CheckpointError, ModelError, reason_of
 from opd.foreign import shown
+from opd.models.config_values import refuse_values
 from opd.models.token_ids import id_count
 from opd.storage import files, weight_folder
 from opd.storage.files import check_files, digests_of, file_digest, read_sealed, write_sealed
@@ -320,9 +321,6 @@ def _with_floats(value: Any) -> Any:
 _UNDECLARED_KEYS = ("rope_theta", "rope_scaling", "head_dim")
 
 
-_MOST_LAYERS = 10_000
-
-
 def read_config(folder: Path) -> PreTrainedConfig:
     """The configuration in `folder/config.json`; of an adapter, its base's.
 
@@ -330,7 +328,8 @@ def read_config(folder: Path) -> PreTrainedConfig:
     names code of its own, or if its weights are quantised.
     """
     from huggingface_hub.errors import StrictDataclassError
-    from transformers import AutoConfig
+    from transformers import CONFIG_MAPPING, AutoConfig
+    from transformers import __version__ as transformers_version
 
     folder = described_in(folder)
     path = folder / "config.json"
@@ -338,8 +337,13 @@ def read_config(folder: Path) -> PreTrainedConfig:
     refuse_code(folder)
     check_small_files(folder)
     described = read_object(path)
-    _refuse_endless(described, path)
-    _refuse_quantised(described, path)
+    refuse_values(described, path)
+    kind = described.get("model_type")
+    if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
+        raise ModelError(
+            f"{path} says model_type {shown(kind)}, which transformers {transformers_version} does not know;"
+            " upgrade transformers (pip install -U transformers), or choose a model that it knows."
+        )
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except OSError as error:
@@ -357,15 +361,6 @@ def read_config(folder: Path) -> PreTrainedConfig:
     return config
 
 
-def _refuse_endless(described: dict[str, Any], where: str | Path) -> None:
-    """Raise for layers without number, which a configuration would make a list of."""
-    nested = described.get("text_config")
-    for form in (described, nested if isinstance(nested, dict) else {}):
-        layers = form.get("num_hidden_layers")
-        if isinstance(layers, int | float) and layers > _MOST_LAYERS:
-            raise ModelError(f"{where} says num_hidden_layers {layers:.6g}; no model has so many: mend it.")
-
-
 def _refuse_unusable(config: PreTrainedConfig, path: str | Path) -> None:
     """What no part of `opd` can read, whichever way the weights come."""
     if getattr(config.get_text_config(), "is_heterogeneous", False):  # of which it says no number as a whole
@@ -376,25 +371,6 @@ def _refuse_unusable(config: PreTrainedConfig, path: str | Path) -> None:
     layers = getattr(config.get_text_config(), "num_hidden_layers", None)
     if isinstance(layers, int) and layers < 1:
         raise ModelError(f"{path} says num_hidden_layers {layers}; a model has one or more: mend the file.")
-
-
-_QUANTISED = ("quantization_config", "compression_config", "quantization")
-"""Where transformers, compressed-tensors and MLX say how weights are packed."""
-
-
-def _refuse_quantised(described: dict[str, Any], where: str | Path) -> None:
-    """Raise for a configuration that says that weights are quantised, in itself or in one inside it."""
-    for key in _QUANTISED:
-        method = described.get(key)
-        if method:
-            known = method.get("quant_method") if isinstance(method, dict) else None
-            raise ModelError(
-                f"{where} says that its weights are quantised ({shown(known or key)}), which cannot be"
-                " trained, merged or published; give the model's unquantised folder."
-            )
-    for inner in described.values():
-        if isinstance(inner, dict):
-            _refuse_quantised(inner, where)
 
 
 def layer_windows(config: PreTrainedConfig) -> tuple[int | None, ...]:
@@ -446,8 +422,7 @@ def scratch_config(config: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -
 
     options = _with_floats(config)
     model_type = options.pop("model_type", None)
-    _refuse_endless(options, "model.config")
-    _refuse_quantised(options, "model.config")
+    refuse_values(options, "model.config")
     if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
         raise ModelError(
             f"model.config.model_type is {model_type!r}, which transformers does not know"

@@ -243,7 +243,7 @@ def test_a_missing_folder_and_a_missing_configuration_are_named(folder: Path):
 def test_an_unknown_architecture_is_named(folder: Path):
     (folder / "checksums.json").unlink()
     (folder / "config.json").write_text('{"model_type": "no_such_model"}')
-    with pytest.raises(ModelError, match="not a configuration this transformers release knows"):
+    with pytest.raises(ModelError, match="says model_type no_such_model, which transformers"):
         CausalLM.from_pretrained(folder)
 
 

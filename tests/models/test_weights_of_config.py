@@ -70,6 +70,20 @@ REFUSED = {
         None,
         "quantised .awq",
     ),
+    "an empty quantisation": ({"quantization_config": {}}, None, "quantization_config .*take the key out"),
+    "a short name of a type": ({"dtype": "bf16"}, None, "dtype bf16; write bfloat16, float16 or"),
+    "a type by its module": ({"torch_dtype": "torch.float16"}, None, r"torch_dtype torch.float16; write"),
+    "an unknown activation": ({"hidden_act": "sillu"}, None, "hidden_act sillu, .* write silu"),
+    "unknown positions": ({"rope_scaling": {"type": "spiral"}}, None, "rope_type spiral"),
+    "positions by text": (
+        {"rope_scaling": {"rope_type": "linear", "factor": "2"}}, None, "factor 2 of its positions",
+    ),
+    "positions without an angle": ({"rope_theta": 0}, None, "rope_theta 0 of its positions"),
+    "positions without factors": (
+        {"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, None, "without the list short_factor",
+    ),
+    "an unknown type of model": ({"model_type": "qwen9"}, None, "model_type qwen9, .* upgrade transformers"),
+    "no type of model": ({"model_type": None}, None, "model_type None"),
     "unknown method": ({"quantization_config": {"bits": 8}}, integers, "quantised"),
     "a tensor too many": (
         {},

@@ -1,0 +1,116 @@
+"""Values of a config.json that no model can be made of, named by key before transformers trips over them."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from opd.errors import ModelError
+from opd.foreign import shown
+
+_MOST_LAYERS = 10_000
+_QUANTISED = ("quantization_config", "compression_config", "quantization")
+"""Where transformers, compressed-tensors and MLX say how weights are packed."""
+_TYPES = ("bfloat16", "float16", "float32", "float64")
+_ACTIVATIONS = ("hidden_act", "activation_function", "hidden_activation")
+_OWN_ROPES = ("default", "su", "mrope", "ntk_alpha", "xdrope", "axial")
+"""Kinds of rotary positions that families compute themselves."""
+_ROPES = ("rope_parameters", "rope_scaling")
+
+
+def refuse_values(described: Mapping[str, Any], where: str | Path) -> None:
+    """Raise `ModelError` for a value of the configuration `described`, or of one inside it, of no use.
+
+    `where`: the file or field that it is read from.
+    """
+    for form in _forms(described):
+        _refuse_quantised(form, where)
+    nested = described.get("text_config")
+    for form in (described, nested if isinstance(nested, dict) else {}):
+        _refuse_endless(form, where)
+        _refuse_types(form, where)
+        _refuse_activation(form, where)
+        for rope in _ropes(form):
+            _refuse_rope(rope, where)
+
+
+def _forms(described: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    yield described
+    for inner in described.values():
+        if isinstance(inner, dict):
+            yield from _forms(inner)
+
+
+def _refuse_quantised(form: Mapping[str, Any], where: str | Path) -> None:
+    for key in _QUANTISED:
+        method = form.get(key)
+        if method:
+            known = method.get("quant_method") if isinstance(method, dict) else None
+            raise ModelError(
+                f"{where} says that its weights are quantised ({shown(known or key)}), which cannot be"
+                " trained, merged or published; give the model's unquantised folder."
+            )
+        if method is not None:
+            raise ModelError(f"{where} says {key} {shown(method)}, which says nothing; take the key out.")
+
+
+def _refuse_endless(form: Mapping[str, Any], where: str | Path) -> None:
+    """Raise for layers without number, which a configuration would make a list of."""
+    layers = form.get("num_hidden_layers")
+    if isinstance(layers, int | float) and layers > _MOST_LAYERS:
+        raise ModelError(f"{where} says num_hidden_layers {layers:.6g}; no model has so many: mend it.")
+
+
+def _refuse_types(form: Mapping[str, Any], where: str | Path) -> None:
+    for key in ("dtype", "torch_dtype"):
+        name = form.get(key)
+        if isinstance(name, str) and name not in _TYPES:
+            raise ModelError(
+                f"{where} says {key} {shown(name)}; write {', '.join(_TYPES[:2])} or {_TYPES[2]}."
+            )
+
+
+def _refuse_activation(form: Mapping[str, Any], where: str | Path) -> None:
+    from transformers.activations import ACT2FN
+
+    for key in _ACTIVATIONS:
+        name = form.get(key)
+        if isinstance(name, str) and name not in ACT2FN:
+            raise _unknown(key, name, ACT2FN, where)
+
+
+def _ropes(form: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """Each description of rotary positions, one for all layers or one by kind of layer."""
+    for key in _ROPES:
+        found = form.get(key)
+        if isinstance(found, dict):
+            yield found
+            yield from (one for one in found.values() if isinstance(one, dict))
+    if "rope_theta" in form:
+        yield {"rope_theta": form["rope_theta"]}
+
+
+def _refuse_rope(rope: Mapping[str, Any], where: str | Path) -> None:
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    kind = rope.get("rope_type", rope.get("type"))
+    known = {*_OWN_ROPES, *ROPE_INIT_FUNCTIONS}
+    if isinstance(kind, str) and kind not in known:
+        raise _unknown("rope_type", kind, known, where)
+    for key in ("rope_theta", "factor"):
+        number = rope.get(key)
+        if number is not None and (
+            isinstance(number, bool) or not isinstance(number, int | float) or not number > 0
+        ):
+            raise ModelError(f"{where} says {key} {shown(number)} of its positions; write a number above 0.")
+    for key in ("short_factor", "long_factor") if kind in ("longrope", "su") else ():
+        if not isinstance(rope.get(key), list):
+            raise ModelError(f"{where} says rope_type {kind} without the list {key}; copy the file again.")
+
+
+def _unknown(key: str, name: str, known: Iterable[str], where: str | Path) -> ModelError:
+    near = difflib.get_close_matches(name, list(known), 1, 0.6)
+    mend = f"write {near[0]}" if near else "copy the file again, or mend it"
+    return ModelError(f"{where} says {key} {shown(name)}, which transformers does not know; {mend}.")
