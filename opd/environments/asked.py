@@ -249,6 +249,8 @@ def _refuse_large(objects: Sequence[Any], what: str) -> None:
 def _refused(error: ValidationError) -> RefusedError:
     first = error.errors(include_url=False, include_input=False, include_context=False)[0]
     param = shown(".".join(str(part) for part in first["loc"]))
+    if param.startswith("prompt."):  # a form for each kind of it
+        return RefusedError("prompt is one text, or the token ids of one.", "invalid_value", "prompt")
     if first["type"] == "extra_forbidden":
         return RefusedError(f"{param} is not supported.", "unsupported_parameter", param)
     said = shown(first["msg"].removeprefix("Value error, "), 300)
@@ -268,7 +270,7 @@ def messages_of(given: Sequence[Mapping[str, Any]]) -> tuple[Message, ...]:
     try:
         found = tuple(read_messages([{"content": None, **one} for one in read]))
     except MessageError as error:
-        where = f"messages{error.place}"
+        where = f"messages{'' if error.place[:1] in ('', '[') else '.'}{error.place}"
         raise RefusedError(f"{where}: {error}.", param=where) from None
     if found[-1]["role"] == "assistant":
         raise RefusedError("the last message is the assistant's: nothing goes on with an answer.")

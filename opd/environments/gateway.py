@@ -29,6 +29,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _log = logging.getLogger(__name__)
+_UNHEARD = logging.getLogger(f"{__name__}.malformed")
+"""Of what is no HTTP, for which aiohttp would log a traceback a time, whoever sends it."""
+_UNHEARD.addHandler(logging.NullHandler())
+_UNHEARD.propagate = False
 
 READING = 30.0
 """Seconds that a request may take to arrive, head and body each."""
@@ -108,6 +112,7 @@ class Gateway:
         self._runner = web.AppRunner(
             app,
             access_log=None,
+            logger=_UNHEARD,
             handler_cancellation=True,
             auto_decompress=False,
             shutdown_timeout=0.1,

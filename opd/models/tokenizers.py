@@ -18,6 +18,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from opd.errors import CheckpointError, ModelError, is_of_library, reason_of
+from opd.foreign import shown
 from opd.models.chat_templates import render
 from opd.models.hf_folder import above_models, check_small_files, described_in, read_object, refuse_code
 from opd.models.token_ids import id_count
@@ -160,7 +161,11 @@ _TOO_LONG = "sequence-length-is-longer-than-the-specified-maximum"
 def rows_fault(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> str | None:
     """What is wrong with a model that has no row for some token of its tokenizer; more rows are cut off."""
     rows, ids = config.get_text_config().vocab_size, id_count(tokenizer)
-    return None if rows >= ids else f"its vocabulary has {rows} rows, but the tokenizer has {ids} tokens"
+    if rows >= ids:
+        return None
+    beyond = [f"{shown(token, 20)} is {index}" for index, token in _by_id(tokenizer).items() if index >= rows]
+    told = ", ".join(beyond[:3])
+    return f"its vocabulary has {rows} rows, but the tokenizer's ids go on to {ids - 1} ({told})"
 
 
 def _loader(folder: Path) -> type:
@@ -242,7 +247,8 @@ def compare(
 
 
 def _by_id(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
-    return {index: token for token, index in sorted(tokenizer.get_vocab().items(), key=lambda pair: pair[1])}
+    pairs = sorted((index, token) for token, index in tokenizer.get_vocab().items())
+    return dict(pairs)  # of two tokens with one id always the same
 
 
 def set_chat_template(tokenizer: PreTrainedTokenizerBase, source: str) -> None:

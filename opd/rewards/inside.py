@@ -10,6 +10,7 @@ and are named by a number. Imports the standard library alone, and runs with `py
 
 from __future__ import annotations
 
+import atexit
 import builtins
 import json
 import operator
@@ -393,6 +394,9 @@ def _program(job: Mapping[str, Any], given: int, left: int) -> None:
         confine()
         sys.stdin, sys.stdout = os.fdopen(0, encoding="utf-8"), os.fdopen(1, "w", encoding="utf-8")
         exec(compile(job["source"], "answer.py", "exec", dont_inherit=True), {"__name__": "__main__"})
+        if "threading" in sys.modules:
+            sys.modules["threading"]._shutdown()  # as Python ends: threads first, then what was registered
+        atexit._run_exitfuncs()
         status = 0
     except SystemExit as leaves:
         status = 0 if leaves.code in (None, 0) else 1

@@ -5,9 +5,12 @@ runs the answer's code.
 from __future__ import annotations
 
 import ast
+import json
 import keyword
+import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from opd.config.rewards import PythonReward
@@ -33,6 +36,7 @@ def label_fault(settings: PythonReward, label: Any) -> str | None:
     """A label that holds no tests."""
     if is_missing(label) or label in ("", [], {}):
         return f"is missing; {_WANTED}"
+    label = _read(label)
     if isinstance(label, dict) and "inputs" in label:
         return _pairs_fault(label, settings.output_mb)
     tests = _tests(label)
@@ -41,21 +45,65 @@ def label_fault(settings: PythonReward, label: Any) -> str | None:
         return f"{what}; {_WANTED}"
     if isinstance(label, dict) and not isinstance(label.get("setup") or "", str):
         return "has a setup that is no text; give the code that runs before each test"
-    for test in [*tests, _setup(label)]:
-        try:
-            with warnings.catch_warnings(action="ignore"):
-                compile(test, "label", "exec")
-                nothing = test in tests and _does_nothing(ast.parse(test))
-        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-            return f"has a test that is no Python ({str(error)[:100]}); mend it"
-        if nothing:
-            return "has a test that does nothing, which every answer passes; give one that can fail"
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            setup, *parsed = (_parsed(one) for one in (_setup(label), *tests))
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        return f"has a test that is no Python ({str(error)[:100]}); mend it"
+    if not all(_decides(one, setup) for one in parsed):
+        return "has a test that every answer passes; assert what is expected, where it is reached"
     return None
 
 
-def _does_nothing(test: ast.Module) -> bool:
-    """Whether there is nothing but comments, `pass` and values that nobody looks at."""
-    return all(isinstance(getattr(one, "value", one), ast.Pass | ast.Constant) for one in test.body)
+def _parsed(code: str) -> ast.Module:
+    compile(code, "label", "exec")
+    return ast.parse(code)
+
+
+def _decides(test: ast.Module, setup: ast.Module) -> bool:
+    """Whether something in `test` can fail: an assertion, an exit or an exception that is raised there."""
+    parts = [*ast.walk(test), *ast.walk(setup)]
+    return _can_fail(test.body, {one.name: one.body for one in parts if isinstance(one, _FUNCTIONS)})
+
+
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+_FAILING = re.compile(r"assert.*|main|run|testmod|fail|raises|exit|_exit|quit")
+"""Names of functions that raise where something is wrong, such as unittest's and numpy's."""
+
+
+def _can_fail(body: Sequence[ast.AST], functions: Mapping[str, list[ast.stmt]]) -> bool:
+    """Whether a statement of `body` can; `functions`: those that the tests define, by name."""
+    for part in body:
+        if isinstance(part, ast.Assert):
+            said = part.test
+            if not isinstance(said, ast.Constant) and not (isinstance(said, ast.Tuple) and said.elts):
+                return True
+        if isinstance(part, ast.Raise):
+            return True
+        if isinstance(part, ast.Call):
+            name = getattr(part.func, "id", getattr(part.func, "attr", ""))
+            others = {key: found for key, found in functions.items() if key != name}
+            if _FAILING.fullmatch(name) or (name in functions and _can_fail(functions[name], others)):
+                return True
+        if not isinstance(part, (*_FUNCTIONS, ast.ClassDef)) and _can_fail(_reached(part), functions):
+            return True
+    return False
+
+
+def _reached(part: ast.AST) -> list[ast.AST]:
+    """The parts of `part` that are run, and whose failures are told."""
+    if isinstance(part, ast.If) and isinstance(part.test, ast.Constant):
+        return list(part.body if part.test.value else part.orelse)
+    if isinstance(part, ast.Try) and any(map(_hides, part.handlers)):
+        return [*part.orelse, *part.finalbody]
+    return list(ast.iter_child_nodes(part))
+
+
+def _hides(handler: ast.ExceptHandler) -> bool:
+    """Whether it catches a failed assertion and goes on."""
+    name = getattr(handler.type, "id", None)
+    everything = handler.type is None or name in ("Exception", "BaseException", "AssertionError")
+    return everything and all(isinstance(one, ast.Pass | ast.Continue) for one in handler.body)
 
 
 def _pairs_fault(label: dict[str, Any], most: int) -> str | None:
@@ -81,6 +129,14 @@ def _pairs_fault(label: dict[str, Any], most: int) -> str | None:
     return None if lists else "has inputs that are no lists of arguments; give one for each call"
 
 
+def _read(label: Any) -> Any:
+    """`label`, or the list or object that it is the JSON text of, as tables keep it."""
+    if isinstance(label, str) and label.lstrip()[:1] in ("[", "{"):
+        with suppress(ValueError, RecursionError):
+            return json.loads(label)
+    return label
+
+
 def _tests(label: Any) -> list[str]:
     """The tests that are code; none where the label has another form."""
     if isinstance(label, str):
@@ -91,7 +147,7 @@ def _tests(label: Any) -> list[str]:
         return []
     if isinstance(label.get("test"), str) and isinstance(label.get("entry_point"), str):
         return [f"{label['test']}\n\ncheck({label['entry_point']})\n"]
-    return _tests(label.get("tests"))
+    return _tests(_read(label.get("tests")))
 
 
 def _setup(label: Any) -> str:
@@ -100,7 +156,7 @@ def _setup(label: Any) -> str:
 
 def passed(settings: PythonReward, answer: Answered) -> list[bool]:
     """Whether each test of the label passes."""
-    label, limits = answer.label, _limits(settings)
+    label, limits = _read(answer.label), _limits(settings)
     source = extracted(answer.text, settings.extract)
     pairs = isinstance(label, dict) and "inputs" in label
     count = len(label["inputs"]) if pairs else len(_tests(label))

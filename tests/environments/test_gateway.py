@@ -245,6 +245,9 @@ def test_a_call_that_could_not_be_brought_back_is_not_handed_out(monkeypatch, wh
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "invalid_value", "parts of"),
         ({"messages": [{"role": "user", "content": 3}]}, "invalid_value", "content is text"),
         ({"messages": [user("x"), {"role": "assistant", "content": "y"}]}, "invalid_value", "goes on with"),
+        ({"messages": [{"role": "assistant", "tool_calls": "x"}]}, "invalid_value", "messages.tool_calls"),
+        ({"prompt": {"a": 1}}, "invalid_value", "one text, or the token ids"),
+        ({"prompt": [1, "a"]}, "invalid_value", "one text, or the token ids"),
         ({"messages": [user("x")], "n": 10**9}, "invalid_value", "n: "),
         ({"messages": [user("x")], "n": 0}, "invalid_value", "n: "),
         ({"messages": [user("x")], "n": 16}, "max_turns", "8 turns"),
@@ -382,6 +385,25 @@ def test_what_is_wrong_with_a_completion(body, said, refusals):
     status, error = refusals(body, "/completions")
     assert status == 400
     assert said in error["message"]
+
+
+def test_what_is_no_http_leaves_no_traceback_in_the_log(caplog):
+    def play(task, url, key):
+        where = urlsplit(url)
+        for head in (b"Content-Length: -5", b"Transfer-Encoding: chunked\r\n\r\nzz", b"A: 1\r\n" * 20_000):
+            with socket.create_connection((where.hostname, where.port)) as line:
+                line.settimeout(60)
+                try:
+                    line.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n" + head + b"\r\n\r\n")
+                    line.recv(100)
+                except ConnectionError:  # it is not read to its end
+                    pass
+        agents.post(url, key, "/completions", {"prompt": task.prompt, "max_tokens": 3})
+        return key
+
+    sample, _, _ = once(play)
+    assert len(sample.response_ids) == 3
+    assert not [record for record in caplog.records if record.exc_info]
 
 
 def test_without_a_key_nothing_is_read_and_what_is_large_or_slow_is_let_go(monkeypatch):

@@ -131,6 +131,8 @@ CASES = [
     ("python", "class Solution:\n def f(self, x): return (x, x)", {"fn_name": "f", "inputs": [[1]], "outputs": [[1, 1]]}, 1),  # noqa: E501
     ("python", "n = int(input())\nprint(n * 2, '\\n')", {"inputs": ["1\n", "2"], "outputs": ["2", "4\n"]}, 1),
     ({"type": "python", "partial": True}, "print(2)", {"inputs": ["1", "2"], "outputs": ["2", "4"]}, 0.5),
+    ("python", "import threading\nthreading.Thread(target=lambda: print(2)).start()", {"inputs": [""], "outputs": ["2"]}, 1),  # noqa: E501
+    ("python", "import atexit\natexit.register(print, 3)", {"inputs": [""], "outputs": ["3"]}, 1),
     ("python", "I do not know", ["assert add(1, 2) == 3"], 0),
 ]  # fmt: skip
 
@@ -246,6 +248,47 @@ def test_tests_use_objects_generators_and_errors_of_the_answer():
     assert scored({"type": "python", "partial": True}, (OBJECTS, OF_OBJECTS)) == [1.0]
 
 
+UNITTEST = (
+    "import unittest\nclass T(unittest.TestCase):\n    def test_add(self): self.assertEqual(add(1, 2), 3)"
+)
+DECIDING_NOTHING = [
+    ["assert f()", " # later"],
+    "'''f() is 3'''\npass",
+    "add(1, 2) == 3",
+    "x = add(1, 2)",
+    "import math",
+    "assert 1",
+    "assert (add(1, 2) == 3, 'wrong')",
+    "def test_add():\n    assert add(1, 2) == 3",
+    "def check(f):\n    return f(1, 2) == 3\ncheck(add)",
+    UNITTEST,
+    "try:\n    assert add(1, 2) == 3\nexcept Exception:\n    pass",
+    "if False:\n    assert add(1, 2) == 3",
+    {"tests": ["add(1, 2) == 3"], "setup": "def check(f): assert f(1, 2) == 3"},
+    {"test": "def check(f):\n    f(1, 2) == 3", "entry_point": "add"},
+    '["add(1, 2) == 3"]',
+]
+DECIDING = [
+    "def test_add():\n    assert add(1, 2) == 3\ntest_add()",
+    "if add(1, 2) != 3:\n    exit(1)",
+    "for a in range(3):\n    if add(a, 1) != a + 1:\n        raise ValueError",
+    "try:\n    add('a', 'b')\nexcept TypeError:\n    raise AssertionError from None",
+    {"tests": ["check(add)"], "setup": "def check(f): assert f(1, 2) == 3"},
+    f"{UNITTEST}\nT('test_add').test_add()",
+    '["assert add(1, 2) == 3", "assert add(1, 1) == 2"]',
+    '{"fn_name": "add", "inputs": [[1, 2]], "outputs": [3]}',
+    {"tests": '["assert add(1, 2) == 3"]'},
+    '{"test": "def check(f):\\n    assert f(1, 2) == 3", "entry_point": "add"}',
+]
+"""Labels that `ADD` passes and other code does not."""
+
+
+def test_labels_that_decide_are_read_from_json_too():
+    for answer, score in ((ADD, 1.0), (ADD.replace("+", "-"), 0.0), ("no code", 0.0)):
+        found = scored("python", *((answer, label) for label in DECIDING))
+        assert dict(enumerate(found)) == dict.fromkeys(range(len(DECIDING)), score)
+
+
 @pytest.mark.parametrize(
     ("reward", "label", "said"),
     [
@@ -296,8 +339,9 @@ def test_tests_use_objects_generators_and_errors_of_the_answer():
         ("python", 3, "is a int"),
         ("python", [3], "has no tests"),
         ("python", ["assert ("], "has a test that is no Python"),
-        ("python", ["assert f()", " # later"], "has a test that does nothing"),
-        ("python", "'''f() is 3'''\npass", "has a test that does nothing"),
+        *(("python", label, "has a test that every answer passes") for label in DECIDING_NOTHING),
+        ("python", '{"inputs": [1], "outputs": ["1"]}', "inputs that are no texts"),
+        ("python", "[3]", "has no tests"),
         ("python", {"tests": "f()", "setup": ["import math"]}, "has a setup that is no text"),
         (
             "python",
