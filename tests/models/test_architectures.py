@@ -244,12 +244,12 @@ def test_a_mixture_is_refused_where_its_tensors_would_have_other_names(family: s
     shapes = {key: tensor.shape for key, tensor in read_headers(folder).items()}
     for tensors in (None, shapes):
         with pytest.raises(OpdError, match=r"cannot be streamed: .* tensor"):
-            check_streams(read_config(folder), tensors)
+            check_streams(read_config(folder), folder, tensors)
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "linear", "yarn", "llama3"])
 def test_every_kind_of_angles_streams(kind: str, tmp_path: Path):
-    check_streams(read_config(saved("llama", USED[f"llama: {kind}"], tmp_path / "m")))
+    check_streams(read_config(saved("llama", USED[f"llama: {kind}"], tmp_path / "m")), tmp_path / "m")
 
 
 def test_layers_of_any_name_are_computed_again_in_the_backward(tmp_path: Path):
