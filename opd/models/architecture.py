@@ -26,7 +26,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from opd.errors import ModelError, reason_of
 from opd.models.attention import ATTENTION_NAME, AttentionCall, PackedAttention
 from opd.models.hf_folder import positions_of
-from opd.models.hf_weights import quiet
+from opd.models.hf_weights import quiet, unpadded
 from opd.models.long_sequence import ChunkedLayers, layers_of
 
 if TYPE_CHECKING:
@@ -75,6 +75,7 @@ def empty_model(config: PreTrainedConfig, where: str | Path, dtype: torch.dtype 
                 f" own and takes none from outside; {ANOTHER}."
             ) from None
         raise ModelError(f"{where} does not describe a causal language model: {reason_of(error)}") from None
+    unpadded(module)
     for part in module.modules():
         kind = getattr(part, "rope_type", None)  # those that look at positions would look at numbers
         if isinstance(kind, str | dict):
@@ -100,7 +101,8 @@ def _cause(module: Any) -> str | None:
     placed = "position_ids" in inspect.signature(decoder.forward).parameters
     positions = {"position_ids": ids} if placed else {}
     try:
-        output = decoder(input_ids=ids, use_cache=False, attend=recorder, **positions)
+        with quiet():  # on kernels that would be faster
+            output = decoder(input_ids=ids, use_cache=False, attend=recorder, **positions)
     except ModelError as error:
         return str(error).rstrip(".")
     except RuntimeError:  # it looks at numbers, of which there are none yet
