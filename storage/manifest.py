@@ -295,6 +295,11 @@ class Manifest:
         """Bytes of all units."""
         return sum(unit.nbytes for unit in self.units.values())
 
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of all tensors, by name."""
+        return {name: entry.shape for unit in self.units.values() for name, entry in unit.tensors.items()}
+
     def unit(self, name: str) -> Unit:
         """`StorageError` naming the known ones if there is no unit `name`."""
         if name not in self.units:

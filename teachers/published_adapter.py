@@ -143,7 +143,7 @@ def publish_adapter(
     with PublishedModel.open(base_url, options=options) as base:
         base_digest = base.manifest.digest
         tied = base.manifest.head.tied
-        known = {name: t.shape for unit in base.manifest.units.values() for name, t in unit.tensors.items()}
+        known = base.manifest.shapes
     for name, (a, b) in adapter.pairs.items():
         if tied and name == HEAD_WEIGHT:
             raise shares_head(folder, name)

@@ -27,7 +27,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from opd.errors import ModelError, TeacherError, reason_of
 from opd.kernels.head import Head
 from opd.kernels.projection import speed_up
-from opd.models.architecture import empty_model
+from opd.models.architecture import check_architecture
 from opd.models.attention import ATTENTION_NAME, Attend, AttentionCall, PackedAttention
 from opd.models.hf_folder import INDEX, config_of, described_in, made_once, names_code, write_checksums
 from opd.models.hf_weights import meta_parameters, quiet
@@ -252,7 +252,7 @@ class Skeleton:
     """
 
     def __init__(self, config: Mapping[str, Any], dtype: torch.dtype, device: torch.device) -> None:
-        self._take(_empty_model(dict(config), dtype))
+        self._take(_empty_model(config, dtype))
         _move_buffers(self._decoder, device)
 
     @classmethod
@@ -268,7 +268,8 @@ class Skeleton:
         norms = [name for name in FINAL_NORMS if hasattr(self._decoder, name)]
         missing = [name for name in ("embed_tokens", "layers") if not hasattr(self._decoder, name)]
         if missing or not norms:
-            raise self._unusable(f"it has no {missing[0] if missing else 'final norm'}")
+            lacks = missing[0] if missing else "final norm"
+            raise self._unusable(f"it has no {lacks} (read are an embed_tokens, layers and a norm)")
         self._norm = norms[0]
         self.config = module.config.get_text_config()
         self.layers: list[nn.Module] = list(self._decoder.layers)
@@ -407,13 +408,17 @@ class Skeleton:
         )
 
 
-def check_streams(config: PreTrainedConfig, tensors: Mapping[str, Sequence[int]] | None = None) -> None:
-    """Whether a model of `config` could be published and streamed, by names alone: nothing is read or made.
+def check_streams(
+    config: PreTrainedConfig, where: str | Path, tensors: Mapping[str, Sequence[int]] | None = None
+) -> None:
+    """Whether a model of `config`, which is read from `where`, can be streamed: no weights are read or made.
 
     `tensors`: names and shapes as its folder or manifest has them; `None`: those of a new model that is
-    saved. Raises `StorageError` or `TeacherError`, as the first stage with such a teacher would.
+    saved. Raises the same for whoever asks, in this order: `ModelError` for an architecture that cannot be
+    used at all, `TeacherError` for one that is no chain of layers, `StorageError` or `TeacherError` for
+    tensors that have no place in it.
     """
-    module = empty_model(config, config.model_type)
+    module = check_architecture(config, where)
     if tensors is None:
         saved = revert_weight_conversion(module, module.state_dict())
         tensors = {name: tensor.shape for name, tensor in saved.items()}
@@ -467,27 +472,37 @@ class _Chain:
         return forward
 
 
-def _empty_model(config: dict[str, Any], dtype: torch.dtype) -> Any:
-    """The causal language model of `config` with meta parameters and real buffers."""
-    model_type = str(config.get("model_type"))
-    if names_code(config):
+def published_config(described: Mapping[str, Any]) -> PreTrainedConfig:
+    """The configuration of a published model. Raises `TeacherError` if it names code or is not known."""
+    if names_code(dict(described)):
         raise TeacherError(
-            f"the configuration of a published {model_type} names Python code of its own, which is never run;"
-            " publish a model that transformers knows."
+            f"the configuration of a published {described.get('model_type')} names Python code of its own,"
+            " which is never run; publish a model that transformers knows."
         )
+    with _known(described):
+        return config_of(dict(described))
+
+
+@contextmanager
+def _known(described: Mapping[str, Any]) -> Iterator[None]:
     try:
-        hf_config = config_of(config)
-        with meta_parameters(), quiet():
-            module = AutoModelForCausalLM.from_config(
-                hf_config, dtype=dtype, attn_implementation=ATTENTION_NAME, trust_remote_code=False
-            ).eval()
-            speed_up(module)  # as in `CausalLM`, so that a streamed teacher computes what a resident one does
-            return module
+        yield
     except (ValueError, TypeError, KeyError, RuntimeError) as error:
         raise TeacherError(
-            f"the configuration of a published {model_type} does not describe a causal language model that"
-            f" transformers knows: {reason_of(error)}"
+            f"the configuration of a published {described.get('model_type')} does not describe a causal"
+            f" language model that transformers knows: {reason_of(error)}"
         ) from error
+
+
+def _empty_model(described: Mapping[str, Any], dtype: torch.dtype) -> Any:
+    """The causal language model of a configuration with meta parameters and real buffers."""
+    config = published_config(described)
+    with _known(described), meta_parameters(), quiet():
+        module = AutoModelForCausalLM.from_config(
+            config, dtype=dtype, attn_implementation=ATTENTION_NAME, trust_remote_code=False
+        ).eval()
+        speed_up(module)  # as in `CausalLM`, so that a streamed teacher computes what a resident one does
+        return module
 
 
 def _move_buffers(module: nn.Module, device: torch.device) -> None:

@@ -32,8 +32,10 @@ from opd.teachers.skeleton import (
     UNIT,
     PackedWork,
     Skeleton,
+    check_streams,
     converted_bytes,
     head_bytes,
+    published_config,
     read_head,
     unit_tensors,
 )
@@ -80,8 +82,10 @@ class StreamedTeacher:
 
     @cached_property
     def skeleton(self) -> Skeleton:
-        """The decoder without weights. Raises `TeacherError` if it cannot be streamed."""
-        return Skeleton(self.published.manifest.config, self._dtype, self._device)
+        """The decoder without weights. Raises what `check_streams` does if it cannot be streamed."""
+        manifest = self.published.manifest
+        check_streams(published_config(manifest.config), self.url, manifest.shapes)
+        return Skeleton(manifest.config, self._dtype, self._device)
 
     @property
     def digest(self) -> str:

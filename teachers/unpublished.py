@@ -7,11 +7,36 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from opd.errors import ModelError, StorageError, TeacherError
 from opd.kernels.head import Head
 from opd.models.causal_lm import head_form
-from opd.models.hf_folder import read_config, read_object
+from opd.models.hf_folder import described_in, read_config, read_object
+from opd.storage.manifest import Unit
 from opd.storage.publish import ModelForm, UnitSource, units_of
-from opd.teachers.skeleton import UNIT, Skeleton, unit_tensors
+from opd.storage.weight_folder import TensorSource, read_headers
+from opd.teachers.skeleton import UNIT, Skeleton, check_streams, unit_tensors
+
+
+def stream_fault(folder: Path) -> ModelError | TeacherError | StorageError | None:
+    """Why the model in `folder` cannot be streamed once it is published; `None` if it can.
+
+    Raises `StorageError` or `CheckpointError` if the folder cannot be read.
+    """
+    tensors = {name: source.shape for name, source in read_headers(described_in(folder)).items()}
+    config = read_config(folder)
+    try:
+        check_streams(config, folder, tensors)
+    except (ModelError, TeacherError, StorageError) as error:
+        return error
+    return None
+
+
+def folder_units(folder: Path, form: ModelForm) -> tuple[dict[str, Unit], dict[str, TensorSource]]:
+    """`units_of`, which raises what `stream_fault` says where there is no place for a tensor."""
+    try:
+        return units_of(folder, form)
+    except StorageError as error:
+        raise stream_fault(folder) or error from None
 
 
 class FolderWeights:
@@ -25,13 +50,16 @@ class FolderWeights:
         config = read_config(folder).get_text_config()
         self._scale, self._softcap = head_form(config)
         tied = bool(getattr(config, "tie_word_embeddings", False))
-        self._units, self._sources = units_of(folder, ModelForm(tied=tied, layers=config.num_hidden_layers))
+        form = ModelForm(tied=tied, layers=config.num_hidden_layers)
+        self._units, self._sources = folder_units(folder, form)
 
     @torch.no_grad()
     def hidden(self, ids: Tensor) -> Tensor:
-        """[T, D]: last hidden states of the sequence `ids` [T] int64. Raises `TeacherError` for an
-        architecture that is not read layer by layer.
+        """[T, D]: last hidden states of the sequence `ids` [T] int64. Raises `ModelError` or `TeacherError`
+        for an architecture that is not read layer by layer.
         """
+        if (fault := stream_fault(self._folder)) is not None:
+            raise fault
         skeleton = Skeleton(read_object(self._folder / "config.json"), torch.float32, torch.device("cpu"))
         work = skeleton.work(ids, torch.arange(len(ids)), [0, len(ids)])
         skeleton.embed(self._tensors("embedding"), work)

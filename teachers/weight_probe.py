@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from opd.errors import TeacherError
+from opd.errors import ModelError, TeacherError
 from opd.kernels.head import Head
 from opd.kernels.ops import linear_logprobs
 from opd.served.sglang_answers import PROBE
@@ -90,7 +90,7 @@ class WeightProof:
         try:
             self.logprobs = await asyncio.to_thread(self.read)
             self.source = "the model's own weights give"
-        except TeacherError as trouble:  # an architecture that is not read layer by layer
+        except (ModelError, TeacherError) as trouble:  # an architecture that is not read layer by layer
             if self.needed:
                 raise UnprovedError(str(trouble).rstrip(".")) from None
             self.read = None

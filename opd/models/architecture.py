@@ -9,6 +9,7 @@ elsewhere) is found when the weights are there.
 from __future__ import annotations
 
 import inspect
+import math
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,7 +26,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from opd.errors import ModelError, reason_of
 from opd.models.attention import ATTENTION_NAME, AttentionCall, PackedAttention
 from opd.models.hf_folder import positions_of
-from opd.models.hf_weights import quiet
+from opd.models.hf_weights import quiet, unpadded
 from opd.models.long_sequence import ChunkedLayers, layers_of
 
 if TYPE_CHECKING:
@@ -74,6 +75,7 @@ def empty_model(config: PreTrainedConfig, where: str | Path, dtype: torch.dtype 
                 f" own and takes none from outside; {ANOTHER}."
             ) from None
         raise ModelError(f"{where} does not describe a causal language model: {reason_of(error)}") from None
+    unpadded(module)
     for part in module.modules():
         kind = getattr(part, "rope_type", None)  # those that look at positions would look at numbers
         if isinstance(kind, str | dict):
@@ -99,7 +101,8 @@ def _cause(module: Any) -> str | None:
     placed = "position_ids" in inspect.signature(decoder.forward).parameters
     positions = {"position_ids": ids} if placed else {}
     try:
-        output = decoder(input_ids=ids, use_cache=False, attend=recorder, **positions)
+        with quiet():  # on kernels that would be faster
+            output = decoder(input_ids=ids, use_cache=False, attend=recorder, **positions)
     except ModelError as error:
         return str(error).rstrip(".")
     except RuntimeError:  # it looks at numbers, of which there are none yet
@@ -150,7 +153,8 @@ class Recorder:
 
 def layers_cause(decoder: Any, config: Any, recorder: Recorder) -> str | None:
     """Why packed attention does not stand for all the layers that `recorder` has seen; `None` if it does."""
-    kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    said = getattr(config, "layer_types", None)
+    kinds = said or ["full_attention"] * config.num_hidden_layers
     for layer, kind in enumerate(kinds):
         if layer not in recorder.windows:
             return (
@@ -168,6 +172,14 @@ def layers_cause(decoder: Any, config: Any, recorder: Recorder) -> str | None:
             f"its layer {recorder.again} attends more than once, and a layer's keys and values are kept once;"
             f" {ANOTHER}"
         )
+    window, positions = getattr(config, "sliding_window", None), positions_of(config)
+    if window and not said and set(recorder.windows.values()) == {None} and window < (positions or math.inf):
+        return (
+            f"its layers do not say the sliding_window {window} of its configuration to their attention, and"
+            " generate of transformers keeps so many tokens all the same, so that longer ones differ; set"
+            f" max_position_embeddings to {window}, or sliding_window to max_position_embeddings if it was"
+            " trained without a window"
+        )
     return None
 
 
@@ -180,9 +192,6 @@ def _mixer(decoder: Any, index: int) -> str:
     parts = layers[index].children() if index < len(layers) else ()
     names = [name for name in (type(part).__name__ for part in parts) if not _NO_MIXER.search(name)]
     return f" ({names[0]})" if names else ""
-
-
-_SHORT_WINDOW = 3
 
 
 @torch.no_grad()
@@ -199,7 +208,7 @@ def check_attention(model: CausalLM) -> None:
     recorder = Recorder(PackedAttention([0, lengths[0], sum(lengths)]))
     try:
         packed = model.run(ids, positions, recorder)
-        with _eager(model), _short_window(model, recorder):
+        with _eager(model):
             alone = [
                 model.decoder(input_ids=part[None], use_cache=False).last_hidden_state[0]
                 for part in ids.split(lengths)
@@ -245,24 +254,6 @@ def _eager(model: CausalLM) -> Iterator[None]:
         yield
     finally:
         model.module.set_attn_implementation(ATTENTION_NAME)
-
-
-@contextmanager
-def _short_window(model: CausalLM, recorder: Recorder) -> Iterator[None]:
-    """Let a window that the configuration has and no layer has said be shorter than the probe, so that its
-    numbers show whether the family keeps it, by a mask alone.
-    """
-    config, positions = model.config, positions_of(model.config)
-    window = getattr(config, "sliding_window", None)
-    unsaid = getattr(config, "layer_types", None) is None and set(recorder.windows.values()) == {None}
-    if not window or not unsaid or (positions is not None and window >= positions):
-        yield
-        return
-    config.sliding_window = _SHORT_WINDOW
-    try:
-        yield
-    finally:
-        config.sliding_window = window
 
 
 def check_pieces(model: CausalLM) -> None:

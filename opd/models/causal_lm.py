@@ -28,7 +28,7 @@ from opd.kernels.projection import speed_up
 from opd.models.architecture import check_architecture, check_attention, check_pieces
 from opd.models.attention import ATTENTION_NAME, Attend, PackedAttention
 from opd.models.hf_folder import check_folder, read_config, scratch_config
-from opd.models.hf_weights import load_module
+from opd.models.hf_weights import load_module, unpadded
 from opd.models.long_sequence import (
     WHOLE,
     ChunkedLayers,
@@ -313,6 +313,7 @@ class CausalLM:
         head is of an unknown form.
         """
         speed_up(module)
+        unpadded(module)
         self.module = module.eval()
         self.decoder = module.get_decoder()
         self.config = module.config.get_text_config()

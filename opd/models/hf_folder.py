@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import logging
 import os
 import stat
 from collections.abc import Callable
@@ -319,6 +320,12 @@ def _with_floats(value: Any) -> Any:
 
 # Read by transformers though not every configuration declares them.
 _UNDECLARED_KEYS = ("rope_theta", "rope_scaling", "head_dim")
+
+
+_NO_FACTOR = "This model config has set a `rope_parameters['original_max_position_embeddings']` field"
+logging.getLogger("transformers.modeling_rope_utils").addFilter(
+    lambda record: not record.getMessage().startswith(_NO_FACTOR)
+)  # advice to who writes a configuration, which computes the same either way
 
 
 def read_config(folder: Path) -> PreTrainedConfig:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as hf_logging
 
 from opd.errors import CheckpointError, ModelError, from_system, reason_of
@@ -182,6 +182,17 @@ def _equal(parts: TensorParts, one: str, other: str) -> bool:
 def _some(names: Collection[str]) -> str:
     shown = ", ".join(sorted(names)[:_SHOWN])
     return f"{shown} and {len(names) - _SHOWN} more" if len(names) > _SHOWN else shown
+
+
+def unpadded(module: nn.Module) -> None:
+    """Keep `module` from looking for padding among ids, and from advice on it: nobody here pads."""
+    for part in module.modules():
+        if isinstance(part, PreTrainedModel):
+            part.warn_if_padding_and_no_attention_mask = _no_advice
+
+
+def _no_advice(input_ids: Any, attention_mask: Any) -> None:
+    pass
 
 
 @contextmanager

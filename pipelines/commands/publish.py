@@ -7,19 +7,16 @@ from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 
-from opd.errors import CheckpointError, ModelError, StorageError, TeacherError
-from opd.models.architecture import check_architecture, empty_model
+from opd.errors import CheckpointError, ModelError, OpdError
 from opd.models.causal_lm import head_form
 from opd.models.hf_folder import adapter_base, check_folder, read_config
 from opd.models.hf_weights import check_weights, quiet
 from opd.models.tokenizers import fingerprint, has_tokenizer, load_tokenizer, rows_fault
 from opd.pipelines.doctor.checks import refuse_place
 from opd.progress import doing, hushed
-from opd.storage.manifest import unit_of
 from opd.storage.object_store import ObjectStore, StoreOptions
 from opd.storage.publish import ModelForm, Published, publish
-from opd.storage.weight_folder import read_headers
-from opd.teachers.skeleton import check_streams
+from opd.teachers.unpublished import folder_units, stream_fault
 
 
 def model_form(checkpoint: Path) -> ModelForm:
@@ -49,46 +46,31 @@ def publish_checkpoint(
 ) -> Published:
     """Publish the Hugging Face folder `checkpoint` below `url` for `shards` ranks.
 
-    Raises `CheckpointError`, `ModelError` or `StorageError`, one sentence each.
+    A model that cannot be streamed is published if its tensors are those of a decoder: servers can have it
+    as a teacher. Raises `CheckpointError`, `ModelError`, `StorageError` or `TeacherError`, one sentence each.
     """
     folder = Path(checkpoint)
-    form = _checked_form(folder)
+    form, _ = _checked_form(folder)
     with ObjectStore.open(url, options=options) as store:
         return publish(folder, store, shards=shards, form=form)
 
 
-def _checked_form(folder: Path) -> ModelForm:
+def _checked_form(folder: Path) -> tuple[ModelForm, OpdError | None]:
+    """The form of a folder that can be published, and why what is published cannot be streamed, if so."""
     check_folder(folder)
     base = adapter_base(folder)
     if base is not None:
         raise CheckpointError(
             f"{folder} is an adapter on {base}, and only whole models are published; merge it first."
         )
-    config = read_config(folder)
-    empty_model(config, folder)
-    check_weights(folder)
+    fault = stream_fault(folder)
     try:
-        for name in read_headers(folder):
-            unit_of(name)
-    except StorageError:
-        check_architecture(config, folder)  # whose sentence says more, where nothing here could have it
-        raise
-    return model_form(folder)
-
-
-def _only_whole(folder: Path) -> str | None:
-    """Why what is published of `folder` cannot be read layer by layer."""
-    tensors = {name: tensor.shape for name, tensor in read_headers(folder).items()}
-    config = read_config(folder)
-    try:
-        check_architecture(config, folder)
-    except ModelError as error:
-        return f"{str(error).rstrip('.')}, or let servers have it as a teacher"
-    try:
-        check_streams(config, tensors)
-    except TeacherError as error:
-        return str(error)
-    return None
+        check_weights(folder)
+    except (CheckpointError, ModelError) as error:
+        raise fault if isinstance(fault, ModelError) else error from None
+    form = model_form(folder)
+    folder_units(folder, form)
+    return form, fault
 
 
 def run_publish(checkpoint: Path, url: str, shards: int) -> int:
@@ -97,7 +79,10 @@ def run_publish(checkpoint: Path, url: str, shards: int) -> int:
     from rich.progress import Progress
 
     refuse_place(url, [str(checkpoint)])
-    form = _checked_form(checkpoint)
+    form, fault = _checked_form(checkpoint)
+    if fault is not None:
+        others = "or have it as a teacher on servers or Megatron-Core"
+        print(f"opd: warning: {str(fault).rstrip('.')}, {others}", file=sys.stderr)
     console = Console(stderr=True)
     bars = Progress(console=console, transient=True, disable=not console.is_terminal)
     shown = hushed() if console.is_terminal else nullcontext()
@@ -112,9 +97,6 @@ def run_publish(checkpoint: Path, url: str, shards: int) -> int:
         published = publish(checkpoint, store, shards=shards, form=form, progress=report)
         where = store.name(published.manifest.version)
     manifest = published.manifest
-    whole = _only_whole(checkpoint)
-    if whole is not None:
-        print(f"opd: warning: {whole}", file=sys.stderr)
     verb = "published" if published.written else "was published already"
     print(f"{checkpoint} {verb}: {where}")
     print(f"{manifest.nbytes} bytes, {len(manifest.units)} units, {shards} shards, digest {manifest.digest}")

@@ -296,24 +296,22 @@ def _check_streams(recipe: Recipe, models: Models, lost: Collection[str]) -> lis
 
 
 def _stream_names(recipe: Recipe, source: str | None, models: Models) -> list[Finding]:
-    """Nothing, or a `StorageError` or `TeacherError`; `source` is `None` for what the student becomes."""
-    from opd.models.hf_folder import described_in, read_config
+    """Nothing, or what `check_streams` raises; `source` is `None` for what the student becomes."""
+    from opd.models.hf_folder import read_config
     from opd.storage.published import PublishedModel
-    from opd.storage.weight_folder import read_headers
     from opd.teachers.published_adapter import PublishedAdapter, is_adapter
     from opd.teachers.skeleton import check_streams, is_published, small_files
+    from opd.teachers.unpublished import stream_fault
 
     place = source or recipe.model.path
     if place is None:
-        check_streams(models.config)
+        check_streams(models.config, "model.config")
     elif is_published(place):
         url = PublishedAdapter.open(place).base if is_adapter(place) else place
         with PublishedModel.open(url) as published, small_files(place) as folder:
-            entries = [entry for unit in published.manifest.units.values() for entry in unit.tensors.items()]
-            check_streams(read_config(folder), {name: entry.shape for name, entry in entries})
-    else:
-        tensors = read_headers(described_in(Path(place)))
-        check_streams(read_config(Path(place)), {name: tensor.shape for name, tensor in tensors.items()})
+            check_streams(read_config(folder), place, published.manifest.shapes)
+    elif (fault := stream_fault(Path(place))) is not None:
+        raise fault
     return []
 
 

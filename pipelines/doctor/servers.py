@@ -110,11 +110,14 @@ def _form(recipe: Recipe) -> dict[str, Any]:
 
 def _longest(recipe: Recipe, form: dict[str, Any]) -> int:
     """Prompt plus response tokens of a request, at most."""
+    from opd.models.hf_folder import config_of, positions_of
+
     limit = recipe.rollout.max_sequence
-    positions = form.get("text_config", form).get("max_position_embeddings")
-    if not isinstance(positions, int) or not positions:  # `check_models` reports what is no number
+    try:
+        positions = positions_of(config_of(form))
+    except Exception:  # of a library's constructor, which `check_models` reports
         return limit
-    return min(limit, positions - recipe.kept_by_servers)
+    return limit if positions is None else min(limit, positions - recipe.kept_by_servers)
 
 
 def _check_servers(name: str, group: ServerGroupConfig) -> list[Finding]:

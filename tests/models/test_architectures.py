@@ -192,12 +192,15 @@ def test_a_rounding_that_routes_a_token_elsewhere_is_no_other_architecture():
         )
 
 
-def test_a_window_that_is_kept_by_a_mask_alone_is_seen_however_long_it_is():
-    described = _SHAPE | {"model_type": "phimoe", "num_local_experts": 4}
-    for window in (None, 48):  # as long as a sequence may be
-        CausalLM.from_config(described | {"sliding_window": window}, tokenizer=tiny.tokenizer())
-    with pytest.raises(ModelError, match="hides some, elsewhere than in its attention"):
-        CausalLM.from_config(described | {"sliding_window": 20}, tokenizer=tiny.tokenizer())
+@pytest.mark.parametrize("family", ["phimoe", "moshi", "llama"])
+def test_a_window_that_a_mask_or_a_cache_keeps_and_no_layer_says_is_refused(family: str, tmp_path: Path):
+    described = _SHAPE | {"num_local_experts": 4, "ffn_dim": 64}
+    whole = saved(family, described | {"sliding_window": 48}, tmp_path / "whole")  # as many as positions
+    CausalLM.from_pretrained(whole)
+    folder = saved(family, described | {"sliding_window": 20}, tmp_path / "m")
+    with pytest.raises(ModelError, match=r"sliding_window 20 .* max_position_embeddings to 20") as refused:
+        CausalLM.from_pretrained(folder)
+    assert [one.detail for one in doctors_word(folder)] == [str(refused.value)]
 
 
 def test_dynamic_angles_bound_a_sequence(tmp_path: Path):
@@ -244,12 +247,12 @@ def test_a_mixture_is_refused_where_its_tensors_would_have_other_names(family: s
     shapes = {key: tensor.shape for key, tensor in read_headers(folder).items()}
     for tensors in (None, shapes):
         with pytest.raises(OpdError, match=r"cannot be streamed: .* tensor"):
-            check_streams(read_config(folder), tensors)
+            check_streams(read_config(folder), folder, tensors)
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "linear", "yarn", "llama3"])
 def test_every_kind_of_angles_streams(kind: str, tmp_path: Path):
-    check_streams(read_config(saved("llama", USED[f"llama: {kind}"], tmp_path / "m")))
+    check_streams(read_config(saved("llama", USED[f"llama: {kind}"], tmp_path / "m")), tmp_path / "m")
 
 
 def test_layers_of_any_name_are_computed_again_in_the_backward(tmp_path: Path):

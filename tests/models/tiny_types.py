@@ -94,6 +94,7 @@ OWN: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "mamba2": {"num_heads": 8},
     "ministral": {"head_dim": 8},
+    "moshi": {"sliding_window": 128},  # as many as positions, as by default
     "nemotron": {"num_key_value_heads": 2},
     "qwen4_exp": {"text_config": _INDEXER | {"ngram_vocab_size_base": 64}},
     "qwen4_exp_text": _INDEXER | {"ngram_vocab_size_base": 64},

@@ -974,6 +974,33 @@ def test_the_doctor_finds_servers_that_take_too_few_tokens(kind, argument, kept)
     assert found(64, 4096)[0] == "ok"
 
 
+_LONG = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        {"model_type": "gpt2", "n_positions": 32},
+        {"model_type": "opt", "max_position_embeddings": 32},
+        {
+            "model_type": "phi3", "hidden_size": 32, "num_attention_heads": 4, "max_position_embeddings": 64,
+            "original_max_position_embeddings": 32, "rope_parameters": _LONG,
+        },
+    ],
+    ids=lambda model: model["model_type"],
+)  # fmt: skip
+def test_servers_need_no_more_tokens_than_positions_by_whatever_name(model):
+    def found(most):
+        group = {"type": "vllm", "command": LITTLE, "arguments": {"max-model-len": most}}
+        rollout = {"engine": {"type": "vllm", "servers": "group"}, "max_sequence": 4096}
+        recipe = tiny_recipe(model={"config": model}, base=None, servers={"group": group}, rollout=rollout)
+        [finding] = check_servers(recipe)
+        return finding.level, finding.detail
+
+    assert found(32)[0] == "ok"
+    assert "is 31, and responses may need 32" in found(31)[1]
+
+
 def test_every_rank_has_a_server_of_its_own_to_write_with():
     recipe = tiny_recipe(
         servers={"group": {"count": 2}}, rollout={"engine": {"type": "sglang", "servers": "group"}}
