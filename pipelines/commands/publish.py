@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
-from contextlib import nullcontext
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 
@@ -47,23 +49,34 @@ def model_form(checkpoint: Path) -> ModelForm:
 def publish_checkpoint(
     checkpoint: str | Path, url: str | Path, *, shards: int = 1, options: StoreOptions | None = None
 ) -> Published:
-    """Publish the Hugging Face folder `checkpoint` below `url` for `shards` ranks.
+    """Publish the Hugging Face folder `checkpoint`, or the model that an adapter there makes of its base,
+    below `url` for `shards` ranks.
 
     Raises `CheckpointError`, `ModelError` or `StorageError`, one sentence each.
     """
-    folder = Path(checkpoint)
-    form = _checked_form(folder)
-    with ObjectStore.open(url, options=options) as store:
-        return publish(folder, store, shards=shards, form=form)
+    with _whole(Path(checkpoint)) as folder:
+        form = _checked_form(folder)
+        with ObjectStore.open(url, options=options) as store:
+            return publish(folder, store, shards=shards, form=form)
+
+
+@contextmanager
+def _whole(folder: Path) -> Iterator[Path]:
+    """`folder`, or for an adapter a temporary one with its base and the adapter merged."""
+    check_folder(folder)
+    if adapter_base(folder) is None:
+        yield folder
+        return
+    from opd.pipelines.stages.teachers import whole_model
+
+    with tempfile.TemporaryDirectory(prefix="opd-merged-") as room:
+        with doing(f"merging {folder} with its base"):
+            merged = whole_model(folder, Path(room) / "model")
+        yield merged
 
 
 def _checked_form(folder: Path) -> ModelForm:
     check_folder(folder)
-    base = adapter_base(folder)
-    if base is not None:
-        raise CheckpointError(
-            f"{folder} is an adapter on {base}, and only whole models are published; merge it first."
-        )
     config = read_config(folder)
     empty_model(config, folder)
     check_weights(folder)
@@ -92,11 +105,26 @@ def _only_whole(folder: Path) -> str | None:
 
 
 def run_publish(checkpoint: Path, url: str, shards: int) -> int:
-    """The command: publish, with a progress bar, and say what is there now. Returns the exit status."""
+    """The command: publish, and say what is there now. Returns the exit status."""
+    refuse_place(url, [str(checkpoint)])
+    with _whole(checkpoint) as folder:
+        published, where = _published(folder, url, shards)
+        whole = _only_whole(folder)
+    manifest = published.manifest
+    if whole is not None:
+        print(f"opd: warning: {whole}", file=sys.stderr)
+    merged = "" if folder == checkpoint else " merged with its base"
+    verb = "published" if published.written else "was published already"
+    print(f"{checkpoint} {verb}{merged}: {where}")
+    print(f"{manifest.nbytes} bytes, {len(manifest.units)} units, {shards} shards, digest {manifest.digest}")
+    return 0
+
+
+def _published(checkpoint: Path, url: str, shards: int) -> tuple[Published, str]:
+    """What is there now of a whole model, and where, with a progress bar."""
     from rich.console import Console
     from rich.progress import Progress
 
-    refuse_place(url, [str(checkpoint)])
     form = _checked_form(checkpoint)
     console = Console(stderr=True)
     bars = Progress(console=console, transient=True, disable=not console.is_terminal)
@@ -110,12 +138,4 @@ def run_publish(checkpoint: Path, url: str, shards: int) -> int:
             reached[0] = f"{stage} {done / max(total, 1):.0%}"
 
         published = publish(checkpoint, store, shards=shards, form=form, progress=report)
-        where = store.name(published.manifest.version)
-    manifest = published.manifest
-    whole = _only_whole(checkpoint)
-    if whole is not None:
-        print(f"opd: warning: {whole}", file=sys.stderr)
-    verb = "published" if published.written else "was published already"
-    print(f"{checkpoint} {verb}: {where}")
-    print(f"{manifest.nbytes} bytes, {len(manifest.units)} units, {shards} shards, digest {manifest.digest}")
-    return 0
+        return published, store.name(published.manifest.version)
