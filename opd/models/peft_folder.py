@@ -24,7 +24,13 @@ from transformers.pytorch_utils import Conv1D
 
 from opd.errors import CheckpointError, ModelError, reason_of
 from opd.foreign import is_unset, shown, whole
-from opd.models.hf_folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS, read_object, weight_files
+from opd.models.hf_folder import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    check_adapter_file,
+    read_object,
+    weight_files,
+)
 from opd.models.peft_patterns import match_patterns
 from opd.storage.tensors import TensorParts, require_numbers
 
@@ -89,6 +95,7 @@ def read_peft(place: Path, base: Path | None = None) -> PeftAdapter:
             f"{path} describes {other}, and only plain LoRA without biases can be read; give the merged"
             " model."
         )
+    check_adapter_file(place)
     try:
         tensors = safetensors.torch.load_file(place / ADAPTER_WEIGHTS)
         copies = _copies(place, tensors)
@@ -189,6 +196,11 @@ def _copies(place: Path, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     copies = {}
     for name, tensor in tensors.items():
         own = name.removeprefix(PREFIX)
+        if not tensor.is_floating_point():
+            raise CheckpointError(
+                f"{place / ADAPTER_WEIGHTS} holds {shown(name)} as {tensor.dtype}, which is no floating-point"
+                " format; save the adapter again with peft."
+            )
         if own == name or not own.endswith(".weight") or _KNOWN_PARTS.search(own) is None:
             raise CheckpointError(
                 f"{place / ADAPTER_WEIGHTS} holds {shown(name)}, which is no lora_A or lora_B of a linear"

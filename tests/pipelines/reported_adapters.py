@@ -44,7 +44,9 @@ def by_peft(folder: Path) -> Any:
     """The base with the adapter applied by peft, unmerged."""
     from peft import PeftModel
 
-    return PeftModel.from_pretrained(plain(folder.parent / "base"), folder)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return PeftModel.from_pretrained(plain(folder.parent / "base"), folder)
 
 
 def said(**changes: Any) -> Callable[[Path], Path]:
