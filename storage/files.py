@@ -488,7 +488,7 @@ def read_object(
     except OSError as error:
         raise kind(f"{path} cannot be read ({error.strerror or error}); {way_out(error, mend)}") from None
     except ValueError as error:
-        raise kind(f"{path} cannot be read as JSON ({error}); {mend}") from None
+        raise kind(f"{path} cannot be read as JSON ({error}); {mend_of(path, mend.rstrip('.'))}.") from None
     if not isinstance(data, dict):
         raise kind(f"{path} holds no JSON object; {mend}")
     return data

@@ -151,7 +151,7 @@ def read_headers(folder: Path) -> dict[str, TensorSource]:
     """Every tensor of the folder's `weight_files`, by name.
 
     Raises `StorageError` naming the file that is missing, truncated or not safetensors; `CheckpointError` for
-    a tensor that stands twice, or elsewhere than the index says.
+    a tensor that stands twice, or elsewhere than the index says, and for names from inside a wrapper.
     """
     found: dict[str, TensorSource] = {}
     for name in weight_files(folder) or [SINGLE]:
@@ -162,10 +162,41 @@ def read_headers(folder: Path) -> dict[str, TensorSource]:
                     " in which they take; write the model again with save_pretrained, or copy it again."
                 )
             found[tensor] = source
+    _refuse_wrapped(folder, found)
     if (folder / INDEX).is_file():
         placed = read_object(folder / INDEX, "copy it again.", CheckpointError)["weight_map"]
         _refuse_misplaced(folder / INDEX, placed, found)
     return found
+
+
+_WRAPPERS = {
+    r"(^|\.)_orig_mod\.": ("torch.compile", "model._orig_mod.save_pretrained(...)"),
+    r"(^|\.)_(fsdp_wrapped|fpw)_module\.": (
+        "FSDP",
+        "accelerator.unwrap_model(model).save_pretrained(..., state_dict=accelerator.get_state_dict(model))",
+    ),
+    r"(^|\.)_checkpoint_wrapped_module\.": (
+        "activation checkpointing",
+        "save_pretrained of the model before checkpoint_wrapper",
+    ),
+    r"^base_model\.model\.": ("peft", "model.merge_and_unload().save_pretrained(...)"),
+    r"^_?module\.|^_forward_module\.": (
+        "DistributedDataParallel or DeepSpeed",
+        "model.module.save_pretrained(...)",
+    ),
+}
+"""What a name has of a tensor that was saved from inside a wrapper -> the wrapper, and how to save without."""
+
+
+def _refuse_wrapped(folder: Path, names: Collection[str]) -> None:
+    """Raise `CheckpointError` if a tensor has the name that a wrapper around the model gives it."""
+    for pattern, (wrapper, way) in _WRAPPERS.items():
+        found = next((name for name in names if re.search(pattern, name)), None)
+        if found is not None:
+            raise CheckpointError(
+                f"{folder} names a tensor {shown(found)}, as {wrapper} does around a model: it was saved from"
+                f" inside; save the model itself with `{way}`."
+            )
 
 
 def _refuse_misplaced(index: Path, placed: Mapping[str, str], found: Mapping[str, TensorSource]) -> None:

@@ -12,7 +12,7 @@ from pydantic import BeforeValidator, Field, PrivateAttr, field_validator, model
 
 from opd.config.base import Config, Name, Place, is_url
 from opd.config.servers import Argument
-from opd.config.train import LoRAConfig
+from opd.config.train import USUAL_TARGETS, LoRAConfig
 from opd.errors import ConfigError
 
 
@@ -108,7 +108,7 @@ class TorchEngineConfig(Config):
     in_turn`, and without CUDA graphs. One rank has all of it anyway."""
 
 
-ADAPTED = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+ADAPTED = USUAL_TARGETS
 """Last names of the layers that servers are known to apply adapters to."""
 
 
@@ -144,7 +144,7 @@ class ServedEngineConfig(ServerConfig):
         """Why adapters are not sent alone; `None` if nothing here speaks against it."""
         if self.lora == "merged":
             return "rollout.engine.lora is merged"
-        unknown = [target for target in lora.targets if target not in ADAPTED]
+        unknown = [target for target in lora.targets or () if target not in ADAPTED]
         if unknown:
             return f"model.lora.targets has {unknown[0]}, and servers apply adapters to {', '.join(ADAPTED)}"
         return None
@@ -179,7 +179,11 @@ class SGLangEngineConfig(ServedEngineConfig):
 
     def lora_arguments(self, lora: LoRAConfig) -> dict[str, Argument]:
         """One adapter writes at a time, beside one that is tried."""
-        more: dict[str, Argument] = {"lora-target-modules": sorted(lora.targets), "max-loras-per-batch": 2}
+        targets = sorted(lora.targets or USUAL_TARGETS)
+        more: dict[str, Argument] = {
+            "lora-target-modules": targets,
+            "max-loras-per-batch": 2,
+        }
         return super().lora_arguments(lora) | more
 
 

@@ -10,6 +10,9 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from opd.config.base import Config
 
+USUAL_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+"""Last names of the linear layers of most models: those that get an adapter if a recipe names none."""
+
 
 class LoRAConfig(Config):
     """LoRA (arXiv 2106.09685): `W + alpha / rank * B A` with a frozen `W`, trained through `A` and `B`."""
@@ -18,10 +21,10 @@ class LoRAConfig(Config):
     """Columns of `B` and rows of `A`: what an adapter can express, and its size."""
     alpha: float = Field(default=32.0, gt=0)
     """Scale of the adapters: `alpha / rank` times `B A` is added to the weight."""
-    targets: list[str] = Field(
-        default=["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"], min_length=1
-    )
-    """Last names of the linear layers, in every decoder layer, that get an adapter."""
+    targets: list[str] | None = Field(default=None, min_length=1)
+    """Last names of the linear layers, in the decoder's layers, that get an adapter. `null`: `q_proj`,
+    `k_proj`, `v_proj`, `o_proj`, `gate_proj`, `up_proj` and `down_proj`; of a model that lacks one of these,
+    every linear layer there but those that route to experts."""
 
     @property
     def scaling(self) -> float:

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from opd.config.train import LoRAConfig
+from opd.config.train import USUAL_TARGETS, LoRAConfig
 from opd.errors import CheckpointError, MissingExtraError, ModelError, reason_of, writing
 from opd.foreign import is_file_name
 from opd.models.causal_lm import CausalLM, WeightsDigest, held_bytes, weights_digest
@@ -188,24 +188,46 @@ class MergingLM(CausalLM):
                 self._merged[layer].copy_(merged(base, a, b, self._scaling))
 
 
-def target_layers(module: Any, targets: Iterable[str]) -> list[str]:
-    """Full names of the decoder's linear layers whose last name is among `targets`, adapted or not.
+def target_layers(module: Any, targets: Iterable[str] | None = None) -> list[str]:
+    """Full names of the decoder's linear layers whose last name is among `targets`, adapted or not. `None`:
+    `USUAL_TARGETS`, or where one of these is lacking every linear layer of the decoder that is no router.
 
-    Raises `ModelError` for a target that no decoder layer has.
+    Raises `ModelError` for a target that no decoder layer has, and where there is no linear layer at all.
     """
-    wanted, found = set(targets), []
-    inside = {id(part) for layer in layers_of(module.get_decoder()) for part in layer.modules()}
-    for name, part in module.named_modules():
-        name = name.removesuffix(".base_layer")  # what an adapted layer has become
-        if name.rpartition(".")[2] in wanted and isinstance(part, nn.Linear) and id(part) in inside:
-            found.append(name)
-    absent = wanted - {name.rpartition(".")[2] for name in found}
+    there = _linear_layers(module)
+    last = {name: name.rpartition(".")[2] for name in there}
+    wanted = set(USUAL_TARGETS if targets is None else targets)
+    absent = wanted.difference(last.values())
+    if targets is None and absent:
+        found = [name for name in there if not _CHOOSES.search(name)]
+        if not found:
+            raise ModelError(
+                f"model.lora has nothing to adapt: the decoder layers of {type(module).__name__} have no"
+                " linear layer; leave model.lora out, and all weights are trained."
+            )
+        return found
     if absent:
         raise ModelError(
             f"model.lora.targets names {min(absent)!r}, but no decoder layer of {type(module).__name__} has a"
-            " linear layer of that name; look at the names of its weights."
+            f" linear layer of that name; take some of {', '.join(sorted(set(last.values()))) or 'none'}, or"
+            " leave targets out for the usual ones."
         )
-    return found
+    return [name for name in there if last[name] in wanted]
+
+
+_CHOOSES = re.compile(r"(^|\.)(\w*router\w*|(shared_expert_)?gate|\w*indexer\w*)(\.|$)")
+"""Names of layers that choose experts, or tokens to attend to."""
+_HALF = re.compile(r"\.lora_[AB]\.")
+
+
+def _linear_layers(module: Any) -> list[str]:
+    """Full names of the linear layers in the decoder's layers, in the module's order, adapted or not."""
+    inside = {id(part) for layer in layers_of(module.get_decoder()) for part in layer.modules()}
+    return [
+        name.removesuffix(".base_layer")  # what an adapted layer has become
+        for name, part in module.named_modules()
+        if isinstance(part, nn.Linear) and id(part) in inside and not _HALF.search(name)
+    ]
 
 
 def digest_tensor(weights: Iterable[tuple[str, Tensor]]) -> Tensor:
@@ -323,7 +345,7 @@ def save_adapted(
         base = {"path": str(model.base_path.absolute()), "files": weight_digests(model.base_path)}
         (draft / FOLDER / BASE).write_text(json.dumps(base, indent=2) + "\n", "utf-8")
 
-    card = {**card, "adapter": f"LoRA, rank {model.lora.rank}, alpha {model.lora.alpha:g}; in {FOLDER}/"}
+    card = {**card, "adapter": _summary(model)}
     if max_shard_bytes is None:
         plain = model.merge()
         save_checkpoint(plain, tokenizer, folder, card, beside=beside)
@@ -332,6 +354,13 @@ def save_adapted(
         plain = model.merge(Path(folder).parent)
     save_checkpoint(plain, tokenizer, folder, card, max_shard_bytes=max_shard_bytes, beside=beside)
     return plain.digest()
+
+
+def _summary(model: AdaptedLM) -> str:
+    """Form and place of the adapters, and the last names of the layers that have them."""
+    layers = target_layers(model.module, model.lora.targets)
+    names = ", ".join(sorted({layer.rpartition(".")[2] for layer in layers}))
+    return f"LoRA, rank {model.lora.rank}, alpha {model.lora.alpha:g}, on {names}; in {FOLDER}/"
 
 
 def has_adapter(folder: str | Path) -> bool:

@@ -56,7 +56,7 @@ def check_folder(folder: Path, *, digests: bool = True) -> None:
         raise CheckpointError(f"{folder} is not a folder; download the model first and give its path.")
     base = adapter_base(folder)
     if base is not None:
-        check_shard(folder / ADAPTER_WEIGHTS, None)
+        check_adapter_file(folder)
         check_folder(base, digests=digests)
         return
     checksums = read_checksums(folder) if digests else {}
@@ -106,6 +106,17 @@ def adapter_base(folder: Path) -> Path | None:
             f" folder as base_model_name_or_path in {path}."
         )
     return found
+
+
+def check_adapter_file(folder: Path) -> None:
+    """Raise `CheckpointError` if the weights of the adapter in `folder` are missing, damaged or a pickle."""
+    pickle = folder / "adapter_model.bin"
+    if pickle.is_file() and not os.path.lexists(folder / ADAPTER_WEIGHTS):
+        raise CheckpointError(
+            f"{pickle} is a pickle, which is never read; load the adapter with peft and save it again, which"
+            f" writes {ADAPTER_WEIGHTS}."
+        )
+    check_shard(folder / ADAPTER_WEIGHTS, None)
 
 
 def _is_model(place: Path) -> bool:
@@ -196,6 +207,8 @@ def _no_weights(folder: Path) -> str:
             " folder that was published."
         )
     others = sorted(path.name for path in folder.glob("*.safetensors"))
+    if (half := _half_adapter(folder)) is not None:
+        return half
     if others:
         return (
             f"{folder} holds {shown(others[0])} and neither {SINGLE} nor {INDEX}, by which weights are found;"
@@ -204,6 +217,14 @@ def _no_weights(folder: Path) -> str:
     return above_models(folder) or (
         f"{folder} holds neither {SINGLE} nor {INDEX}; copy the model's weights there."
     )
+
+
+def _half_adapter(folder: Path) -> str | None:
+    """What is wrong with a folder that has an adapter's weights and not its settings; `None` for others."""
+    found = next(folder.glob("adapter_model.*"), None)
+    if found is None or (folder / ADAPTER_CONFIG).is_file():
+        return None
+    return f"{folder} holds {found.name} without the {ADAPTER_CONFIG} that says how it is applied; copy both."
 
 
 def above_models(folder: Path) -> str | None:
@@ -340,6 +361,9 @@ def read_config(folder: Path) -> PreTrainedConfig:
 
     folder = described_in(folder)
     path = folder / "config.json"
+    instead = None if path.is_file() else above_models(folder) or _half_adapter(folder)
+    if instead is not None:
+        raise CheckpointError(instead)
     refuse_absent(path, "give a folder written by Hugging Face's save_pretrained")
     refuse_code(folder)
     check_small_files(folder)

@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as hf_logging
 
 from opd.errors import CheckpointError, ModelError, from_system, reason_of
+from opd.foreign import shown
 from opd.models.attention import ATTENTION_NAME
 from opd.models.hf_folder import (
     adapter_base,
@@ -133,17 +134,42 @@ def load_module(folder: Path, *, dtype: torch.dtype, device_map: str | None = No
 
 
 def _refuse_disagreement(folder: Path, info: dict[str, Any]) -> None:
-    absent = [*info["missing_keys"], *(str(key[0]) for key in info["mismatched_keys"])]
+    absent, unused = list(info["missing_keys"]), info["unexpected_keys"]
+    unused = [name for name in unused if not FOLLOWING.search(name)]
+    other = "the two do not belong together: copy both again from one source."
+    if info["mismatched_keys"]:
+        name, stored, due = min(info["mismatched_keys"], key=lambda one: str(one[0]))
+        more = f" and {len(info['mismatched_keys']) - 1} more so" if len(info["mismatched_keys"]) > 1 else ""
+        raise CheckpointError(
+            f"{folder} holds {name} in the shape {list(stored)} where its config.json asks for"
+            f" {list(due)}{more}; {other}"
+        )
+    held = next((name for name in unused if ".base_layer." in name), None)
+    if held is not None:
+        raise CheckpointError(
+            f"{folder} names a tensor {shown(held)}, as peft does in a model whose adapters were not merged;"
+            " save it with `model.merge_and_unload().save_pretrained(...)`."
+        )
+    before = next((name[: -len(one)] for name in unused for one in absent if name.endswith(f".{one}")), None)
+    if before is not None:
+        raise CheckpointError(
+            f"{folder} has {shown(before)} before the names of the model's tensors: what holds the model was"
+            " saved in its place; save the model itself with save_pretrained."
+        )
+    if absent and unused:
+        raise CheckpointError(
+            f"{folder} lacks {len(absent)} of the tensors of the model in its config.json, among them"
+            f" {min(absent)}, and holds {len(unused)} others, among them {_some(unused)}; {other}"
+        )
     if absent:
         raise CheckpointError(
-            f"{folder} lacks {len(absent)} of the model's tensors or has them in another shape, among"
-            f" them {min(absent)}; copy the folder again from its source."
+            f"{folder} lacks {len(absent)} of the model's tensors, among them {min(absent)}; copy the folder"
+            " again from its source."
         )
-    unused = [name for name in info["unexpected_keys"] if not FOLLOWING.search(name)]
     if unused:
         raise CheckpointError(
             f"{folder} holds {len(unused)} tensors that the model of its config.json has no place for, among"
-            f" them {_some(unused)}; the two do not belong together: copy both again from one source."
+            f" them {_some(unused)}; {other}"
         )
 
 

@@ -1,4 +1,5 @@
-"""An adapter folder as peft writes it: plain LoRA, or refused by the name of what it has beside.
+"""An adapter folder as peft writes it: plain LoRA, of ranks and alphas by layer too, or refused by the name
+of what it has beside.
 
 `adapter_config.json` and `adapter_model.safetensors`, with tensors named `base_model.model.` +
 `model.layers.0.self_attn.q_proj.lora_A.weight` `[r, in]` and `lora_B` `[out, r]`: the model is its base with
@@ -19,10 +20,18 @@ import safetensors.torch
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from opd.errors import CheckpointError, ModelError, reason_of
 from opd.foreign import is_unset, shown, whole
-from opd.models.hf_folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS, read_object, weight_files
+from opd.models.hf_folder import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    check_adapter_file,
+    read_object,
+    weight_files,
+)
+from opd.models.peft_patterns import match_patterns
 from opd.storage.tensors import TensorParts, require_numbers
 
 PREFIX = "base_model.model."
@@ -34,7 +43,8 @@ _TIED = {"lm_head.weight": "model.embed_tokens.weight"}
 _MAX_RANK = 1 << 20
 _FREE = frozenset(
     {
-        "r", "lora_alpha", "use_rslora",  # read below
+        "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern",  # read below
+        "fan_in_fan_out",  # the base's layers tell, as they tell peft
         "base_model_name_or_path", "revision", "auto_mapping", "peft_version", "inference_mode",
         "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern",  # tensors tell
         "lora_dropout", "eva_config", "megatron_core", "qalora_group_size", "ensure_weight_tying",
@@ -62,7 +72,7 @@ class PeftAdapter:
     """A plain LoRA adapter."""
 
     scaling: float
-    """`W + scaling * B A`."""
+    """`W + scaling * B A`: the largest, where layers have scalings of their own; `B` has the rest of it."""
     pairs: dict[str, tuple[Tensor, Tensor]]
     """`A` `[r, in]` and `B` `[out, r]` by the name of the weight they are added to."""
     targets: tuple[str, ...] = ()
@@ -85,26 +95,67 @@ def read_peft(place: Path, base: Path | None = None) -> PeftAdapter:
             f"{path} describes {other}, and only plain LoRA without biases can be read; give the merged"
             " model."
         )
+    check_adapter_file(place)
     try:
         tensors = safetensors.torch.load_file(place / ADAPTER_WEIGHTS)
-        rank = whole(config["r"], 1, _MAX_RANK, "r")
-        scaling = float(config["lora_alpha"]) / (math.sqrt(rank) if config.get("use_rslora") else rank)
-        if not math.isfinite(scaling):
-            raise ValueError("lora_alpha is not finite")
         copies = _copies(place, tensors)
+        if len(copies) == len(tensors):
+            raise CheckpointError(f"{place / ADAPTER_WEIGHTS} holds no adapter of any layer; copy it again.")
         halves = {name: tensor for name, tensor in tensors.items() if name.endswith((LORA_A, LORA_B))}
         pairs = adapter_pairs((name.removeprefix(PREFIX), tensor) for name, tensor in halves.items())
+        ranks, scalings = _forms(config, [name.removesuffix(".weight") for name in pairs])
     except CheckpointError:
         raise
     except (SafetensorError, OSError, KeyError, TypeError, ValueError, ArithmeticError) as error:
         raise CheckpointError(
             f"{place} is not a whole adapter ({reason_of(error)}); copy it again."
         ) from error
-    _check_pairs(place, config, rank, pairs)
+    _check_pairs(place, config, ranks, pairs)
     require_numbers(place, tensors.items())
     for name, tensor in copies.items():
         _check_copy(place, base, name, tensor)
+    scaling, pairs = _with_one_scaling(pairs, scalings)
     return PeftAdapter(scaling, pairs, _targets(config))
+
+
+def _forms(config: Mapping[str, Any], layers: list[str]) -> tuple[dict[str, int], dict[str, float]]:
+    """Rank and scaling of each of these layers, by its name: those of all, or of a pattern that matches it.
+    Raises `KeyError`, `TypeError` or `ValueError`, saying why.
+    """
+    rank = {"": whole(config["r"], 1, _MAX_RANK, "r")}
+    alpha = {"": float(config["lora_alpha"])}
+    for name, value in _pattern(config, "rank_pattern").items():
+        rank[name] = whole(value, 1, _MAX_RANK, "a rank in rank_pattern")
+    for name, value in _pattern(config, "alpha_pattern").items():
+        alpha[name] = float(value)
+    if not all(math.isfinite(value) for value in alpha.values()):
+        raise ValueError("lora_alpha or a value of alpha_pattern is not finite")
+    of_rank, of_alpha = (match_patterns([name for name in of if name], layers) for of in (rank, alpha))
+    ranks = {layer: rank[of_rank.get(layer, "")] for layer in layers}
+    root = math.sqrt if config.get("use_rslora") else float
+    return ranks, {layer: alpha[of_alpha.get(layer, "")] / root(ranks[layer]) for layer in layers}
+
+
+def _pattern(config: Mapping[str, Any], key: str) -> dict[str, Any]:
+    found = config.get(key) or {}
+    if not isinstance(found, dict) or "" in found:
+        raise ValueError(f"{key} is no object of patterns and numbers")
+    return found
+
+
+def _with_one_scaling(
+    pairs: dict[str, tuple[Tensor, Tensor]], scalings: Mapping[str, float]
+) -> tuple[float, dict[str, tuple[Tensor, Tensor]]]:
+    """The largest of these scalings by layer, and the `pairs` so that it is that of all of them: `B` of a
+    layer with another one has the rest of it as a factor, in float32.
+    """
+    largest = max(scalings.values(), key=abs)
+    found = dict(pairs)
+    for name, (a, b) in pairs.items():
+        own = scalings[name.removesuffix(".weight")]
+        if own != largest:
+            found[name] = (a, b.float() * (own / largest))
+    return largest, found
 
 
 def _targets(config: Mapping[str, Any]) -> tuple[str, ...]:
@@ -145,6 +196,11 @@ def _copies(place: Path, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     copies = {}
     for name, tensor in tensors.items():
         own = name.removeprefix(PREFIX)
+        if not tensor.is_floating_point():
+            raise CheckpointError(
+                f"{place / ADAPTER_WEIGHTS} holds {shown(name)} as {tensor.dtype}, which is no floating-point"
+                " format; save the adapter again with peft."
+            )
         if own == name or not own.endswith(".weight") or _KNOWN_PARTS.search(own) is None:
             raise CheckpointError(
                 f"{place / ADAPTER_WEIGHTS} holds {shown(name)}, which is no lora_A or lora_B of a linear"
@@ -156,19 +212,20 @@ def _copies(place: Path, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _check_pairs(
-    place: Path, config: Mapping[str, Any], rank: int, pairs: Mapping[str, tuple[Tensor, Tensor]]
+    place: Path,
+    config: Mapping[str, Any],
+    ranks: Mapping[str, int],
+    pairs: Mapping[str, tuple[Tensor, Tensor]],
 ) -> None:
     """Raise `CheckpointError` for an adapter that is not of the rank, or of the layers, of its configuration:
     peft would not load the one, and leave out the other.
     """
-    if not pairs:
-        raise CheckpointError(f"{place / ADAPTER_WEIGHTS} holds no adapter of any layer; copy it again.")
     targets = config.get("target_modules")
     for name, (a, _) in pairs.items():
         layer = name.removesuffix(".weight")
-        if a.shape[0] != rank:
+        if a.shape[0] != ranks[layer]:
             raise CheckpointError(
-                f"{place} has an adapter of rank {a.shape[0]} on {shown(layer)} and says r {rank} in"
+                f"{place} has an adapter of rank {a.shape[0]} on {shown(layer)} and says r {ranks[layer]} in"
                 f" {ADAPTER_CONFIG}; copy both files from one training."
             )
         if isinstance(targets, list) and not any(f".{layer}".endswith(f".{target}") for target in targets):
@@ -199,15 +256,18 @@ def merge_into(module: Any, adapter: PeftAdapter, folder: Path) -> None:
     layer's own weight, and a layer of the base that should have an adapter and has none.
     """
     own = dict(module.named_parameters(remove_duplicate=False))
-    layers = {name for name, part in module.named_modules() if isinstance(part, nn.Linear)}
+    parts = dict(module.named_modules())
+    layers = {name for name, part in parts.items() if isinstance(part, nn.Linear | Conv1D)}
     for name, (a, b) in adapter.pairs.items():
         weight, shape = own.get(name), (b.shape[0], a.shape[1])
+        if weight is not None and isinstance(parts.get(name.removesuffix(".weight")), Conv1D):
+            weight = weight.T  # which it keeps as [in, out]
         if weight is None or weight.shape != shape:
             raise CheckpointError(
                 f"{folder} adapts {shown(name)} {list(shape)}, which its base does not have in that shape;"
                 " give the base it was trained on, or the merged model."
             )
-        if weight is module.get_input_embeddings().weight:
+        if own[name] is module.get_input_embeddings().weight:
             raise shares_head(folder, name)
         if name.removesuffix(".weight") not in layers:
             raise CheckpointError(

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from opd.config.train import LoRAConfig
+from opd.config.train import USUAL_TARGETS, LoRAConfig
 from opd.rollout.adapter_workers import AdapterPush, AdapterVerbs, fits
 from opd.rollout.served_engine import ServedModel
 from opd.rollout.served_workers import RETRY
@@ -30,12 +30,13 @@ async def lacks(pool: HTTPClient, server: Server, lora: LoRAConfig) -> str | Non
     `UnavailableError` and `RefusedError`.
     """
     told = await pool.ask(server, "GET", "/server_info") or {}
+    targets = lora.targets or USUAL_TARGETS
     if told.get("enable_lora") is not True or not fits(told, "max_lora_rank", lora.rank):
-        return f"--enable-lora --max-lora-rank {lora.rank} --lora-target-modules {' '.join(lora.targets)}"
+        return f"--enable-lora --max-lora-rank {lora.rank} --lora-target-modules {' '.join(targets)}"
     there = told.get("lora_target_modules")
     there = [str(name) for name in there] if isinstance(there, list) else []
-    if ALL not in there and not _fused(lora.targets) <= _fused(there):
-        return f"--lora-target-modules {' '.join(lora.targets)}"
+    if ALL not in there and not _fused(targets) <= _fused(there):
+        return f"--lora-target-modules {' '.join(targets)}"
     return None if told.get("dp_size") in (None, 1) else "--dp-size 1"
 
 

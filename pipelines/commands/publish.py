@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
-from contextlib import nullcontext
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 
@@ -44,25 +46,36 @@ def model_form(checkpoint: Path) -> ModelForm:
 def publish_checkpoint(
     checkpoint: str | Path, url: str | Path, *, shards: int = 1, options: StoreOptions | None = None
 ) -> Published:
-    """Publish the Hugging Face folder `checkpoint` below `url` for `shards` ranks.
+    """Publish the Hugging Face folder `checkpoint`, or the model that an adapter there makes of its base,
+    below `url` for `shards` ranks.
 
     A model that cannot be streamed is published if its tensors are those of a decoder: servers can have it
     as a teacher. Raises `CheckpointError`, `ModelError`, `StorageError` or `TeacherError`, one sentence each.
     """
-    folder = Path(checkpoint)
-    form, _ = _checked_form(folder)
-    with ObjectStore.open(url, options=options) as store:
-        return publish(folder, store, shards=shards, form=form)
+    with _whole(Path(checkpoint)) as folder:
+        form, _ = _checked_form(folder)
+        with ObjectStore.open(url, options=options) as store:
+            return publish(folder, store, shards=shards, form=form)
+
+
+@contextmanager
+def _whole(folder: Path) -> Iterator[Path]:
+    """`folder`, or for an adapter a temporary one with its base and the adapter merged."""
+    check_folder(folder)
+    if adapter_base(folder) is None:
+        yield folder
+        return
+    from opd.pipelines.stages.teachers import whole_model
+
+    with tempfile.TemporaryDirectory(prefix="opd-merged-") as room:
+        with doing(f"merging {folder} with its base"):
+            merged = whole_model(folder, Path(room) / "model")
+        yield merged
 
 
 def _checked_form(folder: Path) -> tuple[ModelForm, OpdError | None]:
     """The form of a folder that can be published, and why what is published cannot be streamed, if so."""
     check_folder(folder)
-    base = adapter_base(folder)
-    if base is not None:
-        raise CheckpointError(
-            f"{folder} is an adapter on {base}, and only whole models are published; merge it first."
-        )
     fault = stream_fault(folder)
     try:
         check_weights(folder)
@@ -74,11 +87,23 @@ def _checked_form(folder: Path) -> tuple[ModelForm, OpdError | None]:
 
 
 def run_publish(checkpoint: Path, url: str, shards: int) -> int:
-    """The command: publish, with a progress bar, and say what is there now. Returns the exit status."""
+    """The command: publish, and say what is there now. Returns the exit status."""
+    refuse_place(url, [str(checkpoint)])
+    with _whole(checkpoint) as folder:
+        published, where = _published(folder, url, shards)
+    manifest = published.manifest
+    merged = "" if folder == checkpoint else " merged with its base"
+    verb = "published" if published.written else "was published already"
+    print(f"{checkpoint} {verb}{merged}: {where}")
+    print(f"{manifest.nbytes} bytes, {len(manifest.units)} units, {shards} shards, digest {manifest.digest}")
+    return 0
+
+
+def _published(checkpoint: Path, url: str, shards: int) -> tuple[Published, str]:
+    """What is there now of a whole model, and where, with a progress bar."""
     from rich.console import Console
     from rich.progress import Progress
 
-    refuse_place(url, [str(checkpoint)])
     form, fault = _checked_form(checkpoint)
     if fault is not None:
         others = "or have it as a teacher on servers or Megatron-Core"
@@ -95,9 +120,4 @@ def run_publish(checkpoint: Path, url: str, shards: int) -> int:
             reached[0] = f"{stage} {done / max(total, 1):.0%}"
 
         published = publish(checkpoint, store, shards=shards, form=form, progress=report)
-        where = store.name(published.manifest.version)
-    manifest = published.manifest
-    verb = "published" if published.written else "was published already"
-    print(f"{checkpoint} {verb}: {where}")
-    print(f"{manifest.nbytes} bytes, {len(manifest.units)} units, {shards} shards, digest {manifest.digest}")
-    return 0
+        return published, store.name(published.manifest.version)

@@ -236,7 +236,9 @@ def _look_at_values(folder: Path) -> None:
 def _check_sent(recipe: Recipe, module: Any) -> list[Finding]:
     """Whether servers on which the student writes know its tensors by the names under which they are sent."""
     from opd.models.architecture import kept_otherwise
+    from opd.pipelines.stages.served_engine import merged_because
 
+    merged_because(recipe, lambda: module)
     found = kept_otherwise(module) if isinstance(recipe.rollout.engine, ServedEngineConfig) else None
     if found is None:
         return []

@@ -10,13 +10,16 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from opd.config import RayLaunch, Recipe
 from opd.config.servers import Argument
 from opd.config.teachers import ServedEngineConfig, ServedTeacherConfig, SGLangEngineConfig
 from opd.config.train import LoRAConfig
-from opd.errors import RolloutError
-from opd.models.hf_folder import read_object
+from opd.errors import ConfigError, RolloutError
+from opd.models.adapters import target_layers
+from opd.models.architecture import empty_model
+from opd.models.hf_folder import read_config, read_object
 from opd.models.token_ids import id_count
 from opd.pipelines.stages.context import StageContext
 from opd.pipelines.stages.domains import sequence_limit
@@ -68,8 +71,9 @@ class ServedWriters:
         config = self._config
         described = read_object(model / "config.json")
         text = described.get("text_config", described)
+        merged = merged_because(recipe, lambda: empty_model(read_config(model), model))
         if config.servers is not None and self._servers is not None:
-            wanted, told = {"student": (config, model)}, self._arguments()
+            wanted, told = {"student": (config, model)}, self._arguments(merged)
             config = self._servers.at(wanted, any_weights=True, arguments=told)["student"]
             if self._sync == "delta":
                 self._receivers = self._servers.mirrors(config)
@@ -89,7 +93,7 @@ class ServedWriters:
                     {ENGINE: options, f"teachers.{teacher}.urls": pool_options(entry)}, RolloutError
                 )
         options = replace(options, urls=own)
-        alone = adapters and self._sends_alone(options)
+        alone = adapters and self._sends_alone(options, merged)
         self._stack.callback(_remove_empty, self._root())  # after what is in it
         engine = self._engine(options, served, model, alone)
         self._stack.callback(engine.close)
@@ -99,21 +103,22 @@ class ServedWriters:
         """See `Helpers`."""
         return None if self._others is None else self._others.teachers(names, vocabulary)
 
-    def _arguments(self) -> Mapping[str, Argument]:
-        """What servers of this recipe are told when they are started."""
+    def _arguments(self, merged: str | None) -> Mapping[str, Argument]:
+        """What servers of this recipe are told when they are started. `merged`: see `merged_because`."""
         recipe = self._context.recipe
         told: dict[str, Argument] = {}
-        if recipe.model.lora is not None and recipe.merged_because is None:
+        if recipe.model.lora is not None and merged is None:
             told |= self._config.lora_arguments(recipe.model.lora)
         if self._config.program == "vllm":
             return told | {"logprobs-mode": mode_of(recipe)}
         # Without it a server gives nothing back.
         return told | ({"enable-memory-saver": True} if recipe.runtime.offload.engine else {})
 
-    def _sends_alone(self, options: PoolOptions) -> bool:
-        """Whether workers are sent adapters alone: the same on all ranks, which call it together."""
-        recipe, ranks = self._context.recipe, self._context.ranks
-        reason, lora = recipe.merged_because, recipe.model.lora
+    def _sends_alone(self, options: PoolOptions, reason: str | None) -> bool:
+        """Whether workers are sent adapters alone, if there is no `reason` to merge them: the same on all
+        ranks, which call it together.
+        """
+        lora, ranks = self._context.recipe.model.lora, self._context.ranks
         if reason is None and lora is not None and self._config.lora is None:
             reason = unfit(options, self._config.program, lora)
         merged = ranks.any(reason is not None, "what workers are sent of adapters")
@@ -175,6 +180,22 @@ class ServedWriters:
             name = hashlib.sha256(str(run.path.resolve()).encode()).hexdigest()[:12]
             root = Path(self._config.folder) / f"opd-{name}-{stage}"
         return root / f"rank-{self._context.ranks.rank}"
+
+
+def merged_because(recipe: Recipe, module: Callable[[], Any]) -> str | None:
+    """`Recipe.merged_because` of a student that `module` makes, without weights, whose layers say which of
+    them get adapters where the recipe does not.
+
+    Raises `ConfigError` if the recipe wants adapters sent alone that servers do not apply.
+    """
+    engine, lora = recipe.rollout.engine, recipe.model.lora
+    if lora is None or lora.targets or not isinstance(engine, ServedEngineConfig):
+        return recipe.merged_because
+    names = sorted({layer.rpartition(".")[2] for layer in target_layers(module())})
+    reason = engine.merged_because(lora.model_copy(update={"targets": names}))
+    if reason is not None and engine.lora == "adapters":
+        raise ConfigError(f"rollout.engine.lora is adapters, but {reason}; set it to merged.")
+    return recipe.merged_because or reason
 
 
 def _remove_empty(root: Path) -> None:

@@ -18,6 +18,7 @@ from opd.models.checkpoint import save_checkpoint
 from opd.models.hf_folder import ORIGIN
 from opd.models.hf_weights import check_weights
 from opd.models.tokenizers import load_tokenizer
+from opd.pipelines.cli import main
 from opd.pipelines.commands.publish import publish_checkpoint
 from opd.pipelines.doctor.examine import examine
 from opd.pipelines.records.run_folder import RunFolder
@@ -27,12 +28,15 @@ from opd.pipelines.stages.teachers import published_teacher, streamed_source, wh
 from opd.storage.published import PublishedModel
 from opd.teachers.local_teacher import LocalTeacher
 from opd.teachers.published_adapter import is_adapter, publish_adapter
+from opd.teachers.skeleton import download
 
 peft = pytest.importorskip("peft")
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"),
     pytest.mark.filterwarnings("ignore:Setting .save_embedding_layers.:UserWarning"),
     pytest.mark.filterwarnings("ignore:Model .* .tie_word_embeddings=True:UserWarning"),
+    pytest.mark.filterwarnings("ignore:The following rank_pattern keys did not:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:The following alpha_pattern keys did not:RuntimeWarning"),
     pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False:UserWarning"),
 ]
 DIGITS = "0123456789="
@@ -66,6 +70,15 @@ PLAIN = {
     "a pattern": {"target_modules": r".*\.(q_proj|down_proj)"},
     "some layers": {"layers_to_transform": [1], "layers_pattern": "layers"},
     "but some": {"target_modules": "all-linear", "exclude_modules": ["o_proj"]},
+    "ranks by layer": {"rank_pattern": {"layers.1.self_attn.q_proj": 2, "down_proj": 7}},
+    "alphas by layer": {"alpha_pattern": {"q_proj": 64, "layers.0.mlp.down_proj": 0.5}},
+    "both, by patterns": {
+        "rank_pattern": {r".*\.1\..*(q|v)_proj": 3, "^model.layers.0.mlp.down_proj": 5},
+        "alpha_pattern": {r"layers\.\d+\.mlp\.\w+": 11, "q_proj": 1},
+        "use_rslora": True,
+    },
+    "a pattern of no layer": {"rank_pattern": {"k_proj": 3, "_proj": 9}, "alpha_pattern": {"proj": 1}},
+    "an alpha of nothing": {"lora_alpha": 0, "alpha_pattern": {"q_proj": 3}},
     "dropped out": {"lora_dropout": 0.5},
     "gaussian": {"init_lora_weights": "gaussian"},
     "orthogonal": {"init_lora_weights": "orthogonal"},
@@ -117,19 +130,31 @@ def test_an_adapter_on_a_head_that_is_the_embedding_is_refused_at_every_door(bas
             read(folder)
 
 
-def test_it_lies_on_gpt_2_s_layers_only_where_these_are_linear(tmp_path):
+@pytest.mark.parametrize("fan_in_fan_out", [True, False])
+def test_it_lies_on_gpt_2_s_layers_which_are_transposed(tmp_path, fan_in_fan_out):
     from transformers import GPT2Config, GPT2LMHeadModel
 
     small = GPT2Config(
         vocab_size=20, n_positions=32, n_embd=16, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=1
     )
     GPT2LMHeadModel(small).save_pretrained(tmp_path / "base")
-    folder, _ = adapt(tmp_path / "base", tmp_path / "adapter", target_modules=["attn.c_proj"])
-    with pytest.raises(CheckpointError, match="describes fan_in_fan_out"):
-        check_weights(folder)
-    set_config(fan_in_fan_out=False)(folder)  # a square weight fits either way around
-    with pytest.raises(CheckpointError, match="which is no linear layer"):
-        check_weights(folder)
+    # A square weight fits either way around.
+    folder, expected = adapt(tmp_path / "base", tmp_path / "a", target_modules=["c_attn", "c_proj", "c_fc"])
+    set_config(fan_in_fan_out=fan_in_fan_out)(folder)
+    check_weights(folder)
+    for name, tensor in CausalLM.from_pretrained(folder).weights():
+        torch.testing.assert_close(tensor, expected[name], rtol=0, atol=1e-6)
+
+
+def test_an_adapter_is_published_as_the_model_it_makes(base, tmp_path, capsys):
+    folder, expected = adapt(base, tmp_path / "adapter")
+    assert main(["publish", str(folder), f"file://{tmp_path / 'out'}"]) == 0
+    assert "published merged with its base" in capsys.readouterr().out
+    fetched = download(f"file://{tmp_path / 'out'}", tmp_path / "fetched")
+    for name, tensor in CausalLM.from_pretrained(fetched).weights():
+        torch.testing.assert_close(tensor, expected[name], rtol=0, atol=1e-6)
+    again = publish_checkpoint(folder, f"file://{tmp_path / 'out'}")
+    assert not again.written
 
 
 def test_its_base_may_lie_beside_it(base, tmp_path):
@@ -189,13 +214,18 @@ DAMAGES = {
     "biases": (set_config(bias="all"), "bias all"),
     "lora biases": (set_config(lora_bias=True), "describes lora_bias"),
     "saved modules": (set_config(modules_to_save=["lm_head"]), "modules_to_save"),
-    "ranks of its own": (set_config(rank_pattern={"q_proj": 8}), "describes rank_pattern"),
-    "alphas of its own": (set_config(alpha_pattern={"q_proj": 8}), "describes alpha_pattern"),
+    "ranks that it has not": (set_config(rank_pattern={"q_proj": 8}), r"rank 4 on .*q_proj and says r 8"),
+    "a rank of zero": (set_config(rank_pattern={"q_proj": 0}), "a rank in rank_pattern"),
+    "a rank that is no number": (set_config(rank_pattern={"q_proj": "x"}), "a rank in rank_pattern"),
+    "no patterns": (set_config(rank_pattern=[["q_proj", 8]]), "rank_pattern is no object"),
+    "an alpha that is none": (set_config(alpha_pattern={"q_proj": float("1e999")}), "is not|Infinity"),
+    "a pattern that is none": (set_config(alpha_pattern={"(q_proj": 8}), "is no regular expression"),
+    "a pattern without end": (set_config(alpha_pattern={"(([a-z_.0-9]+)*)*!": 8}), "take more than 5 sec"),
     "tokens": (set_config(trainable_token_indices=[1]), "describes trainable_token_indices"),
     "parameters": (set_config(target_parameters=["mlp.experts"]), "describes target_parameters"),
     "layers twice": (set_config(layer_replication=[[0, 2], [1, 2]]), "describes layer_replication"),
     "Megatron's": (set_config(megatron_config={"a": 1}), "describes megatron_config"),
-    "turned round": (set_config(fan_in_fan_out=True), "describes fan_in_fan_out"),
+    "turned round, as peft corrects it": (set_config(fan_in_fan_out=True), None),
     "a changed base": (set_config(init_lora_weights="pissa"), "init_lora_weights pissa"),
     "a base changed in rounds": (set_config(init_lora_weights="pissa_niter_4"), "init_lora_weights pissa_n"),
     "corda": (set_config(init_lora_weights="corda"), "init_lora_weights corda"),
@@ -272,9 +302,7 @@ def test_what_cannot_be_merged_is_refused_with_one_sentence(base, tmp_path, case
         assert CausalLM.from_pretrained(folder).digest()
         return
     for read in (CausalLM.from_pretrained, lambda path: publish_checkpoint(path, tmp_path / "published")):
-        with pytest.raises(
-            CheckpointError, match=told if read is CausalLM.from_pretrained else None
-        ) as caught:
+        with pytest.raises(CheckpointError, match=told) as caught:
             read(folder)
         assert "\n" not in str(caught.value)
 

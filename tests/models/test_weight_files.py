@@ -110,7 +110,34 @@ def filled(value: float, name: str = NORM) -> Callable[[Path], None]:
     return edit
 
 
+def renamed(change: Callable[[str], str]) -> Callable[[Path], None]:
+    def edit(folder: Path) -> None:
+        tensors = {change(name): tensor for name, tensor in load_file(folder / SINGLE).items()}
+        save_file(tensors, folder / SINGLE, metadata=META)
+
+    return edit
+
+
+def inside(part: str, before: str) -> Callable[[Path], None]:
+    """`part` stands before `before` in the names that have it."""
+    return renamed(lambda name: name.replace(before, part + before))
+
+
+WRAPPED = {
+    "torch.compile": inside("_orig_mod.", "model."),
+    "torch.compile of a layer": inside("_orig_mod.", "self_attn."),
+    "DistributedDataParallel": inside("module.", "model."),
+    "peft": inside("base_model.model.", "model."),
+    "FSDP": inside("_fsdp_wrapped_module.", "model."),
+    "FSDP of layers": inside("_fsdp_wrapped_module.", "mlp."),
+    "activation checkpointing": inside("_checkpoint_wrapped_module.", "mlp."),
+    "torch.compile of DistributedDataParallel": inside("_orig_mod.module.", "model."),
+}
 REFUSED = {
+    **{
+        f"from inside {name}": ("whole", change, rf"as {name.partition(' of ')[0]} .*save_pretrained")
+        for name, change in WRAPPED.items()
+    },
     "one file beside an index": ("cut", lambda f: other(f, SINGLE), "take different weights"),
     "an index of nothing beside one file": (
         "whole",
@@ -197,6 +224,46 @@ def test_every_door_refuses_what_programs_read_differently(request, tmp_path, ca
         sentences.add(str(caught.value).partition(";")[0].rstrip("."))
     assert len(sentences) == 1, sentences
     assert "\n" not in sentences.pop()
+
+
+OTHERS = {
+    "adapters that were not merged": (
+        renamed(lambda name: name.replace("q_proj.", "q_proj.base_layer.")),
+        r"q_proj\.base_layer\.weight, as peft does .*merge_and_unload",
+    ),
+    "what holds the model": (
+        renamed(lambda name: f"policy.net.{name}"),
+        r"has policy\.net\. before the names .*save the model itself",
+    ),
+    "a tensor less": (
+        lambda f: save_file({k: v for k, v in load_file(f / SINGLE).items() if k != NORM}, f / SINGLE, META),
+        rf"lacks 1 of the model's tensors, among them {NORM}; copy",
+    ),
+    "another shape": (
+        lambda f: save_file(load_file(f / SINGLE) | {NORM: torch.ones(7)}, f / SINGLE, META),
+        rf"holds {NORM} in the shape \[7\] where its config\.json asks for \[32\]; the two",
+    ),
+    "other names": (renamed(lambda name: name.replace("mlp.up", "mlp.over")), r"lacks 2 .*holds 2 others"),
+}
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_weights_of_another_model_say_in_what_they_differ(whole, tmp_path, case):
+    change, told = OTHERS[case]
+    folder = shutil.copytree(whole, tmp_path / "m")
+    change(folder)
+    for door in (check_weights, CausalLM.from_pretrained, lambda f: publish_checkpoint(f, tmp_path / "out")):
+        with pytest.raises(CheckpointError, match=told):
+            door(folder)
+
+
+@pytest.mark.parametrize("name", [INDEX, "config.json", "generation_config.json"])
+def test_a_pointer_in_place_of_a_description_is_called_one(cut, tmp_path, name):
+    folder = shutil.copytree(cut, tmp_path / "m")
+    (folder / name).write_bytes(b"version https://git-lfs/spec/v1\noid sha256:0\nsize 9\n")
+    for door in (check_weights, CausalLM.from_pretrained, lambda f: publish_checkpoint(f, tmp_path / "out")):
+        with pytest.raises(CheckpointError, match=rf"{name} .* a pointer of Git LFS .*git lfs pull"):
+            door(folder)
 
 
 @pytest.mark.parametrize("case", HARMLESS)

@@ -159,12 +159,8 @@ def refused(status: int, said: str, pattern: str) -> None:
     assert all(len(line) < 800 for line in errors), errors
 
 
-def refuses(
-    pattern: str, make: Callable[[Path], Path], *, published: str | None = None
-) -> Callable[[Path], None]:
-    """Doctor, run, sample and publish refuse the model folder that `make` makes, with one sentence; publish
-    with `published`, if given.
-    """
+def refuses(pattern: str, make: Callable[[Path], Path]) -> Callable[[Path], None]:
+    """Doctor, run, sample and publish refuse the model folder that `make` makes, with one sentence."""
 
     def tried(place: Path) -> None:
         folder = make(place / "model")
@@ -175,8 +171,7 @@ def refuses(
             ["sample", str(folder), "--prompt", "<a>1=", "--max-tokens", "2"],
             ["publish", str(folder), str(place / "published")],
         ):
-            said = published if published is not None and words[0] == "publish" else pattern
-            refused(*command(*words), said)
+            refused(*command(*words), pattern)
 
     return tried
 

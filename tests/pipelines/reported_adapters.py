@@ -44,7 +44,9 @@ def by_peft(folder: Path) -> Any:
     """The base with the adapter applied by peft, unmerged."""
     from peft import PeftModel
 
-    return PeftModel.from_pretrained(plain(folder.parent / "base"), folder)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return PeftModel.from_pretrained(plain(folder.parent / "base"), folder)
 
 
 def said(**changes: Any) -> Callable[[Path], Path]:
@@ -106,11 +108,6 @@ def in_a_checkpoint(folder: Path) -> Path:
     return folder
 
 
-def adapter_refused(pattern: str, make: Callable[[Path], Path]) -> Callable[[Path], None]:
-    """Publish refuses every adapter."""
-    return refuses(pattern, make, published=rf"{pattern}|is an adapter on")
-
-
 ADAPTERS = [
     Report(
         "sgl-project/sglang#40835",
@@ -130,17 +127,15 @@ ADAPTERS = [
         "axolotl-ai-cloud/axolotl#3673",
         "ranks and scales by layer: `rank_pattern`, `alpha_pattern`",
         "the one of all is used",
-        "refused, with the setting's name",
-        adapter_refused(
-            r"alpha_pattern|rank_pattern", adapted(alpha_pattern={"layers.1.self_attn.q_proj": 64})
-        ),
+        "as peft scales it",
+        used(adapted(alpha_pattern={"layers.1.self_attn.q_proj": 64}), by_peft, streamed=False),
     ),
     Report(
         "huggingface/peft#2018",
         "an adapter on a head that is tied to the embedding",
         "merged into both, without a word",
         "refused: the head is the embedding",
-        adapter_refused(
+        refuses(
             r"lm_head",
             adapted({"tie_word_embeddings": True}, target_modules=["lm_head"]),
         ),
@@ -150,14 +145,14 @@ ADAPTERS = [
         "an adapter on the embedding",
         "an AttributeError while it is merged",
         "refused, with the tensor's name",
-        adapter_refused(r"embed_tokens", adapted(target_modules=["embed_tokens", "q_proj"])),
+        refuses(r"embed_tokens", adapted(target_modules=["embed_tokens", "q_proj"])),
     ),
     Report(
         "vllm-project/vllm#34186",
         "names that have another prefix than the model's",
         "the base answers, and nobody says so",
         "refused, with the tensor's name",
-        adapter_refused(
+        refuses(
             r"adapts language_model\.layers", renamed("model.model.layers", "model.language_model.layers")
         ),
     ),
@@ -166,7 +161,7 @@ ADAPTERS = [
         "an adapter of a model with images on its text model",
         "a warning of missing keys",
         "refused, with the tensor's name",
-        adapter_refused(
+        refuses(
             r"adapts model\.language_model\.layers",
             renamed("model.model.layers", "model.model.language_model.layers"),
         ),
@@ -176,14 +171,14 @@ ADAPTERS = [
         "names with the adapter's own, `lora_A.default_0`",
         "missing keys",
         "refused, with the tensor's name",
-        adapter_refused(r"lora_[AB]\.default_0", renamed("lora_A.weight", "lora_A.default_0.weight")),
+        refuses(r"lora_[AB]\.default_0", renamed("lora_A.weight", "lora_A.default_0.weight")),
     ),
     Report(
         "huggingface/peft#1932",
         "a layer of `target_modules` that the file has no tensors of",
         "left at its start, without a word",
         "refused, with the layer's name",
-        adapter_refused(
+        refuses(
             r"down_proj",
             weighed(lambda held: {name: tensor for name, tensor in held.items() if "down_proj" not in name}),
         ),
@@ -193,14 +188,14 @@ ADAPTERS = [
         "an adapter without any tensor",
         "the base answers under the adapter's name",
         "refused",
-        adapter_refused(r"no adapter of any layer|no tensors", weighed(lambda held: {})),
+        refuses(r"no adapter of any layer|no tensors", weighed(lambda held: {})),
     ),
     Report(
         "huggingface/peft#276",
         "tensors of another rank than `r` says",
         "a size mismatch of 60 lines",
         "refused, with both ranks",
-        adapter_refused(r"rank", said(r=8)),
+        refuses(r"rank", said(r=8)),
     ),
     Report(
         "huggingface/peft#1035",
@@ -214,21 +209,21 @@ ADAPTERS = [
         "an adapter on a base in 4 bits",
         "a merge that returns nothing",
         "refused: the base is quantised",
-        adapter_refused(r"base.*quantised \(bitsandbytes\)", on_quantised),
+        refuses(r"base.*quantised \(bitsandbytes\)", on_quantised),
     ),
     Report(
         "huggingface/transformers#25215",
         "`base_model_name_or_path: null`",
         "a request for the repository `None`",
         "refused, with the file and the key",
-        adapter_refused(r"adapter_config\.json does not name its base", said(base_model_name_or_path=None)),
+        refuses(r"adapter_config\.json does not name its base", said(base_model_name_or_path=None)),
     ),
     Report(
         "unslothai/unsloth#699",
         "a base of another machine",
         "a download of gigabytes in its place",
         "refused, with the base's name",
-        adapter_refused(
+        refuses(
             r"adapter on .*/content/llama.*write the base's folder",
             said(base_model_name_or_path="/content/llama"),
         ),
@@ -238,48 +233,48 @@ ADAPTERS = [
         "a whole model and an adapter in one folder",
         "the adapter's base is loaded in the model's place",
         "refused: one of them has to move",
-        adapter_refused(r"holds a model and an adapter", with_a_model),
+        refuses(r"holds a model and an adapter", with_a_model),
     ),
     Report(
         "huggingface/peft#3608",
         "DoRA",
         "a merge that is off by some per cent",
         "refused, with the setting's name",
-        adapter_refused(r"use_dora", adapted(use_dora=True)),
+        refuses(r"use_dora", adapted(use_dora=True)),
     ),
     Report(
         "huggingface/peft#2422",
         "whole layers beside the adapters: `modules_to_save`",
         "left out by some programs",
         "refused, with the setting's name",
-        adapter_refused(r"modules_to_save", adapted(modules_to_save=["lm_head"])),
+        refuses(r"modules_to_save", adapted(modules_to_save=["lm_head"])),
     ),
     Report(
         "huggingface/peft#3531",
         "an adapter on GPT-2's transposed layers: `fan_in_fan_out`",
         "merged along the wrong side",
-        "refused, with the setting's name",
-        adapter_refused(r"fan_in_fan_out", said(fan_in_fan_out=True)),
+        "as peft applies it",
+        used(said(fan_in_fan_out=True), by_peft, streamed=False),
     ),
     Report(
         "thinking-machines-lab/tinker-cookbook#593",
         "tokens that the adapter's folder has and its base has not",
         "a size mismatch",
         "refused, with both numbers",
-        adapter_refused(r"has 16 rows, but the tokenizer's ids go on to 16", with_more_tokens),
+        refuses(r"has 16 rows, but the tokenizer's ids go on to 16", with_more_tokens),
     ),
     Report(
         "unslothai/unsloth#327",
         "an adapter as a pickle: adapter_model.bin",
         "`is not a full model or a PEFT model`",
         "refused: a pickle is never read",
-        adapter_refused(r"adapter_model\.(bin is a pickle|safetensors is missing)", without_weights),
+        refuses(r"adapter_model\.(bin is a pickle|safetensors is missing)", without_weights),
     ),
     Report(
         "huggingface/open-r1#126",
         "the folder above a trainer's checkpoints",
         "a file that does not exist, of 60 lines",
         "refused, with what is missing",
-        adapter_refused(r"is the folder above models.*checkpoint-20", in_a_checkpoint),
+        refuses(r"is the folder above models.*checkpoint-20", in_a_checkpoint),
     ),
 ]

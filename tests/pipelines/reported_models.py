@@ -343,14 +343,14 @@ MODELS = [
         "names that begin with `_orig_mod.`, of a compiled model",
         "random weights, or missing keys",
         "refused, with a tensor's name",
-        refuses(r"lacks \d+ of the model's tensors", renamed(lambda name: f"_orig_mod.{name}")),
+        refuses(r"as torch\.compile does.*_orig_mod\.save", renamed(lambda name: f"_orig_mod.{name}")),
     ),
     Report(
         "FareedKhan-dev/train-llm-from-scratch#36",
         "names that begin with `module.`, of a wrapped model",
         "163 missing keys and random weights",
         "refused, with a tensor's name",
-        refuses(r"lacks \d+ of the model's tensors", renamed(lambda name: f"module.{name}")),
+        refuses(r"as DistributedDataParallel", renamed(lambda name: f"module.{name}")),
     ),
     Report(
         "vllm-project/vllm#34888",
@@ -406,6 +406,6 @@ MODELS = [
         "a config.json with fewer key-value heads than the weights",
         "a list of size mismatches",
         "refused, with a tensor's name",
-        refuses(r"in another shape.*k_proj", described(num_key_value_heads=1)),
+        refuses(r"k_proj\.weight in the shape", described(num_key_value_heads=1)),
     ),
 ]
