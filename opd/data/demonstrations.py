@@ -19,16 +19,16 @@ from opd.data.load import (
     check_messages,
     check_text,
     kind,
-    named_place,
+    naming,
     refuse_media,
     rows_of,
     said_in,
     template_arguments,
     with_system,
 )
-from opd.data.messages import WEIGHTS, MessageError, learnt
+from opd.data.messages import WEIGHTS, learnt, refuse_learnt
 from opd.errors import DataError, reason_of
-from opd.models.chat_templates import TemplateError, refuse_unread, render, render_marked
+from opd.models.chat_templates import TemplateError, UnreadError, refuse_unread, render, render_marked
 from opd.models.token_ids import encode_text
 from opd.rollout.prompts import Prompt, encode_prompt
 
@@ -138,6 +138,8 @@ def _demonstration(where: str, row: dict[str, Any], domain: str) -> Demonstratio
     said = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
     for name, part in (("prompt", asked), ("completion", said)):
         check_messages(where, part, name)
+    with naming(where):
+        refuse_learnt(asked)
     return _conversation(where, row, domain, [*asked, *said], len(asked), "prompt")
 
 
@@ -150,7 +152,9 @@ def _refuse_other(where: str, row: dict[str, Any]) -> None:
                 f"{where}: `{column}` speaks of tokens that others made, and here a row is text; leave the"
                 " column out, and write `train: false` in messages of which nothing is learnt."
             )
-    zero = next((name for name in WEIGHTS if row.get(name) == 0), None)
+    # A `loss` of a number is what somebody has measured.
+    said = {name: row[name] for name in WEIGHTS if row.get(name) is not None}
+    zero = next((name for name, one in said.items() if one == 0 and (name != "loss" or one is False)), None)
     if zero is not None:
         raise DataError(f"{where}: its `{zero}` is 0, so that nothing of it is learnt; leave such rows out.")
     if row.get("label") is False:
@@ -185,10 +189,8 @@ def _conversation(
     learnt.
     """
     messages = check_messages(where, given, column)
-    try:
+    with naming(where, column):
         counts = learnt(given)
-    except MessageError as error:
-        raise DataError(f"{where}: `{column}`, {named_place(error)}: {error}.") from None
     answers = [place for place, one in enumerate(messages) if one["role"] == "assistant"]
     if not answers or (asked is None and not answers[0]):
         wrong = "begin with the assistant's" if answers else "have no message of the assistant's"
@@ -258,6 +260,8 @@ class Writes:
             return self._text(row.prompt, row.completion)
         try:
             text, answers = self._answers(row)
+        except UnreadError as error:
+            raise DataError(f"{row.prompt.where}: {error}.") from None
         except TemplateError as error:
             raise DataError(f"{row.prompt.where}: {error}; mend the row, or the chat template.") from None
         return self._counted(row.prompt.where, text, answers)

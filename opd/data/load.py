@@ -7,13 +7,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from opd.config.recipe import DomainConfig
-from opd.data.messages import Message, MessageError, arguments_of, from_text, read_messages
+from opd.data.messages import (
+    Message,
+    MessageError,
+    arguments_of,
+    from_text,
+    read_messages,
+    refuse_learnt,
+)
 from opd.data.procedural import load_procedural, load_reasoning_gym
 from opd.errors import DataError, MissingExtraError, reason_of
 from opd.foreign import (
@@ -284,7 +292,9 @@ def prompt_of(where: str, row: dict[str, Any], domain: str) -> Prompt:
     refuse_media(where, row)
     content, arguments = with_system(where, row, said_in(where, content)), template_arguments(where, row)
     if isinstance(content, list):
-        content = check_messages(where, content)
+        given, content = content, check_messages(where, content)
+        with naming(where):
+            refuse_learnt(given)
         if content[-1]["role"] == "assistant":
             raise DataError(
                 f"{where}: `prompt` ends with what the assistant says, and an answer would follow on that;"
@@ -381,14 +391,17 @@ def check_messages(where: str, messages: Any, column: str = "prompt") -> list[Me
         raise DataError(f"{where}: `{column}` is {kind(messages)}; give a list of messages.")
     if not messages:
         raise DataError(f"{where}: `{column}` is an empty list; give at least one message.")
-    try:
+    with naming(where, column):
         read = read_messages(messages)
-    except MessageError as error:
-        raise DataError(f"{where}: `{column}`, {named_place(error)}: {error}.") from None
     check_text(where, json.dumps(read, ensure_ascii=False), column)
     return read
 
 
-def named_place(error: MessageError) -> str:
-    """`message 2`, counted from 1, of what is wrong with messages."""
-    return f"message {int(error.place[1:].partition(']')[0]) + 1}"
+@contextmanager
+def naming(where: str, column: str = "prompt") -> Iterator[None]:
+    """Raise `DataError` for a `MessageError`, naming its message, counted from 1."""
+    try:
+        yield
+    except MessageError as error:
+        number = int(error.place[1:].partition("]")[0]) + 1
+        raise DataError(f"{where}: `{column}`, message {number}: {error}.") from None
