@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from opd.config.recipe import DomainConfig
+from opd.data.file_kinds import HEAD, file_fault
 from opd.data.messages import (
     Message,
     MessageError,
@@ -22,6 +23,7 @@ from opd.data.messages import (
     read_messages,
     refuse_learnt,
 )
+from opd.data.other_columns import SPOKEN, rename_hint, rows_within
 from opd.data.procedural import load_procedural, load_reasoning_gym
 from opd.errors import DataError, MissingExtraError, reason_of
 from opd.foreign import (
@@ -150,6 +152,10 @@ def _rows(path: Path) -> Iterator[Row]:
     if not path.is_file():
         raise DataError(f"{path} does not exist or is no file; check the path of the source.")
     try:
+        with path.open("rb") as file:
+            fault = file_fault(path, file.read(HEAD))
+        if fault is not None:
+            raise DataError(f"{path} {fault}.")
         yield from _jsonl_rows(path) if path.suffix == ".jsonl" else _parquet_rows(path)
     except OSError as error:
         if isinstance(error, DataError):
@@ -282,13 +288,18 @@ def prompt_of(where: str, row: dict[str, Any], domain: str) -> Prompt:
     """The prompt of a row. Raises `DataError` for one without, or with another than a prompt can be."""
     content = row.get("prompt")
     if content is None:
-        columns = ", ".join(row) or "none"
-        if "messages" in row:
-            raise DataError(
-                f"{where}: there is no `prompt` (columns: {columns}); rename `messages` to `prompt`, as it is"
-                " called here: that takes a text, or a list of messages that ends before the answer."
+        columns, spoken = ", ".join(row) or "none", next((one for one in SPOKEN if row.get(one)), None)
+        mend = rename_hint(row, "prompt", "label") or "; every row needs one"
+        if spoken is not None:
+            mend = (
+                f"; rename `{spoken}` to `prompt`, as it is called here: that takes a text, or a list of"
+                " messages that ends before the answer"
             )
-        raise DataError(f"{where}: there is no `prompt` (columns: {columns}); every row needs one.")
+        elif (within := rows_within(row)) is not None:
+            mend = f"; write each object of its `{within}` on a line of its own"
+        elif "prompt" in row:
+            mend = ": it is null; mend the row, or remove it"
+        raise DataError(f"{where}: there is no `prompt` (columns: {columns}){mend}.")
     refuse_media(where, row)
     content, arguments = with_system(where, row, said_in(where, content)), template_arguments(where, row)
     if isinstance(content, list):
@@ -304,16 +315,7 @@ def prompt_of(where: str, row: dict[str, Any], domain: str) -> Prompt:
         raise DataError(f"{where}: `prompt` is {content!r}; give a non-empty text or a list of messages.")
     else:
         check_text(where, content)
-        if row.get("system"):
-            raise DataError(
-                f"{where}: it has `system`, which a `prompt` of text has no place for; write messages, or"
-                " give the column another name."
-            )
-        if arguments:
-            raise DataError(
-                f"{where}: {', '.join(arguments)} are for the chat template, which no `prompt` of text goes"
-                " through; give messages, or leave them out."
-            )
+        refuse_beside_text(where, row)
     _refuse_no_label(where, row.get("label"))
     # `messages` are a prompt's own, and what tells rewards and reports that it is a conversation.
     metadata = {key: value for key, value in row.items() if key not in _OWN}
@@ -352,19 +354,41 @@ def said_in(where: str, content: Any, column: str = "prompt") -> Any:
     return content if found is None else found
 
 
-def with_system(where: str, row: dict[str, Any], given: Any) -> Any:
+_SYSTEM = ("system", "system_prompt", "system_message")
+"""Columns of what the system says."""
+
+
+def with_system(where: str, row: Mapping[str, Any], given: Any) -> Any:
     """`given` behind what the column `system` says, if it has no such message of its own."""
-    said = row.get("system")
+    said = {column: row[column] for column in _SYSTEM if row.get(column)}
     if not said or not isinstance(given, list) or not given:
         return given
+    (column, text), *others = said.items()
+    if any(other != text for _, other in others):
+        raise DataError(f"{where}: its {' and '.join(f'`{name}`' for name in said)} differ; give one.")
     first = check_messages(where, given[:1])[0]
     if first["role"] != "system":
-        return [{"role": "system", "content": said}, *given]
-    if first["content"] != said:
+        return [{"role": "system", "content": text}, *given]
+    if first["content"] != text:
         raise DataError(
-            f"{where}: the column `system` and the first message both say what the system says; give one."
+            f"{where}: the column `{column}` and the first message both say what the system says; give one."
         )
     return given
+
+
+def refuse_beside_text(where: str, row: Mapping[str, Any]) -> None:
+    """Raise `DataError` for columns that a prompt of text has no place for."""
+    column = next((name for name in _SYSTEM if row.get(name)), None)
+    if column is not None:
+        raise DataError(
+            f"{where}: it has `{column}`, which a `prompt` of text has no place for; write messages, or give"
+            " the column another name."
+        )
+    if arguments := template_arguments(where, row):
+        raise DataError(
+            f"{where}: {', '.join(arguments)} are for the chat template, which no `prompt` of text goes"
+            " through; give messages, or leave them out."
+        )
 
 
 def template_arguments(where: str, row: Mapping[str, Any]) -> dict[str, Any]:
