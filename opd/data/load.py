@@ -347,6 +347,8 @@ def said_in(where: str, content: Any, column: str = "prompt") -> Any:
     """`content`, or the messages that a text is the JSON of. Raises `DataError`."""
     if not isinstance(content, str):
         return content
+    if column == "prompt" and content.strip() == "[]":
+        return []
     try:
         found = from_text(content)
     except MessageError as error:

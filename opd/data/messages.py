@@ -91,20 +91,39 @@ def from_text(text: str) -> list[Any] | None:
     """The messages that `text` is the JSON of, such as a table's cell; `None` for any other text. Raises
     `MessageError` for what Python prints of some.
     """
-    begin = text[:200].lstrip()
-    if not begin.startswith("[") or not begin[1:].lstrip().startswith("{"):
+    begin = text[:200].strip()
+    if begin[:1] == '"' and begin[1:].lstrip().startswith(("[", "{")):  # JSON of JSON
+        inner = _text_within(text)
+        return None if inner is None else from_text(inner)
+    if not begin.startswith(("[", "{")) or not begin.lstrip("[{ \t\r\n").startswith(('"', "'")):
         return None
     try:
         found = read_document(text, _LONGEST)
     except (ValueError, RecursionError):
         found = None
-        if "'role':" in begin and "'content':" in text:
+        if ("'role':" in begin and "'content':" in text) or ("'from':" in begin and "'value':" in text):
             said = "it is what Python prints of messages; write the list itself, or its JSON"
             raise MessageError("", said) from None
-    messages = isinstance(found, list) and all(
-        isinstance(one, dict) and "role" in one and one.keys() & {"content", "tool_calls"} for one in found
+    if isinstance(found, dict) and _is_message(found):
+        raise MessageError("", "it is the JSON of one message; write a list of messages, with this one in it")
+    return found if isinstance(found, list) and all(map(_is_message, found)) else None
+
+
+def _is_message(given: Any) -> bool:
+    """Whether `given` is an object with the keys of a message."""
+    return isinstance(given, dict) and (
+        ("role" in given and bool(given.keys() & {"content", "tool_calls"}))
+        or (given.keys() >= {"from", "value"} and str(given["from"]).lower() in (*_ROLES, *_KNOWN))
     )
-    return found if messages else None
+
+
+def _text_within(text: str) -> str | None:
+    """The text that `text` is the JSON of; `None` if it is of nothing, or of something else."""
+    try:
+        found = read_document(text, _LONGEST)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, str) else None
 
 
 def arguments_of(row: Mapping[str, Any]) -> dict[str, Any]:

@@ -356,8 +356,26 @@ def test_thoughts_have_the_name_that_the_template_reads():
 def test_a_cell_that_holds_messages_is_read_as_messages():
     messages = [user("Hi"), said("4"), user("?")]
     assert prompt_of("", {"prompt": json.dumps(messages)}, "d").messages == messages
-    for text in ("[1, 2]", '[{"a": 1}]', "[{", '{"role": "user"}', json.dumps([])):
+    assert prompt_of("", {"prompt": json.dumps(json.dumps(messages))}, "d").messages == messages
+    shared = [
+        {"from": "human", "value": "Hi"},
+        {"from": "gpt", "value": "4"},
+        {"from": "human", "value": "?"},
+    ]
+    assert prompt_of("", {"prompt": json.dumps(shared)}, "d").messages == messages
+    plain = ("[1, 2]", '[{"a": 1}]', "[{", '{"role": "user"}', '{"a": 1}', '"Hi"', '"[1]"', '"[{', "[{x}]")
+    for text in (*plain, '{"from": "Rome", "value": "3"}', "{'a': 1}", "'role' and 'content'"):
         assert prompt_of("", {"prompt": text}, "d").text == text
+    for text, told in (
+        ("[]", "is an empty list; give at least one message"),
+        (" [] ", "is an empty list"),
+        (json.dumps(messages[0]), "the JSON of one message; write a list of messages"),
+        (json.dumps(json.dumps(messages[0])), "the JSON of one message"),
+        (json.dumps(messages[:2]), "ends with what the assistant says"),
+        (str(shared), "what Python prints of messages"),
+    ):
+        with pytest.raises(DataError, match=f"a:1: `prompt` .*{told}"):
+            prompt_of("a:1", {"prompt": text}, "d")
     with pytest.raises(DataError, match="what Python prints of messages"):
         prompt_of("", {"prompt": str(messages)}, "d")
 
