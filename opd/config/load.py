@@ -93,9 +93,10 @@ def _resolve(option: str, schema: Any, paths: Sequence[KeyPath]) -> KeyPath:
     now = former(given)
     if now is not None:
         raise ConfigError(f"{option} is no setting; {now}")
-    section = other_section(given[0]) if len(given) > 1 and given[0] not in Recipe.model_fields else None
+    first, dot, _ = option.removeprefix("--").partition(".")
+    section = other_section(first) if dot and first not in Recipe.model_fields else None
     if section is not None:
-        raise ConfigError(f"{option}: `{given[0]}` {section}")
+        raise ConfigError(f"{option}: `{first}` {section}")
     raise ConfigError(f"{option}: a recipe has no such setting; {_suggestion(given, paths, schema)}")
 
 
