@@ -69,6 +69,10 @@ Place = Annotated[str, AfterValidator(check_slashes)]
 """A folder, or the URL of a store."""
 
 
+_IN_ORDER = ("command",)
+"""Lists in which a value may stand twice."""
+
+
 class Config(BaseModel):
     """Strict and frozen: an unknown key is an error, a value never changes after it was read."""
 
@@ -97,6 +101,12 @@ class Config(BaseModel):
     @field_validator("*", mode="after")
     @classmethod
     def _refuse_the_impossible(cls, value: Any, info: ValidationInfo) -> Any:
+        if isinstance(value, list) and info.field_name not in _IN_ORDER:
+            twice = next((one for place, one in enumerate(value) if one in value[:place]), None)
+            if twice is not None:
+                raise PydanticCustomError(
+                    "twice", "it names {one} twice; leave one of them out", {"one": repr(twice)}
+                )
         free = info.field_name == "seed" or "Any" in str(cls.model_fields[info.field_name or ""].annotation)
         for number in _numbers(value):
             if isinstance(number, float) and not math.isfinite(number):

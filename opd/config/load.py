@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from opd.config.base import Config
 from opd.config.hub_names import hub_name
-from opd.config.other_names import former
+from opd.config.other_names import former, other_section
 from opd.config.recipe import DomainConfig, Recipe, inherited
 from opd.config.rewards import ServedReward
 from opd.config.schema import arms, below, dotted, explain, follow, key_paths, models, nearest, tag
@@ -45,7 +45,13 @@ def parse_overrides(
     paths = list(dict.fromkeys(key_paths(schema, data)))
     for option, text in _options(words):
         path = _resolve(option, schema, paths)
-        _assign(tree, path, _value(option, text, follow(schema, path)), option)
+        value = _value(option, text, follow(schema, path))
+        if value == {} and _stands(data, path):
+            raise ConfigError(
+                f"{option} {{}} changes nothing: what an option gives is added to what the recipe has there;"
+                " leave it out, or give what is to change"
+            )
+        _assign(tree, path, value, option)
         for depth in range(len(path)):
             places[path[: depth + 1]] = option
     return tree, places
@@ -78,13 +84,27 @@ def _resolve(option: str, schema: Any, paths: Sequence[KeyPath]) -> KeyPath:
         found = [path for path in found if "critic" not in path or "critic" in given] or found
     if len(found) == 1:
         return found[0]
+    folded = tuple(part.lower().replace("-", "_") for part in given)
+    if not found and folded != given and follow(schema, folded) is not None:
+        raise ConfigError(f"{option}: a recipe has no such setting; did you mean --{dotted(folded)}?")
     if found:
         names = ", ".join(f"--{dotted(path)}" for path in found)
         raise ConfigError(f"{option} is ambiguous; give one of {names}")
     now = former(given)
     if now is not None:
         raise ConfigError(f"{option} is no setting; {now}")
+    first, dot, _ = option.removeprefix("--").partition(".")
+    section = other_section(first) if dot and first not in Recipe.model_fields else None
+    if section is not None:
+        raise ConfigError(f"{option}: `{first}` {section}")
     raise ConfigError(f"{option}: a recipe has no such setting; {_suggestion(given, paths, schema)}")
+
+
+def _stands(data: Any, path: KeyPath) -> bool:
+    """Whether `data` has a mapping with keys at `path`."""
+    for part in path:
+        data = data.get(part) if isinstance(data, Mapping) else None
+    return isinstance(data, Mapping) and bool(data)
 
 
 def _in_order(parts: KeyPath, path: KeyPath) -> bool:

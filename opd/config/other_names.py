@@ -39,6 +39,23 @@ def other_name(name: str, mark: str = "") -> str | None:
     return f"is {whose} name; here it is {fields}" + (f" ({note})" if note else "")
 
 
+def other_section(name: str) -> str | None:
+    """Whose section of a configuration `name` is, and where its settings are listed; `None` if nobody's."""
+    of = {
+        library: None
+        for one, (libraries, _) in _BY_NAME.items()
+        for library in libraries
+        if one.startswith(f"{name.lower()}.")
+    }
+    if not of:
+        return None
+    whose = " and ".join(f"{library}'s" for library in of)
+    return (
+        f"is a section of {whose} configuration, and this setting of it has no answer; see"
+        " docs/reference/other_names.md"
+    )
+
+
 def refuse_other_name(option: str) -> None:
     """Raise `ConfigError` with the field to use if `option` (`--opd-kl-coef`) is another library's.
 

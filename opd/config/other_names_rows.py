@@ -1,4 +1,4 @@
-"""Other libraries' options: flags of slime, TRL and OpenRLHF, keys of verl, NeMo-RL and AReaL."""
+"""Other libraries' options: flags of slime, TRL and OpenRLHF, keys of the others."""
 
 from __future__ import annotations
 
@@ -28,6 +28,8 @@ LIBRARIES = {
     "openrlhf": "OpenRLHF",
     "nemo_rl": "NeMo-RL",
     "areal": "AReaL",
+    "axolotl": "axolotl",
+    "deepspeed": "DeepSpeed",
 }
 """Key of `Row.names` -> what the library is called."""
 
@@ -126,6 +128,9 @@ ROWS = (
     _row("specialist.steps distill.steps", slime="num-rollout", trl="max_steps total_episodes",
          verl="trainer.total_training_steps", openrlhf="num_episodes",
          nemo_rl="grpo.max_num_steps distillation.max_num_steps"),
+    _row("specialist.steps distill.steps sft.epochs",
+         "GRPO and the merge count steps, `sft` passes over its file",
+         verl="trainer.total_epochs total_epochs"),
     _row("specialist.epochs", trl="num_iterations num_ppo_epochs",
          verl="actor_rollout_ref.actor.ppo_epochs", openrlhf="max_epochs"),
     _row("specialist.policy_loss.type", "`clip`, `gspo`, `cispo`", trl="importance_sampling_level",
@@ -156,7 +161,9 @@ ROWS = (
          "correction alone", slime="use-rollout-logprobs",
          verl="algorithm.rollout_correction.bypass_mode async_training.use_rollout_log_probs "
          "use_rollout_log_probs bypass_mode", nemo_rl="loss_fn.use_on_policy_kl_approximation"),
-    _row("specialist.reference_kl.coef", slime="kl-loss-coef kl-coef", trl="beta",
+    _row("specialist.reference_kl.coef",
+         "the weight of the teachers' divergence in the merge is `distill.kl_coef`",
+         slime="kl-loss-coef kl-coef", trl="beta",
          verl="actor_rollout_ref.actor.kl_loss_coef algorithm.kl_ctrl.kl_coef",
          openrlhf="init_kl_coef algo.kl.init_coef", nemo_rl="loss_fn.reference_policy_kl_penalty",
          areal="actor.kl_ctl"),
@@ -222,10 +229,16 @@ ROWS = (
     _row("model.path",
          "`org/name@revision` for one on the Hub; the reference policy is the model that a stage starts from",
          slime="hf-checkpoint ref-load load", trl="model_name_or_path model_revision",
-         verl="actor_rollout_ref.model.path", openrlhf="pretrain", nemo_rl="policy.model_name"),
+         verl="actor_rollout_ref.model.path", openrlhf="pretrain", nemo_rl="policy.model_name",
+         axolotl="base_model"),
+    _row("domains.NAME.source sft.source",
+         "prompts with labels for GRPO and the merge; demonstrations for `sft`", axolotl="datasets"),
+    _row("sft.max_length domains.NAME.sft.max_length rollout.max_sequence", trl="max_seq_length",
+         axolotl="sequence_len"),
+    _row("sft.held_out domains.NAME.sft.held_out", axolotl="val_set_size"),
     _row("model.dtype train.precision", trl="bf16 fp16 torch_dtype", openrlhf="bf16",
          nemo_rl="policy.precision"),
-    _row("run_dir", "or `--out`; `--resume` goes on", slime="save", trl="output_dir",
+    _row("run_dir", "or `--out`; `--resume` goes on", slime="save", trl="output_dir", axolotl="output_dir",
          verl="trainer.default_local_dir", openrlhf="save_path ckpt_path",
          nemo_rl="checkpointing.checkpoint_dir"),
     _row("specialist.checkpoint_every distill.checkpoint_every", slime="save-interval", trl="save_steps",
@@ -235,13 +248,14 @@ ROWS = (
     _row("evaluation.sets.NAME.source evaluation.samples_per_prompt",
          slime="eval-prompt-data n-samples-per-eval-prompt", trl="eval_dataset", verl="data.val_files",
          openrlhf="eval_dataset eval_n_samples_per_prompt"),
-    _row("specialist.optim.lr distill.optim.lr", trl="learning_rate",
+    _row("specialist.optim.lr distill.optim.lr", trl="learning_rate", axolotl="learning_rate",
          verl="actor_rollout_ref.actor.optim.lr", openrlhf="actor_learning_rate",
          nemo_rl="policy.optimizer.kwargs.lr"),
     _row("specialist.optim.warmup_steps specialist.optim.schedule", slime="lr-warmup-iters lr-decay-style",
          trl="warmup_ratio lr_scheduler_type", openrlhf="lr_warmup_ratio lr_scheduler"),
     _row("specialist.optim.max_grad_norm distill.optim.max_grad_norm", slime="clip-grad",
-         verl="actor_rollout_ref.actor.grad_clip", openrlhf="max_norm", nemo_rl="policy.max_grad_norm"),
+         verl="actor_rollout_ref.actor.grad_clip grad_clip", openrlhf="max_norm",
+         deepspeed="gradient_clipping", nemo_rl="policy.max_grad_norm"),
     _row("specialist.batch.max_tokens distill.batch.max_tokens",
          "as many micro-batches as a step's tokens need; they are always packed without padding",
          slime="max-tokens-per-gpu micro-batch-size use-dynamic-batch-size qkv-format",
@@ -249,6 +263,7 @@ ROWS = (
          verl="actor_rollout_ref.actor.ppo_max_token_len_per_gpu "
          "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu actor_rollout_ref.actor.use_dynamic_bsz "
          "actor_rollout_ref.model.use_remove_padding",
+         axolotl="micro_batch_size gradient_accumulation_steps",
          openrlhf="train_max_tokens_per_gpu micro_train_batch_size use_dynamic_batch packing_samples",
          nemo_rl="policy.train_micro_batch_size policy.dynamic_batching.enabled "
          "policy.sequence_packing.enabled"),
@@ -256,10 +271,12 @@ ROWS = (
          trl="gradient_checkpointing", verl="actor_rollout_ref.model.enable_gradient_checkpointing",
          openrlhf="gradient_checkpointing",
          nemo_rl="policy.dtensor_cfg.activation_checkpointing policy.megatron_cfg.activation_checkpointing"),
-    _row("sft.epochs domains.NAME.sft.epochs", slime="num-epoch", trl="num_train_epochs"),
+    _row("sft.epochs domains.NAME.sft.epochs", slime="num-epoch", trl="num_train_epochs",
+         axolotl="num_epochs"),
     _row("sft.source domains.NAME.sft.source",
          "`messages`, or `prompt` and `completion`; only what the assistant writes counts, rows are packed",
-         slime="loss-mask-type", trl="assistant_only_loss completion_only_loss packing"),
+         slime="loss-mask-type", trl="assistant_only_loss completion_only_loss packing",
+         axolotl="sample_packing train_on_inputs"),
     _row("train.tensor_parallel", slime="tensor-model-parallel-size", openrlhf="ds_tensor_parallel_size",
          nemo_rl="policy.megatron_cfg.tensor_model_parallel_size policy.dtensor_cfg.tensor_parallel_size"),
     _row("train.pipeline_parallel", slime="pipeline-model-parallel-size",
@@ -311,6 +328,7 @@ ROWS = (
     _row("runtime.offload.engine", slime="offload-rollout", trl="vllm_enable_sleep_mode",
          verl="actor_rollout_ref.rollout.free_cache_engine", openrlhf="vllm_enable_sleep"),
     _row("model.lora", "`{rank, alpha, targets}`", trl="use_peft lora_r lora_alpha lora_target_modules",
+         axolotl="adapter lora_r lora_alpha lora_target_modules lora_target_linear",
          verl="actor_rollout_ref.model.lora_rank", openrlhf="lora_rank lora_alpha target_modules",
          nemo_rl="policy.dtensor_cfg.lora_cfg.enabled"),
     _row("", "a run goes on where it stopped: `opd run RECIPE --resume`", slime="start-rollout-id",

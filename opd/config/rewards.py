@@ -270,7 +270,7 @@ def _named(value: Any) -> Any:
     if value in VERIFIERS:
         return {"type": value}
     if ":" not in value and "." not in value:
-        close = get_close_matches(value, VERIFIERS, n=1, cutoff=0.5)
+        close = get_close_matches(value.lower(), VERIFIERS, n=1, cutoff=0.5)
         hint = f"; did you mean {close[0]!r}?" if close else ""
         raise ValueError(
             f"{value!r} is no reward: give package.module:function, or one of {', '.join(VERIFIERS)}{hint}"

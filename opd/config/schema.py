@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import PydanticUndefined
 
 from opd.config.base import Config
-from opd.config.other_names import former, other_name
+from opd.config.other_names import former, other_name, other_section
 from opd.config.recipe import Recipe
 from opd.config.yaml_reader import KeyPath
 
@@ -80,9 +81,10 @@ def key_paths(annotation: Any, data: Any, prefix: KeyPath = ()) -> Iterator[KeyP
 
 
 def nearest(word: str, candidates: Iterable[str]) -> str | None:
-    """The candidate most like `word`, or `None` where nothing is remotely like it."""
-    close = difflib.get_close_matches(word, sorted(set(candidates)), n=1, cutoff=0.5)
-    return close[0] if close else None
+    """The candidate most like `word`, whatever its capitals, or `None` where nothing is remotely like it."""
+    plain = {one.lower(): one for one in sorted(set(candidates), reverse=True)}
+    close = difflib.get_close_matches(word.lower(), plain, n=1, cutoff=0.5)
+    return plain[close[0]] if close else None
 
 
 def dotted(path: Iterable[str | int]) -> str:
@@ -102,8 +104,12 @@ def explain(error: ValidationError, schema: Any, data: Any, places: Mapping[KeyP
     `places` says where each key was written; its entry for the empty path serves keys nobody wrote.
     """
     sentences: dict[str, str] = {}
-    for item in error.errors(include_url=False):
-        path = _path(item["loc"], data, missing=item["type"] == "missing")
+    errors = error.errors(include_url=False)
+    items = [(_path(item["loc"], data, missing=item["type"] == "missing"), item) for item in errors]
+    said = {(path, item["msg"]) for path, item in items}
+    for path, item in items:
+        if path[:1] == ("domains",) and (path[2:], item["msg"]) in said:
+            continue  # a domain has it from the recipe, of which the same is said
         key = dotted(path)
         if key not in sentences:
             sentences[key] = f"{_place(path, places)}: {_sentence(item, path, schema, data)}"
@@ -132,6 +138,8 @@ def _place(path: tuple[int | str, ...], places: Mapping[KeyPath, str]) -> str:
 
 def _sentence(item: Any, path: tuple[int | str, ...], schema: Any, data: Any) -> str:
     key, kind = dotted(path), item["type"]
+    if kind.startswith(_NUMERIC) and is_endless(item["input"]):
+        return f"`{key}` is {_short(item['input'])}, which is no finite number; give one"
     if kind == "extra_forbidden":
         return _unknown(path, schema, data)
     if kind == "missing":
@@ -151,6 +159,17 @@ def _sentence(item: Any, path: tuple[int | str, ...], schema: Any, data: Any) ->
     return f"`{key}` is {_short(item['input'])}: {_lower(str(item['msg']))}"
 
 
+_NUMERIC = ("greater_than", "less_than", "float_", "int_", "not_finite", "finite")
+"""How the kinds of errors of numbers begin."""
+
+
+def is_endless(value: Any) -> bool:
+    """Whether a value is NaN or infinite, or a word for it in YAML or Python."""
+    if isinstance(value, str):
+        return value.strip().lower().lstrip("+-").lstrip(".") in ("nan", "inf", "infinity")
+    return isinstance(value, float) and not math.isfinite(value)
+
+
 def _unknown(path: tuple[int | str, ...], schema: Any, data: Any) -> str:
     now = former(path)
     if now is not None:
@@ -168,12 +187,39 @@ def _unknown(path: tuple[int | str, ...], schema: Any, data: Any) -> str:
     elsewhere = other_name(dotted(path)) or (None if begins else other_name(last))
     if elsewhere is not None:
         return f"`{dotted(path)}` {elsewhere}"
+    nested = _other_within(path, _at(data, path))
+    if nested is not None:
+        return nested
+    section = other_section(last) if not parents else None
+    if section is not None:
+        return f"`{last}` {section}"
     if close is None:
         deeper = [inner for inner in key_paths(parent, None) if inner[-1] == last]
         close = dotted(min(deeper, key=len)) if deeper else None
     if close is None:
         return f"unknown key `{dotted(path)}`; valid keys here are {', '.join(here)}"
     return f"unknown key `{dotted(path)}`; did you mean `{dotted((*parents, close))}`?"
+
+
+def _at(data: Any, path: Iterable[str | int]) -> Any:
+    """What stands at `path` in `data`; `None` if nothing does."""
+    for part in path:
+        inside: Any = dict(enumerate(data)) if isinstance(data, list) else data
+        data = inside.get(part) if isinstance(inside, Mapping) else None
+    return data
+
+
+def _other_within(path: tuple[str | int, ...], value: Any) -> str | None:
+    """The sentence for the first key below `path` that is another library's; `None` if none is."""
+    if not isinstance(value, Mapping):
+        return None
+    for key, inner in value.items():
+        below_it = (*path, str(key))
+        answer = other_name(dotted(below_it))
+        sentence = f"`{dotted(below_it)}` {answer}" if answer is not None else _other_within(below_it, inner)
+        if sentence is not None:
+            return sentence
+    return None
 
 
 def _choice(item: Any, key: str) -> str:

@@ -19,16 +19,18 @@ from opd.data.load import (
     check_messages,
     check_text,
     kind,
-    named_place,
+    naming,
+    refuse_beside_text,
     refuse_media,
     rows_of,
     said_in,
     template_arguments,
     with_system,
 )
-from opd.data.messages import WEIGHTS, MessageError, learnt
+from opd.data.messages import WEIGHTS, learnt, refuse_learnt
+from opd.data.other_columns import rename_hint
 from opd.errors import DataError, reason_of
-from opd.models.chat_templates import TemplateError, refuse_unread, render, render_marked
+from opd.models.chat_templates import TemplateError, UnreadError, refuse_unread, render, render_marked
 from opd.models.token_ids import encode_text
 from opd.rollout.prompts import Prompt, encode_prompt
 
@@ -128,16 +130,20 @@ def _demonstration(where: str, row: dict[str, Any], domain: str) -> Demonstratio
         if len(empty) == 1:
             raise DataError(f"{where}: `{empty[0]}` is null; mend the row, or remove it.")
         columns = ", ".join(row) or "none"
-        other = next((f"; of `{name}`: {mend}" for name, mend in _OTHERS.items() if row.get(name)), "")
+        other = next((f"; of `{name}`: {mend}" for name, mend in _OTHERS.items() if row.get(name)), None)
+        other = rename_hint(row, "prompt", "completion") if other is None else other
         raise DataError(
             f"{where}: a demonstration has `messages`, or `prompt` and `completion` (columns:"
             f" {columns}){other}."
         )
+    asked = with_system(where, row, asked)
     if isinstance(asked, str):
         return _of_texts(where, row, domain, asked, answer)
     said = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
     for name, part in (("prompt", asked), ("completion", said)):
         check_messages(where, part, name)
+    with naming(where):
+        refuse_learnt(asked)
     return _conversation(where, row, domain, [*asked, *said], len(asked), "prompt")
 
 
@@ -150,13 +156,16 @@ def _refuse_other(where: str, row: dict[str, Any]) -> None:
                 f"{where}: `{column}` speaks of tokens that others made, and here a row is text; leave the"
                 " column out, and write `train: false` in messages of which nothing is learnt."
             )
-    zero = next((name for name in WEIGHTS if row.get(name) == 0), None)
+    # A `loss` of a number is what somebody has measured.
+    said = {name: row[name] for name in WEIGHTS if row.get(name) is not None}
+    zero = next((name for name, one in said.items() if one == 0 and (name != "loss" or one is False)), None)
     if zero is not None:
         raise DataError(f"{where}: its `{zero}` is 0, so that nothing of it is learnt; leave such rows out.")
-    if row.get("label") is False:
+    bad = row.get("label")
+    if isinstance(bad, bool | int | float) and bad == 0:
         raise DataError(
-            f"{where}: its `label` is false, so its answer is a bad one, and all that stands in `sft` is"
-            " learnt; leave such rows out."
+            f"{where}: its `label` is {str(bad).lower()}, which says that its answer is a bad one, and all"
+            " that stands in `sft` is learnt; leave such rows out, or write as a text what else it says."
         )
 
 
@@ -170,11 +179,8 @@ def _of_texts(where: str, row: dict[str, Any], domain: str, asked: str, answer: 
     _refuse_empty(where, answer)
     for column, text in (("prompt", asked), ("completion", answer)):
         check_text(where, text, column)
-    if arguments := template_arguments(where, row):
-        raise DataError(
-            f"{where}: {', '.join(arguments)} are for the chat template, which no texts go through; give"
-            " messages, or leave them out."
-        )
+    refuse_beside_text(where, row)
+    _refuse_unlearnt(where, row, "prompt", f"{asked}{answer}")
     return Demonstration(Prompt.of(asked, None, domain, where=where), completion=answer)
 
 
@@ -185,10 +191,8 @@ def _conversation(
     learnt.
     """
     messages = check_messages(where, given, column)
-    try:
+    with naming(where, column):
         counts = learnt(given)
-    except MessageError as error:
-        raise DataError(f"{where}: `{column}`, {named_place(error)}: {error}.") from None
     answers = [place for place, one in enumerate(messages) if one["role"] == "assistant"]
     if not answers or (asked is None and not answers[0]):
         wrong = "begin with the assistant's" if answers else "have no message of the assistant's"
@@ -204,11 +208,31 @@ def _conversation(
     for place in learns:
         if messages[place].keys() <= {"role", "content"}:
             _refuse_empty(where, messages[place]["content"])
+    _refuse_unlearnt(where, row, column, "\n".join(text for one in messages for text in _texts(one)))
     first = asked or learns[0]
     arguments = template_arguments(where, row)
     prompt = Prompt.of(messages[:first], None, domain, where=where, arguments=arguments)
     unlearnt = [place for place in answers if place > first and place not in learns]
     return Demonstration(prompt, messages=messages, unlearnt=unlearnt)
+
+
+_BESIDE = ("instruction", "input", "context", "thinking", "reasoning", "reasoning_content", "thoughts")
+"""Columns in which others have a part of what is asked or answered."""
+
+
+def _texts(message: Mapping[str, Any]) -> list[str]:
+    return [text for text in (message["content"], message.get("reasoning_content")) if isinstance(text, str)]
+
+
+def _refuse_unlearnt(where: str, row: Mapping[str, Any], column: str, said: str) -> None:
+    """Raise `DataError` for a column of which nothing stands in `said`, what is read and learnt of a row."""
+    for name in _BESIDE:
+        text = row.get(name)
+        if isinstance(text, str) and text.strip() not in said:
+            raise DataError(
+                f"{where}: it has `{name}` beside `{column}`, which would be neither read nor learnt; write"
+                f" it into `{column}`, or give the column another name."
+            )
 
 
 def _refuse_empty(where: str, answer: Any) -> None:
@@ -258,6 +282,8 @@ class Writes:
             return self._text(row.prompt, row.completion)
         try:
             text, answers = self._answers(row)
+        except UnreadError as error:
+            raise DataError(f"{row.prompt.where}: {error}.") from None
         except TemplateError as error:
             raise DataError(f"{row.prompt.where}: {error}; mend the row, or the chat template.") from None
         return self._counted(row.prompt.where, text, answers)

@@ -7,13 +7,23 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from opd.config.recipe import DomainConfig
-from opd.data.messages import Message, MessageError, arguments_of, from_text, read_messages
+from opd.data.file_kinds import HEAD, file_fault
+from opd.data.messages import (
+    Message,
+    MessageError,
+    arguments_of,
+    from_text,
+    read_messages,
+    refuse_learnt,
+)
+from opd.data.other_columns import SPOKEN, rename_hint, rows_within
 from opd.data.procedural import load_procedural, load_reasoning_gym
 from opd.errors import DataError, MissingExtraError, reason_of
 from opd.foreign import (
@@ -142,6 +152,10 @@ def _rows(path: Path) -> Iterator[Row]:
     if not path.is_file():
         raise DataError(f"{path} does not exist or is no file; check the path of the source.")
     try:
+        with path.open("rb") as file:
+            fault = file_fault(path, file.read(HEAD))
+        if fault is not None:
+            raise DataError(f"{path} {fault}.")
         yield from _jsonl_rows(path) if path.suffix == ".jsonl" else _parquet_rows(path)
     except OSError as error:
         if isinstance(error, DataError):
@@ -274,17 +288,24 @@ def prompt_of(where: str, row: dict[str, Any], domain: str) -> Prompt:
     """The prompt of a row. Raises `DataError` for one without, or with another than a prompt can be."""
     content = row.get("prompt")
     if content is None:
-        columns = ", ".join(row) or "none"
-        if "messages" in row:
-            raise DataError(
-                f"{where}: there is no `prompt` (columns: {columns}); rename `messages` to `prompt`, as it is"
-                " called here: that takes a text, or a list of messages that ends before the answer."
+        columns, spoken = ", ".join(row) or "none", next((one for one in SPOKEN if row.get(one)), None)
+        mend = rename_hint(row, "prompt", "label") or "; every row needs one"
+        if spoken is not None:
+            mend = (
+                f"; rename `{spoken}` to `prompt`, as it is called here: that takes a text, or a list of"
+                " messages that ends before the answer"
             )
-        raise DataError(f"{where}: there is no `prompt` (columns: {columns}); every row needs one.")
+        elif (within := rows_within(row)) is not None:
+            mend = f"; write each object of its `{within}` on a line of its own"
+        elif "prompt" in row:
+            mend = ": it is null; mend the row, or remove it"
+        raise DataError(f"{where}: there is no `prompt` (columns: {columns}){mend}.")
     refuse_media(where, row)
     content, arguments = with_system(where, row, said_in(where, content)), template_arguments(where, row)
     if isinstance(content, list):
-        content = check_messages(where, content)
+        given, content = content, check_messages(where, content)
+        with naming(where):
+            refuse_learnt(given)
         if content[-1]["role"] == "assistant":
             raise DataError(
                 f"{where}: `prompt` ends with what the assistant says, and an answer would follow on that;"
@@ -294,16 +315,7 @@ def prompt_of(where: str, row: dict[str, Any], domain: str) -> Prompt:
         raise DataError(f"{where}: `prompt` is {content!r}; give a non-empty text or a list of messages.")
     else:
         check_text(where, content)
-        if row.get("system"):
-            raise DataError(
-                f"{where}: it has `system`, which a `prompt` of text has no place for; write messages, or"
-                " give the column another name."
-            )
-        if arguments:
-            raise DataError(
-                f"{where}: {', '.join(arguments)} are for the chat template, which no `prompt` of text goes"
-                " through; give messages, or leave them out."
-            )
+        refuse_beside_text(where, row)
     _refuse_no_label(where, row.get("label"))
     # `messages` are a prompt's own, and what tells rewards and reports that it is a conversation.
     metadata = {key: value for key, value in row.items() if key not in _OWN}
@@ -335,6 +347,8 @@ def said_in(where: str, content: Any, column: str = "prompt") -> Any:
     """`content`, or the messages that a text is the JSON of. Raises `DataError`."""
     if not isinstance(content, str):
         return content
+    if column == "prompt" and content.strip() == "[]":
+        return []
     try:
         found = from_text(content)
     except MessageError as error:
@@ -342,19 +356,41 @@ def said_in(where: str, content: Any, column: str = "prompt") -> Any:
     return content if found is None else found
 
 
-def with_system(where: str, row: dict[str, Any], given: Any) -> Any:
+_SYSTEM = ("system", "system_prompt", "system_message")
+"""Columns of what the system says."""
+
+
+def with_system(where: str, row: Mapping[str, Any], given: Any) -> Any:
     """`given` behind what the column `system` says, if it has no such message of its own."""
-    said = row.get("system")
+    said = {column: row[column] for column in _SYSTEM if row.get(column)}
     if not said or not isinstance(given, list) or not given:
         return given
+    (column, text), *others = said.items()
+    if any(other != text for _, other in others):
+        raise DataError(f"{where}: its {' and '.join(f'`{name}`' for name in said)} differ; give one.")
     first = check_messages(where, given[:1])[0]
     if first["role"] != "system":
-        return [{"role": "system", "content": said}, *given]
-    if first["content"] != said:
+        return [{"role": "system", "content": text}, *given]
+    if first["content"] != text:
         raise DataError(
-            f"{where}: the column `system` and the first message both say what the system says; give one."
+            f"{where}: the column `{column}` and the first message both say what the system says; give one."
         )
     return given
+
+
+def refuse_beside_text(where: str, row: Mapping[str, Any]) -> None:
+    """Raise `DataError` for columns that a prompt of text has no place for."""
+    column = next((name for name in _SYSTEM if row.get(name)), None)
+    if column is not None:
+        raise DataError(
+            f"{where}: it has `{column}`, which a `prompt` of text has no place for; write messages, or give"
+            " the column another name."
+        )
+    if arguments := template_arguments(where, row):
+        raise DataError(
+            f"{where}: {', '.join(arguments)} are for the chat template, which no `prompt` of text goes"
+            " through; give messages, or leave them out."
+        )
 
 
 def template_arguments(where: str, row: Mapping[str, Any]) -> dict[str, Any]:
@@ -381,14 +417,17 @@ def check_messages(where: str, messages: Any, column: str = "prompt") -> list[Me
         raise DataError(f"{where}: `{column}` is {kind(messages)}; give a list of messages.")
     if not messages:
         raise DataError(f"{where}: `{column}` is an empty list; give at least one message.")
-    try:
+    with naming(where, column):
         read = read_messages(messages)
-    except MessageError as error:
-        raise DataError(f"{where}: `{column}`, {named_place(error)}: {error}.") from None
     check_text(where, json.dumps(read, ensure_ascii=False), column)
     return read
 
 
-def named_place(error: MessageError) -> str:
-    """`message 2`, counted from 1, of what is wrong with messages."""
-    return f"message {int(error.place[1:].partition(']')[0]) + 1}"
+@contextmanager
+def naming(where: str, column: str = "prompt") -> Iterator[None]:
+    """Raise `DataError` for a `MessageError`, naming its message, counted from 1."""
+    try:
+        yield
+    except MessageError as error:
+        number = int(error.place[1:].partition("]")[0]) + 1
+        raise DataError(f"{where}: `{column}`, message {number}: {error}.") from None

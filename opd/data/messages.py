@@ -20,8 +20,10 @@ TEXTS = ("text", "input_text", "output_text")
 """Types of the parts of a content that are text."""
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 """What the thoughts before an answer are called."""
-WEIGHTS = ("weight", "train", "training", "trainable")
+WEIGHTS = ("weight", "loss_weight", "train", "training", "trainable", "train_on_turn", "loss")
 """What says whether an answer is learnt from."""
+_OF_ANY_ROLE = ("weight", "loss_weight")
+"""Those that some give every message, whose role then decides."""
 _OF_TEXT = ("type", "text", "annotations", "cache_control", "id", "index")
 """Keys of a part of a content that is text."""
 _LONGEST = 16 << 20
@@ -34,11 +36,10 @@ _ROLES = {
 }
 """Role of others' -> the one that chat templates know."""
 _KNOWN = ("system", "user", "assistant", "tool")
-_ASIDE = (
-    *("refusal", "annotations", "audio", "audios", "images", "videos", "tool_plan", "prefix"),
-    *("train_detail", "training_detail"),
-)
-"""Fields that would change what is read or learnt, and that nothing here can use."""
+_ASIDE = (*("refusal", "annotations", "audio", "audios", "images", "videos", "tool_plan", "prefix"),)
+"""Fields that would change what is read, and that nothing here can use."""
+_IN_PART = ("train_detail", "training_detail")
+"""Fields that say which parts of an answer are learnt."""
 
 
 class MessageError(ValueError):
@@ -58,37 +59,71 @@ def learnt(given: Sequence[Any]) -> list[bool]:
     """Of each of these messages whether it may be learnt from: what `weight` or `train` says, else what is
     the assistant's. Raises `MessageError`.
     """
-    found = []
+    return [
+        all(_weights(one, f"[{place}]").values()) and _role(one, f"[{place}]") == "assistant"
+        for place, one in enumerate(given)
+    ]
+
+
+def refuse_learnt(given: Sequence[Any]) -> None:
+    """Raise `MessageError` for one of a prompt's messages that says that it is learnt from."""
     for place, one in enumerate(given):
-        role, said = _role(one, f"[{place}]"), [one[name] for name in WEIGHTS if one.get(name) is not None]
-        name = next((name for name in WEIGHTS if one.get(name) is not None), "")
-        if any(isinstance(value, str) or value not in (0, 1) for value in said):
-            raise MessageError(f"[{place}].{name}", f"its `{name}` is {shown(repr(said[0]))}; give 0 or 1")
-        if role != "assistant" and name != "weight" and any(said):
+        said = _weights(one, f"[{place}]")
+        name = next((name for name, value in said.items() if value), None)
+        if name is not None and _role(one, f"[{place}]") == "assistant":
+            text = f"`{name}` says that it is learnt, and nothing of a prompt is"
+            raise MessageError(f"[{place}].{name}", f"{text}; leave the field out, or give the row to `sft`")
+
+
+def _weights(given: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The fields of a message that say whether it is learnt from, each 0 or 1."""
+    role, said = _role(given, where), {name: given[name] for name in WEIGHTS if given.get(name) is not None}
+    for name, value in said.items():
+        if isinstance(value, str) or value not in (0, 1):
+            raise MessageError(f"{where}.{name}", f"its `{name}` is {shown(repr(value))}; give 0 or 1")
+        if role != "assistant" and name not in _OF_ANY_ROLE and value:
             text = f"its role is {shown(role)} and `{name}` says that it is learnt: only answers are"
-            raise MessageError(f"[{place}].{name}", f"{text}; leave the field out")
-        found.append(role == "assistant" and all(said))
-    return found
+            raise MessageError(f"{where}.{name}", f"{text}; leave the field out")
+    return said
 
 
 def from_text(text: str) -> list[Any] | None:
     """The messages that `text` is the JSON of, such as a table's cell; `None` for any other text. Raises
     `MessageError` for what Python prints of some.
     """
-    begin = text[:200].lstrip()
-    if not begin.startswith("[") or not begin[1:].lstrip().startswith("{"):
+    begin = text[:200].strip()
+    if begin[:1] == '"' and begin[1:].lstrip().startswith(("[", "{")):  # JSON of JSON
+        inner = _text_within(text)
+        return None if inner is None else from_text(inner)
+    if not begin.startswith(("[", "{")) or not begin.lstrip("[{ \t\r\n").startswith(('"', "'")):
         return None
     try:
         found = read_document(text, _LONGEST)
     except (ValueError, RecursionError):
         found = None
-        if "'role':" in begin and "'content':" in text:
+        if ("'role':" in begin and "'content':" in text) or ("'from':" in begin and "'value':" in text):
             said = "it is what Python prints of messages; write the list itself, or its JSON"
             raise MessageError("", said) from None
-    messages = isinstance(found, list) and all(
-        isinstance(one, dict) and "role" in one and one.keys() & {"content", "tool_calls"} for one in found
+    if isinstance(found, dict) and _is_message(found):
+        raise MessageError("", "it is the JSON of one message; write a list of messages, with this one in it")
+    return found if isinstance(found, list) and all(map(_is_message, found)) else None
+
+
+def _is_message(given: Any) -> bool:
+    """Whether `given` is an object with the keys of a message."""
+    return isinstance(given, dict) and (
+        ("role" in given and bool(given.keys() & {"content", "tool_calls"}))
+        or (given.keys() >= {"from", "value"} and str(given["from"]).lower() in (*_ROLES, *_KNOWN))
     )
-    return found if messages else None
+
+
+def _text_within(text: str) -> str | None:
+    """The text that `text` is the JSON of; `None` if it is of nothing, or of something else."""
+    try:
+        found = read_document(text, _LONGEST)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, str) else None
 
 
 def arguments_of(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -151,6 +186,10 @@ def _message(given: Any, where: str) -> Message:
         if given.get(name):
             said = f"it has `{name}`, which no text is made of; leave the field out, or the row"
             raise MessageError(f"{where}.{name}", said)
+    for name in _IN_PART:
+        if given.get(name):
+            said = f"it has `{name}`, and an answer is learnt whole or, with `train: false`, not at all"
+            raise MessageError(f"{where}.{name}", f"{said}; leave the field out, or the row")
     calls = _calls(given, where)
     content = given.get("content")
     if "content" not in given and not calls:
@@ -160,7 +199,7 @@ def _message(given: Any, where: str) -> Message:
         made["tool_calls"] = calls
     made |= _thoughts(given, where) | _names(given, role, where)
     used = ("role", "content", "tool_calls", "function_call", "name", "tool_call_id")
-    known = {*used, *THOUGHTS, *WEIGHTS, *_ASIDE}
+    known = {*used, *THOUGHTS, *WEIGHTS, *_ASIDE, *_IN_PART}
     return made | {key: value for key, value in given.items() if key not in known and value is not None}
 
 

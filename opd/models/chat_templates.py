@@ -80,7 +80,10 @@ def refuse_unread(
     """Raise `UnreadError` for a field of a message that the chat template does not read, and for one of the
     arguments that are a row's `own`: the model would be shown less than was written. Names may go unread.
     """
-    extra = {field: place for place, one in enumerate(messages) for field in one if field not in _KNOWN}
+    extra: dict[str, int] = {}
+    for place, one in enumerate(messages):
+        for field in one.keys() - _KNOWN:
+            extra.setdefault(field, place)
     if not extra and not own:
         return
     read = _words(str(tokenizer.chat_template))
@@ -89,9 +92,9 @@ def refuse_unread(
         less = [{key: value for key, value in one.items() if key != field} for one in messages]
         known = not read.isdisjoint(THOUGHTS if field in THOUGHTS else {field})
         if not known and whole() == _ask(tokenizer, less, arguments):
+            has = _AS_WRITTEN.get(field, f"`{shown(field)}`")
             raise UnreadError(
-                f"message {place + 1} has `{shown(field)}`, which the chat template does not read; leave it"
-                " out, or give model.chat_template one that does"
+                f"message {place + 1} has {has}, which the chat template does not read; {_mend_of(field)}"
             )
     for name in own:
         rest = {key: value for key, value in arguments.items() if key != name}
@@ -103,6 +106,19 @@ def refuse_unread(
 
 
 _KNOWN = ("role", "content", "name", "tool_call_id")
+_AS_WRITTEN = {
+    "reasoning_content": f"thoughts ({', '.join(f'`{name}`' for name in THOUGHTS)})",
+    "tool_calls": "calls of tools (`tool_calls`, `function_call`)",
+}
+"""Field of a message -> what it is, by all names that it may have in a file."""
+_OF_LEARNING = re.compile("mask|loss|train|learn|weight|ignore", re.IGNORECASE)
+
+
+def _mend_of(field: str) -> str:
+    """What to do about a field of a message that the chat template does not read."""
+    if _OF_LEARNING.search(field):
+        return "write `train: false` (or `weight: 0`) in its place where nothing of an answer is learnt"
+    return "leave it out, or give model.chat_template one that does"
 
 
 @lru_cache(maxsize=8)

@@ -32,9 +32,12 @@ def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 
     Raises `ValueError` if the tokenizer's post-processor does anything else, and what the tokenizer raises.
     """
+    if _adds_nothing(tokenizer, tokenizer.num_special_tokens_to_add(pair=False)):
+        return _ids(tokenizer, text, framed=False)
     framed, plain = _both(tokenizer, text)
     bos = tokenizer.bos_token
-    if bos is not None and text.startswith(str(bos)) and framed[:2] == [tokenizer.bos_token_id] * 2:
+    twice = [tokenizer.bos_token_id, *plain]
+    if bos is not None and text.startswith(str(bos)) and framed[: len(twice)] == twice:
         framed = framed[1:]
     if framed == plain:
         return plain
@@ -49,21 +52,37 @@ def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 
 def appended(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """The special tokens that the tokenizer itself puts behind a text, which prompts are left without."""
+    framed, plain = _probed(tokenizer)
+    start = _place(framed, plain)
+    return [] if start is None or not plain else framed[start + len(plain) :]
+
+
+@lru_cache(maxsize=8)
+def _adds_nothing(tokenizer: PreTrainedTokenizerBase, added: int) -> bool:
+    """Whether a tokenizer, which says that it adds so many special tokens, gives a text no other ids."""
+    framed, plain = _probed(tokenizer)
+    return added == 0 and framed == plain != []
+
+
+def _probed(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
+    """Ids of a text that the tokenizer knows, with its special tokens and without; none of neither where it
+    knows none.
+    """
     for text in _PROBES:
         try:
-            framed, plain = _both(tokenizer, text)
+            return _both(tokenizer, text)
         except BaseException as error:  # a tokenizer of other characters
             if not is_of_library(error):
                 raise
-            continue
-        start = _place(framed, plain)
-        return [] if start is None or not plain else framed[start + len(plain) :]
-    return []
+    return [], []
 
 
 def _both(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[list[int], list[int]]:
-    framed, plain = (list(tokenizer(text, add_special_tokens=own)["input_ids"]) for own in (True, False))
-    return framed, plain
+    return _ids(tokenizer, text, framed=True), _ids(tokenizer, text, framed=False)
+
+
+def _ids(tokenizer: PreTrainedTokenizerBase, text: str, *, framed: bool) -> list[int]:
+    return list(tokenizer(text, add_special_tokens=framed)["input_ids"])
 
 
 def _place(framed: Sequence[int], plain: Sequence[int]) -> int | None:

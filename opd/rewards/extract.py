@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 _THOUGHT = ("<think>", "</think>")
 _ANSWERS = "answer|antwort|réponse|reponse|respuesta|resposta|risposta|odpowiedź|ответ|答案|回答|답|정답"
@@ -40,17 +40,23 @@ def answered(text: str) -> str:
 
 def _boxed(text: str) -> str | None:
     """In the last `\\boxed{...}` that has an end."""
-    stop = len(text)
-    for _ in range(_TRIES):
+    return next((found for _, _, found in boxes(text)), None)
+
+
+def boxes(text: str) -> Iterator[tuple[int, int, str]]:
+    """Start, end and content of each `\\boxed{...}` that has an end, from the last to the first."""
+    stop, tries = len(text), _TRIES
+    while tries:
         start = max(text.rfind("\\boxed", 0, stop), text.rfind("\\fbox", 0, stop))
         if start < 0:
-            return None
+            return
         opened = re.compile(r"\\(?:boxed|fbox)\s*\{").match(text, start)
         found = _braced(text, opened.end()) if opened else None
-        if found is not None:
-            return found
+        if opened is None or found is None:
+            tries -= 1
+        else:
+            yield start, opened.end() + len(found) + 1, found
         stop = start
-    return None
 
 
 def _braced(text: str, start: int) -> str | None:
@@ -73,7 +79,7 @@ def _answer(text: str) -> str | None:
         return None
     line = text[last[0].end() :].lstrip(" \t*_:").partition("\n")
     said = line[0] if line[0].strip(" *_") else line[2].lstrip().partition("\n")[0]
-    return said.lstrip(" \t*_").rstrip(" \t*_.")
+    return said.lstrip(" \t*_").rstrip(" \t*_.。\uff0e")
 
 
 def _number(text: str) -> str | None:

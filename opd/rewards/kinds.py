@@ -12,8 +12,9 @@ from importlib import import_module
 
 from opd.config.recipe import DomainConfig
 from opd.config.rewards import FunctionReward, PythonReward, ServedReward, VerifierSettings
+from opd.data.other_columns import rename_hint
 from opd.errors import DataError, RewardError
-from opd.rewards.verifier import Answered, Verifier
+from opd.rewards.verifier import Answered, Verifier, is_missing
 from opd.rollout.prompts import Domain, Prompt
 from opd.rollout.rewards import RewardFunction, RewardSample, checker_reward, load_reward
 
@@ -95,6 +96,8 @@ def check_labels(config: DomainConfig, name: str, prompts: Iterable[Prompt]) -> 
     for prompt in prompts:
         fault = verifier.label_fault(settings, prompt.label)
         if fault is not None:
+            hint = rename_hint(prompt.metadata, "label") if is_missing(prompt.label) else ""
+            fault = f"is missing{hint}" if hint else fault
             where = prompt.where or f"domain {name}, prompt {prompt.key[:12]}"
             raise DataError(
                 f"{where}: the label, which domains.{name}.reward {settings.type} needs, {fault}."

@@ -7,11 +7,13 @@ import re
 from collections.abc import Mapping, Sequence
 from decimal import Decimal
 from functools import partial
+from itertools import islice
 from typing import Any
 
 from opd.config.rewards import MathReward
 from opd.errors import MissingExtraError
-from opd.rewards.extract import extracted
+from opd.rewards.extract import answered, boxes, extracted
+from opd.rewards.formulas import as_latex, is_open, other_units, typed
 from opd.rewards.verifier import Answered, Score, Verifier, compared, is_missing, written_number
 from opd.rollout.prompts import plain_label
 
@@ -42,13 +44,19 @@ _GROUPED = re.compile(r"[-+]?\d{1,3}(?:_\d{3})+(?:\.\d+)?")
 
 def readings(formula: str) -> list[str]:
     """What a formula may mean: 5e-5 is 0.00005 to a program and 5 times e, less 5, to a mathematician."""
-    text = formula.strip().strip("$").strip()
+    formula = as_latex(formula)
+    text = formula.strip("$").strip()
     if _GROUPED.fullmatch(text):
         return [text.replace("_", "")]
     if (found := _POWER.fullmatch(text)) is None:
-        return [_PRINTED.sub(lambda one: f"{one[1]} \\cdot 10^{{{int(one[2])}}}", formula)]
+        return [_as_power(formula)]
     number = format(Decimal(f"{found[1].replace(',', '')}e{found[2]}"), "f")
     return [number] if _PRINTED.fullmatch(text.lstrip("+-")) else [number, formula]
+
+
+def _as_power(text: str) -> str:
+    """`text` with numbers that Python prints with an exponent as mathematicians write them."""
+    return _PRINTED.sub(lambda one: f"{one[1]} \\cdot 10^{{{int(one[2])}}}", text)
 
 
 _DATE = re.compile(r"\d{4}-\d{1,2}-\d{1,2}(?:[T ].*)?|\d{1,2}/\d{1,2}/\d{4}")
@@ -96,9 +104,9 @@ def _found(settings: MathReward, text: str) -> str | None:
     """The answer in the form in which math-verify finds it."""
     text = _DENIED.sub(" ", text)
     for way in settings.extract:
-        found = extracted(text, [way])
+        found = _side_by_side(text) if way == "boxed" else extracted(text, [way])
         if found is not None and way in ("whole", "last_line"):
-            return found[-_MOST:]
+            return _in_text(found[-_MOST:])
         if found is not None and way == "answer":
             found = _OR.sub(" or ", _SENTENCE.split(found, maxsplit=1)[0])
         if found is not None:
@@ -106,12 +114,51 @@ def _found(settings: MathReward, text: str) -> str | None:
     return None
 
 
+def _side_by_side(text: str) -> str | None:
+    """What the last box holds, as a list with those that stand before it: two boxes are two answers."""
+    answer, found, begin = answered(text), [], 0
+    for start, end, content in islice(boxes(answer), _FEW):
+        apart = begin - end > _JOINT or _BETWEEN.fullmatch(answer, end, begin) is None
+        if found and apart:
+            break
+        begin = start
+        if content.strip() and content.strip() not in found:
+            found.append(content.strip())
+    return ", ".join(found[::-1]) or None
+
+
+def _in_text(text: str) -> str:
+    """A text without a box: what is a formula alone, or two answers at its end, in a box."""
+    if len(text) <= _SHORT and "\n" not in text and not _WORDS.search(typed(text)):
+        return _in_a_box(text)
+    end = list(_LAST.finditer(text[-_SHORT:]))[-1:]
+    two = _TWO.search(text[-_SHORT:][: end[0].start()]) if end else None
+    if two is not None:
+        return _in_a_box(f"{two[1]}, {end[0][0]}")
+    return _SIGNED.sub(lambda one: f"${typed(one[0])}$", text) if "$" not in text else typed(text)
+
+
+_JOINT, _FEW, _SHORT = 30, 8, 200
+_BETWEEN = re.compile(
+    r"(?:[\s$.,;:/|\uff0c\u3001]|\b(?:or|and|oder|und|ou|et|o|y|maybe|perhaps|possibly|vs)\b|或|和)*"
+)
+"""Between boxes that are answers side by side."""
+_WORDS = re.compile(
+    r"(?<!\\)\b(?!(?:or|and|vs|pi|sqrt|sin|cos|tan|ln|log|exp)\b)[^\W\d_]{2,}|\$.*\S.*\$.|\\[(\[]"
+)
+"""What a formula alone has none of."""
+_LAST = re.compile(r"[-+]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:/\d+)?")
+_TWO = re.compile(
+    r"(\d[\d.,/]*)[\s$*,;]*(?:\b(?:or|and|vs\.?|oder|und|ou|et)\b|或|和)\s*(?:(?:maybe|perhaps|possibly|even)\s+)?[$*]*$"
+)
+_SIGNED = re.compile(r"[\w.^{}()/*+-]*[√∛π∞⁰¹²³⁴-⁹¼-¾⅐-⅞][^\s。\uff0c,]*(?<![.!?])")
+"""A formula in a text with signs that math-verify does not find there."""
 _DENIED = re.compile(r"\b(?:answer|it)\s+(?:is\s+not|isn['\u2019]t)\s+\S+", re.IGNORECASE)
 _OR = re.compile(r"[;,]\s*or\s")
 """Before one answer more, of which math-verify would take the last."""
 _BASE = re.compile(r"(?<![\w_])\w+_\{?(\d{1,2})\}?(?!\w)")
 """A number in another base than ten, of which math-verify drops the base."""
-_SENTENCE = re.compile(r"(?<=[\w)}\]$%*])\.[*_]*\s")
+_SENTENCE = re.compile(r"(?<=[\w)}\]$%*])(?:\.[*_]*\s|。)")
 """Where what is said ends, and more is said on its line."""
 
 
@@ -145,16 +192,23 @@ def answer(asked: Mapping[str, Any]) -> dict[str, Any]:
     right = [_parsed(library, _in_a_box(one)) for one in readings(asked["label"])]
     given = [_parsed(library, one) for one in _answers(asked["answer"])]
     verify = partial(library.verify, float_rounding=asked["digits"], timeout_seconds=None)
+    label, said = asked["label"], _content(asked["answer"])
+    if other_units(label, said) or is_open(label) != is_open(said):
+        return {"equal": False}
     pairs = ((label, said) for label in right for said in given)
     return {"equal": any(bool(verify(*pair)) and not _apart(*pair, asked["digits"]) for pair in pairs)}
 
 
 def _answers(text: str) -> list[str]:
     """What an answer may mean: a formula in a box, or a text in which math-verify looks for one."""
+    boxed = _content(text)
+    return [_as_power(text)] if boxed == text else [_in_a_box(one) for one in readings(boxed)]
+
+
+def _content(text: str) -> str:
+    """What the box holds that is all of `text`; `text` itself if it is another."""
     boxed = extracted(text, ["boxed"])
-    if boxed is None or _in_a_box(boxed) != text:
-        return readings(text)
-    return [_in_a_box(one) for one in readings(boxed)]
+    return text if boxed is None or _in_a_box(boxed) != text else boxed
 
 
 def _apart(right: Sequence[Any], given: Sequence[Any], digits: int) -> bool:

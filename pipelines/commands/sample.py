@@ -12,7 +12,7 @@ import numpy as np
 
 from opd.config import Recipe
 from opd.config.hub_names import hub_name
-from opd.data.load import check_messages, said_in
+from opd.data.load import prompt_of
 from opd.errors import ConfigError, DataError, ModelError
 from opd.foreign import shown, visible
 from opd.models.causal_lm import CausalLM
@@ -256,18 +256,23 @@ def _questions(asked: Asked, tokenizer: Any) -> list[EncodedPrompt]:
         raise DataError("--system needs a model with a chat template, and this one has none; leave it out")
     found = []
     for number, text in enumerate(asked.prompts):
-        content: Any = text
-        if tokenizer.chat_template:
-            system = [] if asked.system is None else [{"role": "system", "content": asked.system}]
-            given = said_in("--prompt", text)
-            content = [*system, {"role": "user", "content": text}] if given is text else [*system, *given]
-            content = check_messages("--prompt", content)
-        prompt = Prompt.of(content, None, "sample", where="--prompt")
+        prompt = _prompt(text, asked.system, chat=bool(tokenizer.chat_template))
         ids = encode_prompt(prompt, tokenizer)
         if not len(ids):
             raise DataError(f"--prompt {shown(text)!r} has no tokens; a model needs at least one")
         found.append(EncodedPrompt(f"prompt/{number}", "sample", ids, None, {"prompt": text}))
     return found
+
+
+def _prompt(text: str, system: str | None, *, chat: bool) -> Prompt:
+    """What `--prompt` asks, read as a row of a data file is; for a chat template a text is what the user
+    says. Raises `DataError`.
+    """
+    given = prompt_of("--prompt", {"prompt": text}, "sample").messages
+    if not chat and given is None:
+        return Prompt.of(text, None, "sample", where="--prompt")
+    told = [{"role": "user", "content": text}] if given is None else given
+    return prompt_of("--prompt", {"prompt": told, "system": system}, "sample")
 
 
 def _fitting(

@@ -26,6 +26,10 @@ CHAT = (
 )
 
 
+ONE = json.dumps({"role": "user", "content": "1"})
+ENDED = json.dumps([{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}])
+
+
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     """Two models that write digits, and the second with a chat template."""
@@ -154,7 +158,18 @@ def test_the_same_model_twice_answers_the_same(models):
         (["sample", "{0}", "--prompt", "1", "--prompts", "3"], "repeat --prompt to ask several"),
         (["sample", "{0}", "--prompt", "1", "--system", "x"], "needs a model with a chat template"),
         (["sample", "{0}", "--prompt", "abc"], "the tokenizer cannot encode the prompt 'abc'"),
-        (["sample", "{0}", "--prompt", ""], "has no tokens"),
+        *[
+            (["sample", model, "--prompt", text], f"--prompt: `prompt` {told}")
+            for model in ("{0}", "{1}")
+            for text, told in (
+                ("", "is ''; give a non-empty text or a list of messages"),
+                ("[]", "is an empty list; give at least one message"),
+                (ENDED, "ends with what the assistant says"),
+                (json.dumps(ENDED), "ends with what the assistant says"),
+                (ONE, "is no text to answer: it is the JSON of one message; write a list of messages"),
+                (str([json.loads(ONE)]), "is no text to answer: it is what Python prints of messages"),
+            )
+        ],
         (["sample", "{0}", "--prompt", "1" * 64], "has 64 positions for prompt and answer"),
         (["sample", "{0}", "--prompt", "1", "--temperature", "-1"], "give a number from 0 to 1,000"),
         (["sample", "{0}", "--prompt", "1", "--seed", "-1"], "give a whole number from 0"),
@@ -171,7 +186,8 @@ def test_the_same_model_twice_answers_the_same(models):
     ],
 )
 def test_what_does_not_go_together_is_one_sentence(models, recipe, capsys, words, sentence):
-    assert main([word.format(*models, r=recipe) for word in words]) == 2
+    known = {"{0}": models[0], "{1}": models[1], "{0}/none": f"{models[0]}/none", "{r}": recipe}
+    assert main([known.get(word, word) for word in words]) == 2
     (said,) = capsys.readouterr().err.splitlines()
     assert said.startswith("opd: error: ")
     assert sentence in said
@@ -255,6 +271,13 @@ def test_a_prompt_may_be_the_json_of_messages(models, capsys):
     ]
     speaker = Speaker.load(models[1], Asked((json.dumps([*given, {"role": "user", "content": "3"}]),)))
     assert speaker.tokenizer.decode(speaker.questions[0].token_ids) == "<a>1<b>2<eos><a>3<b>"
+    given.append({"role": "user", "content": "3"})
+    for text in (
+        json.dumps(json.dumps(given)),
+        json.dumps(given).replace("role", "from").replace("content", "value"),
+    ):
+        speaker = Speaker.load(models[1], Asked((text,)))
+        assert speaker.tokenizer.decode(speaker.questions[0].token_ids) == "<a>1<b>2<eos><a>3<b>"
     pictured = json.dumps([{"role": "user", "content": [{"type": "image_url"}]}])
     assert main(["sample", models[1], "--prompt", pictured]) == 2
     assert (

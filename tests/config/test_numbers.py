@@ -79,9 +79,8 @@ def test_lists_and_weights_of_numbers_are_looked_at_one_by_one(loaded, key, valu
     assert re.search(said, found), found
 
 
-def test_the_smallest_and_the_same_twice_are_taken(loaded):
+def test_the_smallest_are_taken(loaded):
     for key, value in (
-        ("rollout.stop_ids", "[3, 3]"),
         ("domains.sort.teacher", "{sort: 1e-20}"),
         ("distill.kl_coef", "1e-12"),
         ("distill.optim.weight_decay", "0"),

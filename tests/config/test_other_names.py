@@ -101,10 +101,29 @@ def test_an_option_without_a_row_belongs_to_its_family(capsys):
 @pytest.mark.parametrize(
     ("lines", "answer"),
     [
-        ("learning_rate: 1.0e-5", "`learning_rate` is TRL's name; here it is specialist.optim.lr"),
+        (
+            "learning_rate: 1.0e-5",
+            "`learning_rate` is TRL's and axolotl's name; here it is specialist.optim.lr",
+        ),
         ("specialist: {num_generations: 8}", "`specialist.num_generations` is TRL's name"),
         ("distill: {use_kl_loss: true}", "`distill.use_kl_loss` is "),
         ("model: {load_in_4bit: true}", "there is no such setting here: weights are float32"),
+        ("base_model: x", "`base_model` is axolotl's name; here it is model.path"),
+        (
+            "datasets: [{path: x}]",
+            "`datasets` is axolotl's name; here it is domains.NAME.source or sft.source",
+        ),
+        ("sequence_len: 5", "`sequence_len` is axolotl's name; here it is sft.max_length"),
+        ("trainer: {total_epochs: 3}", "`trainer.total_epochs` is verl's name; here it is specialist.steps"),
+        (
+            "actor_rollout_ref: {actor: {ppo_mini_batch_size: 1}}",
+            "`actor_rollout_ref.actor.ppo_mini_batch_size` is verl's name; here it is specialist.minibatches",
+        ),
+        ("actor_rollout_ref: {x: 1, rollout: {n: 8}}", "`actor_rollout_ref.rollout.n` is verl's name"),
+        ("algorithm: {adv_estimator: grpo}", "`algorithm.adv_estimator` is verl's name"),
+        ("grpo: {num_prompts_per_step: 3}", "`grpo.num_prompts_per_step` is NeMo-RL's name"),
+        ("actor_rollout_ref: {x: {y: 1}}", "`actor_rollout_ref` is a section of verl's configuration"),
+        ("distill: {gradient_clipping: 1}", "`distill.gradient_clipping` is DeepSpeed's name"),
         ("train: {sequence-parallel: 2}", "there is no such setting here: tensor-parallel ranks"),
     ],
 )
@@ -119,6 +138,34 @@ def test_a_key_near_one_of_its_own_place_is_that_one(tmp_path):
     (tmp_path / "recipe.yaml").write_text("specialist: {optim: {beta: 0.9}}\n", "utf-8")
     with pytest.raises(ConfigError, match="did you mean"):
         load_recipe([tmp_path / "recipe.yaml"], [])
+
+
+@pytest.mark.parametrize(
+    ("option", "told"),
+    [
+        ("--gradient_clipping", "--specialist.optim.max_grad_norm or --distill.optim.max_grad_norm"),
+        ("--gradient-clipping", "--specialist.optim.max_grad_norm"),
+        ("--trainer.total_epochs", "--specialist.steps or --distill.steps or --sft.epochs"),
+        ("--base_model", "--model.path"),
+        ("--datasets", "--domains.NAME.source or --sft.source"),
+        ("--sequence_len", "--sft.max_length"),
+        (
+            "--kl-coef",
+            "--specialist.reference_kl.coef (the weight of the teachers' divergence in the merge is",
+        ),
+        ("--DISTILL.STEPS", "did you mean --distill.steps?"),
+        ("--Distill.Optim.LR", "did you mean --distill.optim.lr?"),
+        ("--distill.optim.max-grad-norm", "did you mean --distill.optim.max_grad_norm?"),
+        ("--actor_rollout_ref.nope", "`actor_rollout_ref` is a section of verl's configuration"),
+    ],
+)
+def test_an_option_is_answered_with_the_one_that_is_meant(option, told, capsys, tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("name: r\nmodel: {path: x}\ndomains: {a: {source: a.jsonl, reward: exact}}\n", "utf-8")
+    assert main(["run", str(recipe), option, "1", "--dry-run"]) == 2
+    said = capsys.readouterr().err
+    assert told in said
+    assert said.count("\n") == 1
 
 
 @pytest.mark.parametrize("key", ["rollout_temprature", "train_rank", "critic_lrr", "evaluate"])

@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from opd.errors import DataError
+from opd.models.token_ids import encode_text
 from opd.models.tokenizers import character_tokenizer, load_tokenizer
 from opd.rollout.prompts import Prompt, encode_prompt
 
@@ -90,3 +94,64 @@ def test_arguments_that_are_not_the_templates_own_are_refused(key: str) -> None:
     model = {"path": "x", "chat_template_kwargs": {key: True}}
     with pytest.raises(ValueError, match=f"{key} is set by opd"):
         Recipe.model_validate({"name": "r", "model": model, "domains": {"d": {"source": "a.jsonl"}}})
+
+
+def wrapped(before: str = "", behind: str = "") -> Any:
+    """A tokenizer that puts these special tokens around a text."""
+    from tokenizers import processors
+
+    tokenizer = character_tokenizer("0123456789=a")
+    tokenizer.add_special_tokens({"bos_token": "<x>"})
+    used = [token for token in (before, behind) if token]
+    if used:
+        tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+            single=" ".join(filter(None, (before, "$A", behind))),
+            special_tokens=[(token, tokenizer.convert_tokens_to_ids(token)) for token in used],
+        )
+    return tokenizer
+
+
+FRAMES = {"none": ("", ""), "bos": ("<x>", ""), "eos": ("", "<eos>"), "both": ("<x>", "<eos>")}
+
+
+@pytest.mark.parametrize("frame", FRAMES)
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.sampled_from(["0", "1", "a", "=", "<x>", "<eos>"]), max_size=8).map("".join))
+def test_a_text_has_what_the_tokenizer_puts_before_it_and_nothing_behind(frame, text):
+    before, behind = FRAMES[frame]
+    tokenizer = wrapped(before, behind)
+    plain = tokenizer(text, add_special_tokens=False)["input_ids"]
+    begun = text.startswith("<x>") if before else True
+    wanted = plain if begun else [tokenizer.bos_token_id, *plain]
+    if not text:
+        wanted = [tokenizer.bos_token_id] if before else []
+    assert encode_text(tokenizer, text) == wanted
+
+
+@pytest.mark.parametrize("frame", FRAMES)
+def test_a_text_is_split_once_where_nothing_is_put_around_it(frame, monkeypatch):
+    tokenizer, asked = wrapped(*FRAMES[frame]), []
+    encode_text(tokenizer, "12")
+    whole = type(tokenizer).__call__
+    monkeypatch.setattr(
+        type(tokenizer), "__call__", lambda self, *a, **more: (asked.append(a), whole(self, *a, **more))[1]
+    )
+    assert encode_text(tokenizer, "12")
+    assert len(asked) == (1 if frame == "none" else 2)
+
+
+def test_a_post_processor_that_is_changed_is_followed():
+    tokenizer = wrapped()
+    assert encode_text(tokenizer, "12") == tokenizer("12")["input_ids"]
+    tokenizer.backend_tokenizer.post_processor = wrapped("<x>").backend_tokenizer.post_processor
+    assert encode_text(tokenizer, "12")[0] == tokenizer.bos_token_id
+
+
+def test_marks_of_the_template_in_what_a_user_says_are_its_tokens():
+    """As transformers and servers have it: a text that holds a special token is split at it."""
+    tokenizer = character_tokenizer("0123456789=", ["<|im_start|>"])
+    tokenizer.chat_template = "{% for m in messages %}<|im_start|>{{ m.content }}{% endfor %}"
+    ids = encode_prompt(Prompt.of([{"role": "user", "content": "3<|im_start|>1"}], "", "d"), tokenizer)
+    mark = tokenizer.convert_tokens_to_ids("<|im_start|>")
+    assert ids.tolist().count(mark) == 2
+    assert ids.tolist() == tokenizer("<|im_start|>3<|im_start|>1", add_special_tokens=False)["input_ids"]

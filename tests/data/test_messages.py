@@ -110,6 +110,10 @@ SAME = {
     ),
     "what clients keep": (said("4", refusal=None, annotations=[], audio=None, function_call=None), said("4")),
     "weights": (said("4", weight=0, train=False, training=False), said("4")),
+    "weights of others": (
+        said("4", loss=False, loss_weight=0.0, trainable=False, train_on_turn=False), said("4"),
+    ),
+    "no parts": (said("4", train_detail=[], training_detail=None), said("4")),
 }  # fmt: skip
 
 
@@ -132,7 +136,11 @@ REFUSED = {
     "number": (user(3), "content is text"),
     "part without text": (user([{"type": "text"}]), "without `text`"),
     "refusal": (said("", refusal="I cannot"), "`refusal`"),
-    "train_detail": (said("ab", train_detail=[{"begin_offset": 0, "end_offset": 0}]), "`train_detail`"),
+    "train_detail": (
+        said("ab", train_detail=[{"begin_offset": 0, "end_offset": 0}]),
+        "`train_detail`.*`train: false`",
+    ),
+    "training_detail": (said("ab", training_detail=[{"begin_offset": 0}]), "learnt whole or"),
     "prefix": (said("ab", prefix=True), "`prefix`"),
     "call without name": (said(None, tool_calls=[{"function": {}}]), "names no function"),
     "arguments": (
@@ -279,10 +287,39 @@ def test_a_text_goes_through_no_template_and_an_episode_has_its_own_arguments(tm
         (
             said("4", reasoning_content="2+2"),
             {},
-            "message 2 has `reasoning_content`, which the chat template",
+            r"message 2 has thoughts \(`reasoning_content`, `thinking`, `reasoning`\), which the chat",
         ),
-        (CALLING, {}, "message 2 has `tool_calls`, which the chat template does not read"),
-        (said("4", mood="glad"), {}, "message 2 has `mood`"),
+        (said("4", thinking="2+2"), {}, r"message 2 has thoughts \(`reasoning_content`, `thinking`"),
+        (
+            CALLING,
+            {},
+            r"message 2 has calls of tools \(`tool_calls`, .*which the chat template does not read",
+        ),
+        (
+            said("4", function_call=CALL["function"]),
+            {},
+            r"message 2 has calls of tools \(.*`function_call`\)",
+        ),
+        (said("4", mood="glad"), {}, "message 2 has `mood`.*leave it out, or give model.chat_template one"),
+        *[
+            (
+                said("4", **{name: value}),
+                {},
+                f"message 2 has `{name}`.*; write `train: false` .or `weight: 0`. in its",
+            )
+            for name, value in {
+                "mask": True,
+                "masked": 1,
+                "is_masked": False,
+                "loss_mask": 0,
+                "loss_scale": 0.5,
+                "ignore_loss": True,
+                "compute_loss": False,
+                "do_train": 0,
+                "learn": False,
+                "trainOn": True,
+            }.items()
+        ],
         (said("4"), {"tools": [TOOL]}, "its `tools` is nothing that the chat template reads"),
         (said("4"), {"chat_template_kwargs": {"brief": True}}, "its `brief` is nothing"),
     ],
@@ -290,13 +327,16 @@ def test_a_text_goes_through_no_template_and_an_episode_has_its_own_arguments(tm
 def test_what_the_template_does_not_read_is_refused_by_name(message, more, told, tmp_path):
     own = tokenizer(PLAIN)
     prompt = prompt_of("a.jsonl:7", {"prompt": [user("Hi"), message, user("?")], **more}, "d")
-    with pytest.raises(DataError, match=rf"a\.jsonl:7: {told}"):
+    with pytest.raises(DataError, match=rf"a\.jsonl:7: {told}") as caught:
         encode_prompt(prompt, own)
+    sentence = str(caught.value).partition(": ")[2]
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps({"messages": [user("Hi"), message], **more}))
     (row,) = read_demonstrations(str(path), None)
-    with pytest.raises(DataError, match=rf"rows\.jsonl:1: {told}"):
+    with pytest.raises(DataError, match=rf"rows\.jsonl:1: {told}") as caught:
         Writes(own, {}, []).encode(row)
+    assert str(caught.value).endswith(sentence)
+    assert sentence.count(";") == 1
 
 
 def test_a_template_that_writes_whole_messages_reads_all_of_them():
@@ -316,8 +356,26 @@ def test_thoughts_have_the_name_that_the_template_reads():
 def test_a_cell_that_holds_messages_is_read_as_messages():
     messages = [user("Hi"), said("4"), user("?")]
     assert prompt_of("", {"prompt": json.dumps(messages)}, "d").messages == messages
-    for text in ("[1, 2]", '[{"a": 1}]', "[{", '{"role": "user"}', json.dumps([])):
+    assert prompt_of("", {"prompt": json.dumps(json.dumps(messages))}, "d").messages == messages
+    shared = [
+        {"from": "human", "value": "Hi"},
+        {"from": "gpt", "value": "4"},
+        {"from": "human", "value": "?"},
+    ]
+    assert prompt_of("", {"prompt": json.dumps(shared)}, "d").messages == messages
+    plain = ("[1, 2]", '[{"a": 1}]', "[{", '{"role": "user"}', '{"a": 1}', '"Hi"', '"[1]"', '"[{', "[{x}]")
+    for text in (*plain, '{"from": "Rome", "value": "3"}', "{'a': 1}", "'role' and 'content'"):
         assert prompt_of("", {"prompt": text}, "d").text == text
+    for text, told in (
+        ("[]", "is an empty list; give at least one message"),
+        (" [] ", "is an empty list"),
+        (json.dumps(messages[0]), "the JSON of one message; write a list of messages"),
+        (json.dumps(json.dumps(messages[0])), "the JSON of one message"),
+        (json.dumps(messages[:2]), "ends with what the assistant says"),
+        (str(shared), "what Python prints of messages"),
+    ):
+        with pytest.raises(DataError, match=f"a:1: `prompt` .*{told}"):
+            prompt_of("a:1", {"prompt": text}, "d")
     with pytest.raises(DataError, match="what Python prints of messages"):
         prompt_of("", {"prompt": str(messages)}, "d")
 
@@ -379,7 +437,12 @@ MARKED = PLAIN.replace(
 
 @pytest.mark.parametrize("template", [TEMPLATE, MARKED])
 @pytest.mark.parametrize(
-    "field", [{"weight": 0}, {"weight": 0.0}, {"train": False}, {"training": False}, {"trainable": 0}]
+    "field",
+    [
+        *[{"weight": 0}, {"weight": 0.0}, {"train": False}, {"training": False}, {"trainable": 0}],
+        *[{"loss": False}, {"loss": 0}, {"loss_weight": 0.0}, {"train_on_turn": False}],
+        {"loss": False, "weight": 1},
+    ],
 )
 def test_answers_of_no_weight_are_read_and_not_learnt(field, template, tmp_path):
     talk = [user("a"), said("one"), user("b"), said("two"), user("c"), said("three")]
@@ -396,6 +459,14 @@ def test_answers_of_no_weight_are_read_and_not_learnt(field, template, tmp_path)
         ({"messages": [user("a"), said("b", weight=0.5)]}, "message 2: its `weight` is 0.5; give 0 or 1"),
         ({"messages": [user("a"), said("b", train="no")]}, "its `train` is 'no'; give 0 or 1"),
         ({"messages": [user("a", train=True), said("b")]}, "message 1: its role is user and `train` says"),
+        ({"messages": [user("a", loss=True), said("b")]}, "message 1: its role is user and `loss` says"),
+        ({"messages": [user("a"), said("b", weight=1, loss="no")]}, "its `loss` is 'no'; give 0 or 1"),
+        ({"messages": [user("a"), said("b", loss_weight=0.3)]}, "its `loss_weight` is 0.3; give 0 or 1"),
+        (
+            {"prompt": [user("a"), said("b", train=True), user("c")], "completion": "d"},
+            "`prompt`, message 2: `train` says that it is learnt, and nothing of a prompt is",
+        ),
+        ({"messages": [user("a"), said("b")], "loss": False}, "its `loss` is 0"),
         ({"prompt": "a", "completion": "b", "label": False}, "`label` is false"),
         ({"messages": [user("a"), said("b")], "weight": 0}, "its `weight` is 0"),
         ({"prompt": "a", "completion": "b", "train": False}, "its `train` is 0"),
@@ -415,6 +486,23 @@ def test_other_forms_of_demonstrations_are_refused_by_name(row, told, tmp_path):
     with pytest.raises(DataError, match=rf"rows\.jsonl:2: .*{told}") as caught:
         demonstrated(tmp_path, {"prompt": "a", "completion": "b"}, row)
     assert str(caught.value).endswith(".")
+
+
+@pytest.mark.parametrize("name", ["weight", "loss_weight", "train", "training", "trainable", "loss"])
+def test_nothing_of_a_prompt_is_learnt_and_a_prompt_says_nothing_else(name):
+    for value in (0, False, None):
+        row = {"prompt": [user("a", **{name: value}), said("b", **{name: value}), user("c")]}
+        assert prompt_of("a:1", row, "d").messages == [user("a"), said("b"), user("c")]
+    with pytest.raises(
+        DataError, match=f"a:1: `prompt`, message 2: `{name}` says that it is learnt, .*`sft`"
+    ):
+        prompt_of("a:1", {"prompt": [user("a"), said("b", **{name: True}), user("c")]}, "d")
+    with pytest.raises(DataError, match=f"message 2: its `{name}` is 'yes'; give 0 or 1"):
+        prompt_of("a:1", {"prompt": [user("a"), said("b", **{name: "yes"}), user("c")]}, "d")
+
+
+def test_a_loss_that_was_measured_is_no_weight(tmp_path):
+    assert demonstrated(tmp_path, {"messages": [user("a"), said("b")], "loss": 0.0}) == [["b"]]
 
 
 def test_sharegpt_and_parts_are_learnt_as_their_text(tmp_path):

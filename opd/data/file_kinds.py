@@ -1,0 +1,95 @@
+"""What a file is that was to be rows of data: by its first bytes, and what to do about it."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+from opd.foreign import POINTER, is_pointer, shown
+
+HEAD = 4096
+"""Bytes that are looked at."""
+_PACKED = "is packed ({}); unpack it, and name the file that comes out"
+_BINARY = {
+    b"\x1f\x8b": _PACKED.format("gzip"),
+    b"\x28\xb5\x2f\xfd": _PACKED.format("Zstandard"),
+    b"\xfd7zXZ\0": _PACKED.format("xz"),
+    b"BZh": _PACKED.format("bzip2"),
+    b"PK\x03\x04": "is a ZIP archive or a spreadsheet; unpack it, or write its rows as .jsonl or .parquet",
+    b"ARROW1": "is an Arrow file; write it with `to_parquet`, or `to_json` of datasets",
+    b"\xff\xff\xff\xff": "is a stream of Arrow; write it with `to_parquet`, or `to_json` of datasets",
+    b"SQLite format 3": "is a database of SQLite; write its rows as .jsonl or .parquet",
+    b"\x89HDF": "is an HDF5 file; write its rows as .jsonl or .parquet",
+    b"\x93NUMPY": "is an array of NumPy; write its rows as .jsonl or .parquet",
+    b"\x80": "looks like a pickle, which is never read; write its rows as .jsonl or .parquet",
+    b"%PDF": "is a PDF; write its rows as .jsonl or .parquet",
+}
+"""How files begin -> what they are, and the mend."""
+_PAGE = re.compile(rb"\s*<(?:!doctype|html|head|body|\?xml|!--|error)", re.IGNORECASE)
+_TABLE = re.compile(r"""\s*"?[\w .-]+"?\s*(?:[,;\t|]\s*"?[\w .-]+"?\s*)+""")
+_BEGUN = re.compile(r"[\[{]\s*[\[{]?|.*[\[{,:]")
+"""The first line of a document of JSON that goes on."""
+
+
+def file_fault(path: Path, begin: bytes) -> str | None:
+    """What the file `path`, which begins with `begin`, is in place of what its name says, and how to mend it;
+    `None` if it may be that.
+    """
+    begin = begin.removeprefix(b"\xef\xbb\xbf")
+    if is_pointer(begin):
+        return f"cannot be read: {POINTER}"
+    found = next((said for magic, said in _BINARY.items() if begin.startswith(magic)), None)
+    if found is not None and not _is_text(begin):
+        return found
+    if _PAGE.match(begin):
+        return (
+            "is a web page (HTML or XML), such as an error or a page about the file; download the file itself"
+            " (of the Hub by `hf://datasets/...`, or its `resolve` address)"
+        )
+    return _not_parquet(begin) if path.suffix == ".parquet" else _not_lines(begin)
+
+
+def _is_text(begin: bytes) -> bool:
+    return all(byte >= 32 or byte in b"\t\r\n" for byte in begin[:64]) and begin[:1] < b"\x80"
+
+
+def _not_parquet(begin: bytes) -> str | None:
+    if begin.lstrip()[:1] in (b"{", b"[") and _is_text(begin):
+        return "holds JSON and is no Parquet file; name it .jsonl, with an object on every line"
+    if begin.strip() and not begin.startswith(b"PAR1") and _is_text(begin):
+        return "is a text and no Parquet file; write its rows as .jsonl, an object on every line"
+    return None
+
+
+def _not_lines(begin: bytes) -> str | None:
+    if begin.startswith(b"PAR1"):
+        return "is a Parquet file; name it .parquet"
+    try:
+        text = begin.decode("utf-8", "ignore").lstrip()
+        line, end, _ = text.partition("\n")
+        json.loads(line or "0")
+    except (ValueError, RecursionError):
+        return _text_fault(line.strip(), bool(end))
+    return None
+
+
+def _text_fault(line: str, more: bool) -> str | None:
+    """What a text is whose first line is no JSON."""
+    if "\0" in line or "\ufffd" in line:
+        return None
+    if line.startswith(("{'", "[{'")):
+        return "holds what Python prints of its rows; write each with `json.dumps`, on a line of its own"
+    if line.startswith(("{", "[")):
+        if more and _BEGUN.fullmatch(line):
+            return (
+                "is one document of JSON over several lines; write every object on a line of its own, as"
+                " `jq -c '.[]'` does with a list"
+            )
+        return None
+    if len(line) < 300 and _TABLE.fullmatch(line):
+        return (
+            f"is a table of text (its first line is {shown(repr(line[:60]))}) and not JSON; write every row"
+            " as an object on a line, as pandas' `to_json(orient='records', lines=True)` does, or as .parquet"
+        )
+    return f"begins with {shown(repr(line[:40]))}, which is no JSON; write every row as an object on a line"

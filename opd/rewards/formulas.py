@@ -1,0 +1,157 @@
+"""Formulas as people and models type them, in the LaTeX that math-verify reads; numbers with a unit."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from decimal import Decimal
+
+_SIGNS = {
+    "π": r"\pi ", "∞": r"\infty ", "≤": r"\leq ", "≥": r"\geq ", "≠": r"\neq ", "\u00d7": r"\times ",
+    "÷": r"\div ", "·": r"\cdot ", "\u222a": r"\cup ", "∩": r"\cap ", "∅": r"\emptyset ", "±": r"\pm ",
+    "°": r"^\circ ", "\u2212": "-", "。": ".", "、": ",", "\u2044": "/", "\u200b": "",
+}  # fmt: skip
+_WIDE = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)}
+"""Full-width forms of ASCII, as Chinese and Japanese text has them."""
+_RAISED = "⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻"
+_SUPERSCRIPT = re.compile(f"[{_RAISED}]+")
+_DIGITS = str.maketrans(_RAISED, "0123456789+-")
+_FRACTION = re.compile("[¼-¾⅐-⅞]")
+_ROOT = re.compile(r"([√∛])\s*(?:\(([^()]*)\)|\{([^{}]*)\}|(\d+(?:\.\d+)?|\w))")
+_TYPED = str.maketrans({**_SIGNS, **{chr(a): chr(b) for a, b in _WIDE.items()}})
+_SPACES = "(?:\\\\[,; :]|\\{,\\}|[\u2009\u202f\u00a0~ '])"
+_THOUSANDS = re.compile(rf"(?<![\d.,])\d{{1,3}}(?:{_SPACES}\d{{3}})+(?!\d)")
+_MIXED = re.compile(
+    r"(?<![\w.,^_/}])(\d+)(?:\s|\\[ ,]|~)+(?:(\d+)\s*/\s*(\d+)|\\[dt]?frac\{(\d+)\}\{(\d+)\})(?![\w./])"
+)
+_ZEROS = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+_SCALE = re.compile(
+    rf"(?<![\w.,^_])(\d[\d,]*(?:\.\d+)?)(?:\s|\\[, ]|~)*(?:\\text\{{\s*)?({'|'.join(_ZEROS)})\b(?:\s*\}})?",
+    re.IGNORECASE,
+)
+_SHORT_FRACTION = re.compile(r"\\([dt]?)frac\s*(\d)\s*(\d)")
+_STARS = re.compile(r"\*\*\s*(?:([-+]?\w+)|\(([^()]*)\))")
+_PI = re.compile(r"(?<![\\A-Za-z])[Pp]i(?![A-Za-z])")
+_SQRT = re.compile(r"(?<![\\A-Za-z])sqrt\s*\(([^()]*)\)")
+_FUNCTION = re.compile(r"(?<![\\A-Za-z])(sin|cos|tan|ln|log|exp)(?=\s*\()")
+_APART = re.compile(
+    r"(?<=[\d)}])\s*(?:\\\\|\\q?quad\b|\bvs\.?(?=\s)|\\text\{[^{}]*\b(?:or|and)\b[^{}]*\})\s*"
+)
+_BLANK = re.compile(r"(?<![\w.^_\\])(\d(?:[\d.,]*\d)?)\s+(?=\d)")
+_ASIDE = re.compile(
+    r"(?:\\text\{\s*\(\s*(?:or|and)\b[^{}]*\}|\(\s*(?:\\text\{\s*(?:or|and)\b[^{}]*\}|(?:or|and)\b))([^()]*)\)"
+)
+"""Between answers that stand side by side, which math-verify would add up, or of which it takes the last."""
+
+
+def typed(text: str) -> str:
+    """`text` with LaTeX for the signs that keyboards and other scripts have: `√2`, `3½`, `2³`, `４２`."""
+    if text.isascii():
+        return text
+    text = _SUPERSCRIPT.sub(lambda found: f"^{{{found[0].translate(_DIGITS)}}}", text)
+    text = _FRACTION.sub(lambda found: f" {unicodedata.normalize('NFKC', found[0])} ", text)
+    text = _ROOT.sub(_radical, text)
+    return text.translate(_TYPED)
+
+
+def _radical(found: re.Match[str]) -> str:
+    inner = next((part for part in found.groups()[1:] if part is not None), "")
+    return f"\\sqrt{'[3]' if found[1] == '∛' else ''}{{{inner}}}"
+
+
+def as_latex(formula: str) -> str:
+    """A formula by itself as LaTeX: `3 1/2` is 7/2, `2**3` is 8, `1 234` is 1234, `5 dollars` are 5.
+
+    What stands side by side without a sign becomes a list, so that it is no one number.
+    """
+    text = typed(formula).strip().removesuffix(".")
+    text = _THOUSANDS.sub(lambda found: re.sub(r"\D", "", found[0]), text)
+    text = _SCALE.sub(
+        lambda found: f"{Decimal(found[1].replace(',', '')).scaleb(_ZEROS[found[2].lower()]):f}", text
+    )
+    text = _SHORT_FRACTION.sub(r"\\\1frac{\2}{\3}", text)
+    text = _MIXED.sub(_sum, text)
+    text = _STARS.sub(lambda found: f"^{{{found[1] or found[2]}}}", text)
+    text = _SQRT.sub(r"\\sqrt{\1}", _PI.sub(r"\\pi ", text))
+    text = _FUNCTION.sub(r"\\\1", text)
+    found = measured(text)
+    if found is not None and found[1] != "%":  # of which 5 and 0.05 may be meant
+        return found[0]
+    if "\\begin" not in text:
+        text = _BLANK.sub(r"\1, ", _APART.sub(", ", _ASIDE.sub(r", \1", text)))
+        if text.count("|") == 1:  # two of them are an absolute value
+            text = text.replace("|", ",")
+    return text
+
+
+def _sum(found: re.Match[str]) -> str:
+    whole, *parts = (part for part in found.groups() if part is not None)
+    return f"({whole}+\\frac{{{parts[0]}}}{{{parts[1]}}})" if int(parts[0]) < int(parts[1]) else found[0]
+
+
+_NAMES = {
+    "m": "metre meter metres meters", "cm": "centimetre centimeter centimetres centimeters",
+    "mm": "millimetre millimeter millimetres millimeters",
+    "km": "kilometre kilometer kilometres kilometers", "in": "inch inches", "ft": "foot feet",
+    "mi": "mile miles", "yd": "yard yards", "g": "gram grams gramme grammes",
+    "kg": "kilogram kilograms kilo kilos", "mg": "milligram milligrams", "lb": "lbs pound pounds",
+    "s": "sec secs second seconds", "min": "mins minute minutes", "h": "hr hrs hour hours",
+    "day": "days", "week": "weeks", "month": "months", "year": "yr years", "litre": "liter litres liters",
+    "ml": "millilitre milliliter millilitres milliliters", "%": "percent \\%",
+    "°": "degree degrees ^\\circ ^{\\circ}",
+    "$": "\\$ dollar dollars usd", "€": "euro euros eur", "£": "gbp", "¥": "yen jpy", "cent": "cents ¢",
+    "₹": "rupee rupees inr", "kelvin": "", "joule": "joules", "newton": "newtons", "watt": "watts",
+}  # fmt: skip
+_UNITS = {name: unit for unit, names in _NAMES.items() for name in (unit, *names.split())}
+"""Spelling of a unit -> the unit."""
+_NUMBER = r"[-+]?\s*(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:/\d+)?|[-+]?\s*\\[dt]?frac\{\d+\}\{\d+\}"
+_BEFORE = re.compile(rf"([-+]?)\s*(\\\$|[$€£¥₹])\s*({_NUMBER})")
+_WORD = r"[A-Za-z]+(?:\^?\{?[23]\}?)?"
+_BEHIND = re.compile(
+    rf"({_NUMBER})(?:(?:\s|\\[,;: ~]|~)*(\\?%|\^\\circ|\^\{{\\circ\}}|[$€£¥₹¢]|\\\$)"
+    rf"|(?:\s|\\[,;: ~]|~)+({_WORD}(?:\s*/\s*{_WORD})?)"
+    rf"|(?:\s|\\[,;: ~]|~)*\\(?:text|mathrm|textrm|operatorname)\{{\s*([^{{}}]*?)\s*\}}(\^\{{?[23]\}}?)?)"
+)
+
+
+def measured(formula: str) -> tuple[str, str] | None:
+    """The number and the unit of a formula that is one number with its unit: `5 cm`, `\\$5`, `5\\%`.
+
+    `None` for other formulas.
+    """
+    text = formula.strip()
+    before = _BEFORE.fullmatch(text)
+    if before is not None:
+        return f"{before[1]}{before[3]}", unit_of(before[2])
+    behind = _BEHIND.fullmatch(text)
+    if behind is None:
+        return None
+    unit = next((part for part in behind.groups()[1:] if part), "")
+    made = unit_of(unit)
+    if not _is_known(made):  # of other words math-verify knows many, and `5 x` is five times x
+        return None
+    return behind[1], made + (behind[5] or "")
+
+
+def unit_of(spelled: str) -> str:
+    """One spelling of each unit: `meters` is `m`; another word is itself."""
+    return "/".join(_UNITS.get(part.strip().lower(), part.strip().lower()) for part in spelled.split("/"))
+
+
+_RELATION = re.compile(r"\s*(\\(?:leq?|geq?|neq?|lt|gt)(?![a-z])|<=?|>=?|!=)")
+
+
+def is_open(formula: str) -> bool:
+    """Whether a formula is a relation without a left side: `<5` is no 5."""
+    return _RELATION.match(typed(formula)) is not None
+
+
+def other_units(one: str, other: str) -> bool:
+    """Whether both formulas are numbers with units that are known, and these are not the same."""
+    found = [measured(typed(formula).strip().removesuffix(".")) for formula in (one, other)]
+    units = [each[1].replace("{", "").replace("}", "") for each in found if each is not None]
+    return len(units) == 2 and units[0] != units[1] and all(_is_known(unit) for unit in units)
+
+
+def _is_known(unit: str) -> bool:
+    return all(re.sub(r"\^?[23]$", "", part) in _NAMES for part in unit.split("/"))

@@ -1,0 +1,107 @@
+"""Values that no setting can mean, or that change nothing: one sentence, once, with the setting's name."""
+
+from __future__ import annotations
+
+import pytest
+
+from opd.config.load import load_recipe
+from opd.errors import ConfigError
+
+RECIPE = """
+name: r
+model: {path: x}
+domains:
+  a: {source: a.jsonl, reward: exact, specialist: {steps: 3}}
+  b: {source: b.jsonl, reward: exact}
+"""
+
+
+def said(tmp_path, *words, more: str = ""):
+    path, beside = tmp_path / "recipe.yaml", tmp_path / "more.yaml"
+    path.write_text(RECIPE, "utf-8")
+    beside.write_text(more, "utf-8")
+    with pytest.raises(ConfigError) as caught:
+        load_recipe([path, beside] if more else [path], list(words))
+    return str(caught.value)
+
+
+NUMBERS = (
+    *(
+        "distill.optim.lr",
+        "distill.steps",
+        "rollout.temperature",
+        "rollout.top_p",
+        "distill.optim.weight_decay",
+    ),
+    *("domains.a.held_out", "domains.a.weight", "specialist.group_size", "seed", "rollout.max_new_tokens"),
+)
+
+
+@pytest.mark.parametrize("option", NUMBERS)
+def test_no_number_is_endless(option, tmp_path):
+    for value in ("nan", ".nan", "NaN", "inf", ".inf", "-.inf", "-inf", "+Infinity"):
+        sentence = said(tmp_path, f"--{option}={value}")
+        assert sentence == f"--{option}: `{option}` is {value!r}, which is no finite number; give one"
+    *parents, last = option.split(".")
+    text = f"{last}: .nan"
+    for parent in reversed(parents):
+        text = f"{parent}: {{{text}}}"
+    assert "which is no finite number; give one" in said(tmp_path, more=text)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "one"),
+    [
+        ("rollout.stop_ids", "[1, 2, 1]", "1"),
+        ("rollout.stop", "[a, a]", "'a'"),
+        ("baselines.methods", "[ties, ties]", "'ties'"),
+        ("runtime.sinks", "[wandb, tensorboard, wandb]", "'wandb'"),
+        ("evaluation.pass_at", "[4, 4]", "4"),
+        ("baselines.scales", "[0.5, 0.5]", "0.5"),
+        ("model.lora.targets", "[q_proj, q_proj]", "'q_proj'"),
+    ],
+)
+def test_a_list_names_nothing_twice(option, value, one, tmp_path):
+    sentence = said(tmp_path, f"--{option}", value)
+    assert sentence.startswith(f"--{option}: `{option}` is [")
+    assert sentence.endswith(f": it names {one} twice; leave one of them out")
+
+
+@pytest.mark.parametrize("option", ["domains", "model", "domains.a"])
+def test_an_option_that_changes_nothing_is_told(option, tmp_path):
+    assert f"--{option} {{}} changes nothing" in said(tmp_path, f"--{option}", "{}")
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        (("--specialist.optim.lr", "-1"), "is -1: input should be greater than 0"),
+        (("--specialist.group_size", "1"), "group_size is 1, but advantage grpo"),
+        (("--specialist.optim.lr", "nan"), "no finite number"),
+        (("--specialist.advantage", "nope"), "takes a mapping"),
+        (("--rollout.temperature", "-1"), "`rollout.temperature` is -1"),
+    ],
+)
+def test_what_domains_have_from_the_recipe_is_said_once(words, part, tmp_path):
+    more = "domains: {a: {rollout: {top_p: 0.9}}}"
+    sentence = said(tmp_path, *words, more=more)
+    assert sentence.count(part) == 1
+    assert sentence.startswith(words[0])
+    assert "domains.a" not in sentence
+
+
+def test_what_a_domain_says_itself_is_said_of_it(tmp_path):
+    sentence = said(tmp_path, more="domains: {a: {specialist: {optim: {lr: -1}}}}")
+    assert "`domains.a.specialist.optim.lr` is -1" in sentence
+
+
+@pytest.mark.parametrize("name", ["MATH", "Math", "EXACT", "Json_Schema"])
+def test_a_reward_in_capitals_is_the_one_in_small_letters(name, tmp_path):
+    assert f"did you mean {name.lower()!r}?" in said(tmp_path, "--domains.a.reward", name)
+
+
+@pytest.mark.parametrize(
+    ("text", "meant"), [("DISTILL: {steps: 3}", "distill"), ("distill: {Steps: 3}", "distill.steps")]
+)
+def test_a_key_in_capitals_is_the_one_in_small_letters(text, meant, tmp_path):
+    assert f"did you mean `{meant}`?" in said(tmp_path, more=text)
