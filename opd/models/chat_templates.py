@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache, partial
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from opd.data.messages import THOUGHTS
 from opd.foreign import decoding, read_document, shown
@@ -77,9 +77,15 @@ def refuse_unread(
     arguments: Mapping[str, Any],
     own: Collection[str] = (),
 ) -> None:
-    """Raise `UnreadError` for a field of a message that the chat template does not read, and for one of the
-    arguments that are a row's `own`: the model would be shown less than was written. Names may go unread.
+    """Raise `UnreadError` for a chat template that leaves out what users say, for a field of a message that
+    it does not read, and for one of the arguments that are a row's `own`: the model would be shown less than
+    was written. Names may go unread.
     """
+    if tokenizer.chat_template and _content_form(tokenizer.chat_template, _special_of(tokenizer)) is None:
+        raise UnreadError(
+            "the chat template leaves out what the user says, or a part of it; give model.chat_template one"
+            " that writes `content` as it is"
+        )
     extra: dict[str, int] = {}
     for place, one in enumerate(messages):
         for field in one.keys() - _KNOWN:
@@ -145,9 +151,11 @@ def _ask(
         raise TemplateError("the tokenizer has no chat template")
     if len(str(template)) > MOST_TEMPLATE:
         raise TemplateError(f"the chat template has more than {MOST_TEMPLATE} characters")
-    special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
+    special = _special_of(tokenizer)
     thoughts = _thoughts_in(str(template))
     told = [{thoughts if k == THOUGHTS[0] else k: v for k, v in one.items()} for one in messages]
+    if _content_form(template, special) == "parts":
+        told = [_with_parts(one) for one in told]
     return _renderer().render(
         {
             "template": template,
@@ -160,12 +168,64 @@ def _ask(
     )
 
 
+def _special_of(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
+    return {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
+
+
+def _with_parts(message: Mapping[str, Any]) -> dict[str, Any]:
+    """`message` with its text as a list of one part."""
+    content = message.get("content")
+    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    return {**message, "content": parts}
+
+
+_PROBE = " ".join(["zebra"] * 200)
+
+
+def _content_form(template: Any, special: Mapping[str, str]) -> Literal["text", "parts"] | None:
+    """How a chat template reads what a message says: as text, or as a list of parts alone, as those of models
+    that see; `None` if it leaves out some of either. One that raises at both is asked for text.
+    """
+    if len(str(template)) > MOST_TEMPLATE:
+        return "text"  # which is refused where it is rendered
+    forms = _renderer().forms
+    key = repr((template, special))
+    if key not in forms:
+        forms[key] = _find_form(template, special)
+    return forms[key]
+
+
+def _find_form(template: Any, special: Mapping[str, str]) -> Literal["text", "parts"] | None:
+    form: Literal["text", "parts"]
+    found: Literal["text", "parts"] | None = "text"
+    for form in ("text", "parts"):
+        message: dict[str, Any] = {"role": "user", "content": _PROBE}
+        request = {
+            "template": template,
+            "special": special,
+            "messages": [message if form == "text" else _with_parts(message)],
+            "arguments": {"add_generation_prompt": True},
+            "marked": False,
+            "day": None,
+        }
+        try:
+            text = _renderer().render(request)[0].casefold()
+        except TemplateError:
+            continue
+        if _PROBE in text and (form == "text" or "'type'" not in text):
+            return form
+        found = None
+    return found
+
+
 class _Renderer:
     """The process that renders, and the templates that ended it: they are not waited for again."""
 
     def __init__(self) -> None:
         self.process = LimitedProcess(__name__, MEMORY)
         self._endless: list[Any] = []
+        self.forms: dict[str, Literal["text", "parts"] | None] = {}
+        """What `_find_form` has found, by template."""
 
     def render(self, request: Mapping[str, Any]) -> tuple[str, list[tuple[int, int]]]:
         said = None if request["template"] in self._endless else self.process.ask(request, SECONDS)

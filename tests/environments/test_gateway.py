@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import socket
 import threading
 import urllib.error
@@ -16,7 +17,7 @@ from test_agents import agent, chat_engine, chat_prompt, chat_sampling, check_ex
 from test_episodes import Recorded, digits_engine, prompts, sampling
 
 import opd.environments.gateway as gateway
-from opd.environments.asked import MOST_BODY
+from opd.environments.asked import MOST_BODY, RefusedError, read_asked
 from opd.environments.branches import longest_token
 from opd.environments.episodes import EPISODE
 from opd.errors import RolloutError
@@ -246,8 +247,6 @@ def test_a_call_that_could_not_be_brought_back_is_not_handed_out(monkeypatch, wh
         ({"messages": [{"role": "user", "content": 3}]}, "invalid_value", "content is text"),
         ({"messages": [user("x"), {"role": "assistant", "content": "y"}]}, "invalid_value", "goes on with"),
         ({"messages": [{"role": "assistant", "tool_calls": "x"}]}, "invalid_value", "messages.tool_calls"),
-        ({"prompt": {"a": 1}}, "invalid_value", "one text, or the token ids"),
-        ({"prompt": [1, "a"]}, "invalid_value", "one text, or the token ids"),
         ({"messages": [user("x")], "n": 10**9}, "invalid_value", "n: "),
         ({"messages": [user("x")], "n": 0}, "invalid_value", "n: "),
         ({"messages": [user("x")], "n": 16}, "max_turns", "8 turns"),
@@ -403,7 +402,15 @@ def test_what_is_no_http_leaves_no_traceback_in_the_log(caplog):
 
     sample, _, _ = once(play)
     assert len(sample.response_ids) == 3
-    assert not [record for record in caplog.records if record.exc_info]
+    assert [
+        one.name for one in caplog.records if one.exc_info and logging.getLogger(one.name).propagate
+    ] == []
+
+
+@pytest.mark.parametrize("prompt", [{"a": 1}, [1, "a"], 3, ["a", "b"], [[1]]])
+def test_a_prompt_of_another_kind_is_told_which_there_are(prompt):
+    with pytest.raises(RefusedError, match="one text, or the token ids of one"):
+        read_asked(json.dumps({"prompt": prompt}).encode(), chat=False)
 
 
 def test_without_a_key_nothing_is_read_and_what_is_large_or_slow_is_let_go(monkeypatch):
