@@ -126,14 +126,21 @@ def load_module(folder: Path, *, dtype: torch.dtype, device_map: str | None = No
             f"{folder} cannot be loaded as a causal language model: {reason_of(error)}"
         ) from error
     module, info = loaded
-    _refuse_disagreement(folder, info)
+    _refuse_disagreement(folder, info, _saved_as(module))
     require_numbers(folder, module.named_parameters())
     if getattr(config.get_text_config(), "tie_word_embeddings", False):
         _refuse_untied(folder, module)
     return module
 
 
-def _refuse_disagreement(folder: Path, info: dict[str, Any]) -> None:
+def _saved_as(module: Any) -> str | None:
+    """The class that config.json says a model was saved as, if it is another than `module` is."""
+    saved = [str(name) for name in module.config.architectures or []]
+    return saved[0] if saved and type(module).__name__ not in saved else None
+
+
+def _refuse_disagreement(folder: Path, info: dict[str, Any], saved_as: str | None) -> None:
+    """`saved_as`: another class whose weights these are."""
     absent, unused = list(info["missing_keys"]), info["unexpected_keys"]
     unused = [name for name in unused if not FOLLOWING.search(name)]
     other = "the two do not belong together: copy both again from one source."
@@ -155,6 +162,12 @@ def _refuse_disagreement(folder: Path, info: dict[str, Any]) -> None:
         raise CheckpointError(
             f"{folder} has {shown(before)} before the names of the model's tensors: what holds the model was"
             " saved in its place; save the model itself with save_pretrained."
+        )
+    if (absent or unused) and saved_as is not None:
+        lacks = f"lacks {min(absent)}" if absent else f"has {min(unused)}"
+        raise CheckpointError(
+            f"{folder} was saved as {shown(saved_as)} (`architectures` in its config.json) and {lacks}; give"
+            " the folder of a causal language model, saved as AutoModelForCausalLM loads it."
         )
     if absent and unused:
         raise CheckpointError(

@@ -79,6 +79,9 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
         raise
     except Exception as error:  # the Rust tokenizer raises plain Exception
         raise ModelError(f"{folder} has no readable tokenizer: {_cause(folder, error)}") from error
+    if not isinstance(tokenizer.model_max_length, int | float):
+        said = shown(tokenizer.model_max_length)
+        raise ModelError(f"{folder / 'tokenizer_config.json'} says model_max_length {said}; write a number.")
     # What was written is what rewards and people read, also where a blank stands before a full stop.
     tokenizer.clean_up_tokenization_spaces = False
     tokenizer.deprecation_warnings[_TOO_LONG] = True  # model_max_length bounds nothing here
@@ -123,7 +126,7 @@ def _cause(folder: Path, error: Exception) -> str:
             Tokenizer.from_file(str(folder / "tokenizer.json"))
         except Exception as damage:  # as above
             return f"tokenizer.json is damaged ({reason_of(damage)}); copy it again from its source."
-        return reason_of(error)
+        return f"tokenizer_config.json or special_tokens_map.json is of no use ({reason_of(error)}); mend it."
     held = [name for name in (*_TOKENIZER_FILES, "merges.txt") if (folder / name).is_file()]
     if not held:
         return reason_of(error)

@@ -103,6 +103,14 @@ ODD = {
         {"additional_chat_templates/tool.jinja": b"\xff"},
         r"tool\.jinja is not UTF-8 text",
     ),
+    "a length by text, no template": (
+        {"tokenizer_config.json": b'{"model_max_length": "big"}'},
+        r"tokenizer_config\.json says model_max_length big; write a number",
+    ),
+    "a list as token, no template": (
+        {"tokenizer_config.json": b'{"pad_token": ["a"]}'},
+        r"tokenizer_config\.json or special_tokens_map\.json is of no use",
+    ),
     "a number as template": (
         {"tokenizer_config.json": b'{"chat_template": 5}'},
         "a chat_template that is no text",
