@@ -78,7 +78,7 @@ def _within(name: str, *packages: str) -> bool:
 
 def _folder(module: str) -> str:
     part = module.split(".")[1] if "." in module else ""
-    return part if part in FOLDERS else "core"
+    return "pipelines" if part == "__main__" else part if part in FOLDERS else "core"
 
 
 def fault(module: str, name: str, top: bool) -> str | None:
