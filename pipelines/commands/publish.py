@@ -34,11 +34,14 @@ def model_form(checkpoint: Path) -> ModelForm:
     if fault is not None:
         raise CheckpointError(f"{checkpoint}: {fault}; put the tokenizer there that it was trained with.")
     scale, softcap = head_form(config)
+    layers = getattr(config, "num_hidden_layers", None)
+    if not isinstance(layers, int):
+        raise ModelError(f"{checkpoint} says no num_hidden_layers, without which no layer of it can be read.")
     return ModelForm(
         scale=scale,
         softcap=softcap,
         tied=bool(getattr(config, "tie_word_embeddings", False)),
-        layers=config.num_hidden_layers,
+        layers=layers,
         fingerprint=asdict(fingerprint(tokenizer)) if tokenizer is not None else None,
     )
 
@@ -79,9 +82,9 @@ def _checked_form(folder: Path) -> tuple[ModelForm, OpdError | None]:
     fault = stream_fault(folder)
     try:
         check_weights(folder)
+        form = model_form(folder)
     except (CheckpointError, ModelError) as error:
         raise fault if isinstance(fault, ModelError) else error from None
-    form = model_form(folder)
     folder_units(folder, form)
     return form, fault
 
