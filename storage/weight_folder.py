@@ -185,7 +185,7 @@ _WRAPPERS = {
         "model.module.save_pretrained(...)",
     ),
 }
-"""What a name has of a tensor that was saved from inside a wrapper -> the wrapper, and how to save without."""
+"""What the name of a tensor has that was saved inside a wrapper -> the wrapper, and how to save without."""
 
 
 def _refuse_wrapped(folder: Path, names: Collection[str]) -> None:
