@@ -107,8 +107,10 @@ def _blocks(text: str) -> list[tuple[str, str]]:
 
 
 def _code(text: str) -> str | None:
-    blocks = [content for language, content in _blocks(text) if language in ("", "python", "py", "python3")]
-    return blocks[-1] if blocks else None
+    blocks = _blocks(text)
+    named = [content for language, content in blocks if language in ("python", "py", "python3")]
+    found = named or [content for language, content in blocks if not language]  # such as what it prints
+    return found[-1] if found else None
 
 
 def _json(text: str) -> str | None:

@@ -8,6 +8,7 @@ import ast
 import json
 import keyword
 import re
+import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -50,6 +51,12 @@ def label_fault(settings: PythonReward, label: Any) -> str | None:
             setup, *parsed = (_parsed(one) for one in (_setup(label), *tests))
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         return f"has a test that is no Python ({str(error)[:100]}); mend it"
+    absent = _absent([setup, *parsed])
+    if absent is not None:
+        return (
+            f"imports {absent}, which is not Python's own, so that no answer passes; leave it out: what an"
+            " answer defines is there by its name"
+        )
     if not all(_decides(one, setup) for one in parsed):
         return "has a test that every answer passes; assert what is expected, where it is reached"
     return None
@@ -63,31 +70,63 @@ def _parsed(code: str) -> ast.Module:
 def _decides(test: ast.Module, setup: ast.Module) -> bool:
     """Whether something in `test` can fail: an assertion, an exit or an exception that is raised there."""
     parts = [*ast.walk(test), *ast.walk(setup)]
-    return _can_fail(test.body, {one.name: one.body for one in parts if isinstance(one, _FUNCTIONS)})
+    if any(_prints(part) for part in parts):
+        return False
+    return _can_fail(test.body, {one.name: _bodies(one) for one in parts if isinstance(one, _NAMED)})
 
 
-_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
-_FAILING = re.compile(r"assert.*|main|run|testmod|fail|raises|exit|_exit|quit")
-"""Names of functions that raise where something is wrong, such as unittest's and numpy's."""
+_NAMED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+_FAILING = re.compile(r"assert.*|main|fail|raises|exit|_exit|quit")
+"""Names of functions that raise or leave where something is wrong, such as unittest's and numpy's."""
+
+
+def _prints(part: ast.AST) -> bool:
+    """Whether it is a call that prints what has failed, and goes on."""
+    if not isinstance(part, ast.Call):
+        return False
+    whose = getattr(getattr(part.func, "value", None), "id", "")
+    name = _name_of(part)
+    leaves = not any(one.arg == "exit" for one in part.keywords)
+    return name in ("testmod", "TextTestRunner") or (name == "main" and (whose == "pytest" or not leaves))
+
+
+def _name_of(call: ast.Call) -> str:
+    return getattr(call.func, "id", getattr(call.func, "attr", ""))
+
+
+def _bodies(part: ast.AST) -> list[ast.stmt]:
+    """The statements of a function, or of all functions of a class."""
+    body: list[ast.stmt] = getattr(part, "body", [])
+    if not isinstance(part, ast.ClassDef):
+        return body
+    return [line for one in body if isinstance(one, _NAMED) for line in _bodies(one)]
 
 
 def _can_fail(body: Sequence[ast.AST], functions: Mapping[str, list[ast.stmt]]) -> bool:
-    """Whether a statement of `body` can; `functions`: those that the tests define, by name."""
+    """Whether a statement of `body` can; `functions`: what the tests define, by name."""
     for part in body:
-        if isinstance(part, ast.Assert):
-            said = part.test
-            if not isinstance(said, ast.Constant) and not (isinstance(said, ast.Tuple) and said.elts):
-                return True
-        if isinstance(part, ast.Raise):
+        if isinstance(part, ast.Assert) and _is_open(part.test):
             return True
-        if isinstance(part, ast.Call):
-            name = getattr(part.func, "id", getattr(part.func, "attr", ""))
-            others = {key: found for key, found in functions.items() if key != name}
-            if _FAILING.fullmatch(name) or (name in functions and _can_fail(functions[name], others)):
-                return True
-        if not isinstance(part, (*_FUNCTIONS, ast.ClassDef)) and _can_fail(_reached(part), functions):
+        if isinstance(part, ast.Raise) or (isinstance(part, ast.Call) and _FAILING.fullmatch(_name_of(part))):
+            return True
+        name = (
+            getattr(part, "id", getattr(part, "attr", ""))
+            if isinstance(part, ast.Name | ast.Attribute)
+            else ""
+        )
+        others = {key: found for key, found in functions.items() if key != name}
+        if name in functions and _can_fail(functions[name], others):
+            return True
+        if not isinstance(part, _NAMED) and _can_fail(_reached(part), functions):
             return True
     return False
+
+
+def _is_open(said: ast.expr) -> bool:
+    """Whether what is asserted can be false."""
+    if isinstance(said, ast.Tuple):
+        return not said.elts
+    return not isinstance(said, ast.Constant) or not said.value
 
 
 def _reached(part: ast.AST) -> list[ast.AST]:
@@ -104,6 +143,18 @@ def _hides(handler: ast.ExceptHandler) -> bool:
     name = getattr(handler.type, "id", None)
     everything = handler.type is None or name in ("Exception", "BaseException", "AssertionError")
     return everything and all(isinstance(one, ast.Pass | ast.Continue) for one in handler.body)
+
+
+def _absent(parsed: Sequence[ast.Module]) -> str | None:
+    """A module that tests import, and that is not Python's own."""
+    for part in (part for one in parsed for part in ast.walk(one)):
+        names = [one.name for one in part.names] if isinstance(part, ast.Import) else []
+        if isinstance(part, ast.ImportFrom):
+            names = [part.module or ""]
+        for name in names:
+            if name.partition(".")[0] not in sys.stdlib_module_names:
+                return name
+    return None
 
 
 def _pairs_fault(label: dict[str, Any], most: int) -> str | None:
@@ -166,8 +217,13 @@ def passed(settings: PythonReward, answer: Answered) -> list[bool]:
     if not pairs:
         return run_tests(sandbox, source, _tests(label), _setup(label), limits)
     if label.get("fn_name"):
+        wrapped = all(isinstance(one, list) and len(one) == 1 for one in label["outputs"])
         calls = [
-            {"call": label["fn_name"], "arguments": arguments, "expected": expected}
+            {
+                "call": label["fn_name"],
+                "arguments": arguments,
+                "expected": [expected, *(expected if wrapped else [])],
+            }
             for arguments, expected in zip(label["inputs"], label["outputs"], strict=True)
         ]
         return run_tests(sandbox, source, calls, "", limits)

@@ -133,6 +133,8 @@ CASES = [
     ({"type": "python", "partial": True}, "print(2)", {"inputs": ["1", "2"], "outputs": ["2", "4"]}, 0.5),
     ("python", "import threading\nthreading.Thread(target=lambda: print(2)).start()", {"inputs": [""], "outputs": ["2"]}, 1),  # noqa: E501
     ("python", "import atexit\natexit.register(print, 3)", {"inputs": [""], "outputs": ["3"]}, 1),
+    ("python", "```python\nprint(3); exit()\n```\nIt prints\n```\n3\n```", {"inputs": [""], "outputs": ["3"]}, 1),  # noqa: E501
+    ("python", "class Solution:\n def f(self, x: List[int]) -> Optional[int]: return math.gcd(*x)", "assert Solution().f([4, 6]) == 2", 1),  # noqa: E501
     ("python", "I do not know", ["assert add(1, 2) == 3"], 0),
 ]  # fmt: skip
 
@@ -267,6 +269,9 @@ DECIDING_NOTHING = [
     {"tests": ["add(1, 2) == 3"], "setup": "def check(f): assert f(1, 2) == 3"},
     {"test": "def check(f):\n    f(1, 2) == 3", "entry_point": "add"},
     '["add(1, 2) == 3"]',
+    f"{UNITTEST}\nunittest.main(exit=False)",
+    f"{UNITTEST}\nunittest.TextTestRunner().run(unittest.defaultTestLoader.loadTestsFromTestCase(T))",
+    "def more():\n    '>>> add(1, 2)\\n3'\nimport doctest\ndoctest.testmod()",
 ]
 DECIDING = [
     "def test_add():\n    assert add(1, 2) == 3\ntest_add()",
@@ -275,6 +280,13 @@ DECIDING = [
     "try:\n    add('a', 'b')\nexcept TypeError:\n    raise AssertionError from None",
     {"tests": ["check(add)"], "setup": "def check(f): assert f(1, 2) == 3"},
     f"{UNITTEST}\nT('test_add').test_add()",
+    f"{UNITTEST}\nif __name__ == '__main__':\n    unittest.main()",
+    "def check(f):\n    assert f(1, 2) == 3\nif __name__ == '__main__':\n    check(add)",
+    "try:\n    add('a', 1)\n    assert False\nexcept TypeError:\n    assert add(1, 2) == 3",
+    "if add(1, 2) != 3: assert False",
+    "def test_a(): assert add(1, 2) == 3\nfor test in [test_a]:\n    test()",
+    "class T:\n    def __init__(self):\n        assert add(1, 2) == 3\nT()",
+    {"fn_name": "add", "inputs": [[1, 2], [3, 4]], "outputs": [[3], [7]]},
     '["assert add(1, 2) == 3", "assert add(1, 1) == 2"]',
     '{"fn_name": "add", "inputs": [[1, 2]], "outputs": [3]}',
     {"tests": '["assert add(1, 2) == 3"]'},
@@ -342,6 +354,12 @@ def test_labels_that_decide_are_read_from_json_too():
         *(("python", label, "has a test that every answer passes") for label in DECIDING_NOTHING),
         ("python", '{"inputs": [1], "outputs": ["1"]}', "inputs that are no texts"),
         ("python", "[3]", "has no tests"),
+        (
+            "python",
+            "from solution import add\nassert add(1, 2) == 3",
+            "imports solution, which is",
+        ),
+        ("python", {"tests": "assert f()", "setup": "import numpy as np"}, "imports numpy, which"),
         ("python", {"tests": "f()", "setup": ["import math"]}, "has a setup that is no text"),
         (
             "python",
