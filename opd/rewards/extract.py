@@ -79,7 +79,7 @@ def _answer(text: str) -> str | None:
         return None
     line = text[last[0].end() :].lstrip(" \t*_:").partition("\n")
     said = line[0] if line[0].strip(" *_") else line[2].lstrip().partition("\n")[0]
-    return said.lstrip(" \t*_").rstrip(" \t*_.。\uff0e")
+    return said.lstrip(" \t*_").rstrip(" \t*_.。\uff0e✓✔✅")
 
 
 def _number(text: str) -> str | None:

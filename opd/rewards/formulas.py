@@ -138,6 +138,34 @@ def unit_of(spelled: str) -> str:
     return "/".join(_UNITS.get(part.strip().lower(), part.strip().lower()) for part in spelled.split("/"))
 
 
+_PROSE = re.compile(r"(?<!\\)\b[^\W\d_]{3,}\b")
+_OTHER = re.compile(
+    r"\\(?!text|textbf|mathrm|textrm|\$|%|[ ,;:!()]|d?frac)|[=^_<>|≤≥≠√π]|n['\u2019]t\b|\b(?:not?|nor|never"
+    r"|none|or|and|vs|but|except|between|from|least|most|more|less|fewer|greater|smaller|larger|than|over|under|above"
+    r"|below|about|around|nearly|almost|times|half|third|quarter|twice|double|triple|dozen|score|squared|cubed"
+    r"|root|power|plus|minus|negative|divided|multiplied|modulo|mod|pi|sqrt|sin|cos|tan|ln|log|exp|infinity"
+    r"|undefined|hundred|thousand|million|billion|trillion)\b",
+    re.IGNORECASE,
+)
+"""What makes a phrase say something else than the number in it."""
+_ALONE = re.compile(rf"(?<![\w.,/^_])(?:\\\$|[$€£¥₹])?\s?(?:{_NUMBER})(?![\w/^_]|[.,]\d)")
+
+
+def in_prose(phrase: str) -> str | None:
+    """The one number of a phrase in words, with its unit if that is known: `18 dollars per day`, `Tom has 15
+    apples`. `None` for a formula, and for a phrase with several numbers or with words that change one.
+    """
+    if not _PROSE.search(phrase) or _OTHER.search(phrase) or measured(typed(phrase).strip()) is not None:
+        return None
+    plain = re.sub(r"\\(?:text(?:bf)?|mathrm|textrm)\s*\{([^{}]*)\}", r" \1 ", phrase)
+    found = list(_ALONE.finditer(plain))
+    if len(found) != 1 or len(re.findall(r"\d[\d.,/]*", plain)) != 1:
+        return None
+    number, rest = found[0][0].strip(), plain[found[0].end() :]
+    unit = re.match(rf"\s*(?:{_WORD}|\\?%)", rest)
+    return f"{number} {unit[0].strip()}" if unit and measured(f"{number} {unit[0].strip()}") else number
+
+
 _RELATION = re.compile(r"\s*(\\(?:leq?|geq?|neq?|lt|gt)(?![a-z])|<=?|>=?|!=)")
 
 

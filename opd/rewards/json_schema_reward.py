@@ -10,6 +10,7 @@ from datetime import datetime
 from decimal import Decimal, getcontext
 from graphlib import CycleError, TopologicalSorter
 from typing import Any
+from urllib.parse import urlsplit
 
 from opd.config.rewards import JSONSchemaReward
 from opd.errors import MissingExtraError, RewardError
@@ -30,7 +31,12 @@ def require(settings: JSONSchemaReward) -> None:
 
 
 def _schema(label: Any) -> Any:
-    return json.loads(label) if isinstance(label, str) else label
+    """The schema of a label: JSON text of one too, and what chat completions have around it."""
+    found = json.loads(label) if isinstance(label, str) else label
+    for name, beside in (("json_schema", "type"), ("schema", "name")):
+        if isinstance(found, dict) and isinstance(found.get(name), dict) and beside in found:
+            found = found[name]
+    return found
 
 
 def _fault(schema: dict[str, Any]) -> str | None:
@@ -92,7 +98,7 @@ def _unknown_word(schema: Mapping[str, Any], kind: Any) -> str | None:
         if near:
             return f"has {shown(word)}, which is no word of JSON schema; write {near[0]}"
     name = schema.get("format")
-    if isinstance(name, str) and name not in _formats(kind).checkers:
+    if isinstance(name, str) and name not in _ANY_TEXT and name not in _formats(kind).checkers:
         return f"asks for the format {shown(name)}, which is not checked here; say it by a `pattern`"
     return None
 
@@ -127,8 +133,37 @@ def _formats(kind: Any) -> Any:
     from jsonschema import FormatChecker
 
     made = FormatChecker(())
-    made.checkers = {**kind.FORMAT_CHECKER.checkers, "date-time": (_is_moment, ValueError)}
+    own = {"date-time": _is_moment, "uri": _is_uri, "duration": _is_duration}
+    made.checkers = {
+        **kind.FORMAT_CHECKER.checkers,
+        **{name: (check, ValueError) for name, check in own.items()},
+    }
     return made
+
+
+_ANY_TEXT = (
+    "password", "binary", "byte", "path", "file-path", "directory-path", "json-string", "int32", "int64",
+    "float", "double",
+)  # fmt: skip
+"""Formats that programs add for people, or for types that say it already."""
+
+
+def _is_uri(value: object) -> bool:
+    """Whether a text is an address with a scheme, as RFC 3986 has it."""
+    if not isinstance(value, str):
+        return True
+    return _URI.fullmatch(value) is not None and bool(urlsplit(value).netloc or urlsplit(value).path)
+
+
+def _is_duration(value: object) -> bool:
+    """Whether a text is a duration of ISO 8601, such as P1DT12H."""
+    return not isinstance(value, str) or _DURATION.fullmatch(value) is not None
+
+
+_URI = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:[^\s<>\"{}|\\^`]*")
+_DURATION = re.compile(
+    r"-?P(?=[\dT])(\d+W|(\d+Y)?(\d+M)?(\d+D)?(T(?=\d)(\d+H)?(\d+M)?(\d+([.,]\d+)?S)?)?)", re.ASCII
+)
 
 
 def _is_moment(value: object) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 from opd.config.rewards import MathReward
 from opd.errors import MissingExtraError
 from opd.rewards.extract import answered, boxes, extracted
-from opd.rewards.formulas import as_latex, is_open, other_units, typed
+from opd.rewards.formulas import as_latex, in_prose, is_open, other_units, typed
 from opd.rewards.verifier import Answered, Score, Verifier, compared, is_missing, written_number
 from opd.rollout.prompts import plain_label
 
@@ -110,7 +110,7 @@ def _found(settings: MathReward, text: str) -> str | None:
         if found is not None and way == "answer":
             found = _OR.sub(" or ", _SENTENCE.split(found, maxsplit=1)[0])
         if found is not None:
-            return _in_a_box(found) if len(found) <= _MOST else None
+            return _in_a_box(in_prose(found) or found) if len(found) <= _MOST else None
     return None
 
 
