@@ -12,6 +12,8 @@ _MARK = re.compile(
     rf"####|\banswer\s+is\b\s*:?|(?<!\w)(?:{_ANSWERS})\s*[:\uff1a]|答案[是为為]", re.IGNORECASE
 )
 _NUMBER = re.compile(r"(?:(?<![\w)\]}])[-+\u2212])?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?")
+_DRESS = re.compile(r"<\|[^|<>]{1,40}\|>|</?(?:b|i|em|strong|p|br|code|s|sub|sup)/?>|`")
+"""Marks that show how an answer looks, or where a turn ends."""
 _TRIES = 8
 """Boxes that may lack their end."""
 
@@ -73,13 +75,14 @@ def _answer(text: str) -> str | None:
     """In the last `<answer>` tags, or on the line after the last `Answer:`, `answer is` or `####`."""
     before, end, _ = text.rpartition("</answer>")
     if end and "<answer>" in before:
-        return before.rpartition("<answer>")[2]
+        inner = before.rpartition("<answer>")[2]
+        return _answer(inner) or inner
     last = deque(_MARK.finditer(text), maxlen=1)
     if not last:
         return None
     line = text[last[0].end() :].lstrip(" \t*_:").partition("\n")
     said = line[0] if line[0].strip(" *_") else line[2].lstrip().partition("\n")[0]
-    return said.lstrip(" \t*_").rstrip(" \t*_.。\uff0e✓✔✅")
+    return _DRESS.sub("", said).strip(" \t*_").rstrip(" \t*_.,;:。\uff0e✓✔✅")
 
 
 def _number(text: str) -> str | None:
@@ -97,7 +100,7 @@ def _blocks(text: str) -> list[tuple[str, str]]:
     inside = False
     for line in text.split("\n"):
         if line.lstrip().startswith("```"):
-            language = line.strip().strip("`").strip().lower()
+            language = (line.strip().strip("`").split() or [""])[0].lower()
             if not inside or language:
                 found.append((language, []))
             inside = not inside or bool(language)

@@ -35,7 +35,7 @@ _PI = re.compile(r"(?<![\\A-Za-z])[Pp]i(?![A-Za-z])")
 _SQRT = re.compile(r"(?<![\\A-Za-z])sqrt\s*\(([^()]*)\)")
 _FUNCTION = re.compile(r"(?<![\\A-Za-z])(sin|cos|tan|ln|log|exp)(?=\s*\()")
 _APART = re.compile(
-    r"(?<=[\d)}])\s*(?:\\\\|\\q?quad\b|\bvs\.?(?=\s)|\\text\{[^{}]*\b(?:or|and)\b[^{}]*\})\s*"
+    r"(?<=[\d)}])\s*(?:\\\\|\\&|\\q?quad\b|\bvs\.?(?=\s)|\\text\{[^{}]*\b(?:or|and)\b[^{}]*\})\s*"
 )
 _BLANK = re.compile(r"(?<![\w.^_\\])(\d(?:[\d.,]*\d)?)\s+(?=\d)")
 _ASIDE = re.compile(

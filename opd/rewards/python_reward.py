@@ -5,6 +5,7 @@ runs the answer's code.
 from __future__ import annotations
 
 import ast
+import builtins
 import json
 import keyword
 import re
@@ -16,6 +17,7 @@ from typing import Any
 
 from opd.config.rewards import PythonReward
 from opd.rewards.extract import extracted
+from opd.rewards.inside import OWN
 from opd.rewards.sandbox import Limits, find_sandbox, run_programs, run_tests
 from opd.rewards.verifier import Answered, Score, Verifier, is_missing, side_by_side
 
@@ -58,7 +60,13 @@ def label_fault(settings: PythonReward, label: Any) -> str | None:
             " answer defines is there by its name"
         )
     if not all(_decides(one, setup) for one in parsed):
-        return "has a test that every answer passes; assert what is expected, where it is reached"
+        return (
+            "has a test that every answer passes; assert what is expected where it is reached, and call what"
+            " asserts it"
+        )
+    own = next((name for one in parsed if (name := _of_python(one, setup)) is not None), None)
+    if own is not None:
+        return f"tests {own}, which is Python's own whatever an answer defines; give fn_name or entry_point"
     return None
 
 
@@ -145,6 +153,21 @@ def _hides(handler: ast.ExceptHandler) -> bool:
     return everything and all(isinstance(one, ast.Pass | ast.Continue) for one in handler.body)
 
 
+def _of_python(test: ast.Module, setup: ast.Module) -> str | None:
+    """A function of Python's own that a test calls which names nothing that an answer could have defined."""
+    parts = [*ast.walk(test), *ast.walk(setup)]
+    loads = [one.id for one in parts if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Load)]
+    known = {one.id for one in parts if isinstance(one, ast.Name) and not isinstance(one.ctx, ast.Load)}
+    known |= {one.name for one in parts if isinstance(one, _NAMED)} | {
+        one.arg for one in parts if isinstance(one, ast.arg)
+    }
+    known |= {(one.asname or one.name).partition(".")[0] for one in parts if isinstance(one, ast.alias)}
+    called = [_name_of(one) for one in ast.walk(test) if isinstance(one, ast.Call)]
+    if any(name not in known and not hasattr(builtins, name) for name in loads):
+        return None
+    return next((name for name in called if hasattr(builtins, name)), None)
+
+
 def _absent(parsed: Sequence[ast.Module]) -> str | None:
     """A module that tests import, and that is not Python's own."""
     for part in (part for one in parsed for part in ast.walk(one)):
@@ -183,8 +206,9 @@ def _pairs_fault(label: dict[str, Any], most: int) -> str | None:
 def _read(label: Any) -> Any:
     """`label`, or the list or object that it is the JSON text of, as tables keep it."""
     if isinstance(label, str) and label.lstrip()[:1] in ("[", "{"):
-        with suppress(ValueError, RecursionError):
-            return json.loads(label)
+        for read in (json.loads, ast.literal_eval):  # as Python prints a list, too
+            with suppress(ValueError, SyntaxError, RecursionError, MemoryError):
+                return read(label)
     return label
 
 
@@ -197,8 +221,9 @@ def _tests(label: Any) -> list[str]:
     if not isinstance(label, dict):
         return []
     if isinstance(label.get("test"), str) and isinstance(label.get("entry_point"), str):
-        return [f"{label['test']}\n\ncheck({label['entry_point']})\n"]
-    return _tests(_read(label.get("tests")))
+        name = label["entry_point"]
+        return [f"{label['test']}\n\ncheck({OWN if hasattr(builtins, name) else ''}{name})\n"]
+    return _tests(_read(label.get("tests", label.get("test_list"))))
 
 
 def _setup(label: Any) -> str:

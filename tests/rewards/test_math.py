@@ -128,7 +128,18 @@ RIGHT += [
     ("Answer: $18 for each of them", "18"),
     ("Answer: 15% of students", "15%"),
 ]
+RIGHT += [
+    ("The answer is 64 (sixty four).", "64"),
+    ("The answer is `15`", "15"),
+    ("Answer: <b>15</b>", "15"),
+    ("Answer: 15<|im_end|>", "15"),
+    ("<answer>The answer is 6.</answer>", "6"),
+    ("Answer: 15;", "15"),
+    ("Answer: 6 miles per hour", "6"),
+    ("Final answer: 15 apples left", "15"),
+]
 WRONG = [
+    (r"\boxed{5 \& 6}", "6"),
     ("The answer is at least 15.", "15"),
     ("The answer is not 15 apples.", "15"),
     ("Answer: Tom has 15 or 16 apples.", "15"),

@@ -142,6 +142,13 @@ CASES = [
     ("python", "import atexit\natexit.register(print, 3)", {"inputs": [""], "outputs": ["3"]}, 1),
     ("python", "```python\nprint(3); exit()\n```\nIt prints\n```\n3\n```", {"inputs": [""], "outputs": ["3"]}, 1),  # noqa: E501
     ("python", "class Solution:\n def f(self, x: List[int]) -> Optional[int]: return math.gcd(*x)", "assert Solution().f([4, 6]) == 2", 1),  # noqa: E501
+    ("python", "def sum(a, b): return a - b", {"fn_name": "sum", "inputs": [[3, 1]], "outputs": [2]}, 1),
+    ("python", "def sum(a, b): return a - b", {"test": "def check(f): assert f(3, 1) == 2", "entry_point": "sum"}, 1),  # noqa: E501
+    ("python", "def f(): return 1", {"fn_name": "sum", "inputs": [[[3, 1]]], "outputs": [4]}, 0),
+    ("python", "def f(): return 10 ** 5000", "assert f() == 10 ** 5000", 1),
+    ("python", "def f(): raise KeyError('bad')", "try:\n    f()\n    assert 0\nexcept KeyError as e:\n    assert e.args == ('bad',)", 1),  # noqa: E501
+    ("python", "```python title=\"a.py\"\ndef f(): return 1\n```", "assert f() == 1", 1),
+    ("python", "def all(x): return True\ndef f(): return [0]", "assert all(f())", 0),
     ("python", "I do not know", ["assert add(1, 2) == 3"], 0),
 ]  # fmt: skip
 
@@ -294,6 +301,8 @@ DECIDING = [
     "def test_a(): assert add(1, 2) == 3\nfor test in [test_a]:\n    test()",
     "class T:\n    def __init__(self):\n        assert add(1, 2) == 3\nT()",
     {"fn_name": "add", "inputs": [[1, 2], [3, 4]], "outputs": [[3], [7]]},
+    "['assert add(1, 2) == 3', 'assert add(1, 1) == 2']",
+    {"test_list": ["assert add(1, 2) == 3"]},
     '["assert add(1, 2) == 3", "assert add(1, 1) == 2"]',
     '{"fn_name": "add", "inputs": [[1, 2]], "outputs": [3]}',
     {"tests": '["assert add(1, 2) == 3"]'},
@@ -371,6 +380,8 @@ def test_labels_that_decide_are_read_from_json_too():
             "imports solution, which is",
         ),
         ("python", {"tests": "assert f()", "setup": "import numpy as np"}, "imports numpy, which"),
+        ("python", "assert sum(10, 15) == 25", "tests sum, which is Python's own"),
+        ("python", "x = [2, 1]\nassert sorted(x) == [1, 2]", "tests sorted, which is Python's own"),
         ("python", {"tests": "f()", "setup": ["import math"]}, "has a setup that is no text"),
         (
             "python",
