@@ -81,11 +81,8 @@ def refuse_unread(
     it does not read, and for one of the arguments that are a row's `own`: the model would be shown less than
     was written. Names may go unread.
     """
-    if tokenizer.chat_template and _content_form(tokenizer.chat_template, _special_of(tokenizer)) is None:
-        raise UnreadError(
-            "the chat template leaves out what the user says, or a part of it; give model.chat_template one"
-            " that writes `content` as it is"
-        )
+    if tokenizer.chat_template:
+        _refuse_unread_roles(tokenizer, messages)
     extra: dict[str, int] = {}
     for place, one in enumerate(messages):
         for field in one.keys() - _KNOWN:
@@ -154,8 +151,10 @@ def _ask(
     special = _special_of(tokenizer)
     thoughts = _thoughts_in(str(template))
     told = [{thoughts if k == THOUGHTS[0] else k: v for k, v in one.items()} for one in messages]
-    if _content_form(template, special) == "parts":
-        told = [_with_parts(one) for one in told]
+    told = [
+        _with_parts(one) if _content_form(template, special, str(one.get("role"))) == "parts" else one
+        for one in told
+    ]
     return _renderer().render(
         {
             "template": template,
@@ -180,31 +179,61 @@ def _with_parts(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 _PROBE = " ".join(["zebra"] * 200)
+_CALL = {"id": "call00000", "type": "function", "function": {"name": "look", "arguments": {}}}
 
 
-def _content_form(template: Any, special: Mapping[str, str]) -> Literal["text", "parts"] | None:
-    """How a chat template reads what a message says: as text, or as a list of parts alone, as those of models
+def _conversation(role: str) -> list[dict[str, Any]]:
+    """A short conversation in which `role` says `_PROBE`."""
+    said, asked = {"role": role, "content": _PROBE}, {"role": "user", "content": "?"}
+    if role == "user":
+        return [said]
+    if role == "assistant":
+        return [asked, said, asked]
+    if role == "tool":
+        called = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
+        return [asked, called, {**said, "name": "look", "tool_call_id": _CALL["id"]}]
+    return [said, asked]
+
+
+def _refuse_unread_roles(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]]) -> None:
+    """Raise `UnreadError` for a role of `messages` whose text the chat template leaves out."""
+    special = _special_of(tokenizer)
+    for role in dict.fromkeys(["user", *(str(one.get("role")) for one in messages)]):
+        if _content_form(tokenizer.chat_template, special, role) is None:
+            mend = "put it into what the user says, or give" if role == "system" else "give"
+            raise UnreadError(
+                f"the chat template leaves out what `{role}` messages say, or a part of it; {mend}"
+                " model.chat_template one that writes their `content` as it is"
+            )
+
+
+def _content_form(
+    template: Any, special: Mapping[str, str], role: str = "user"
+) -> Literal["text", "parts"] | None:
+    """How a chat template reads what a `role` says: as text, or as a list of parts alone, as those of models
     that see; `None` if it leaves out some of either. One that raises at both is asked for text.
     """
     if len(str(template)) > MOST_TEMPLATE:
         return "text"  # which is refused where it is rendered
     forms = _renderer().forms
-    key = repr((template, special))
+    key = repr((template, special, role))
     if key not in forms:
-        forms[key] = _find_form(template, special)
+        forms[key] = _find_form(template, special, role)
     return forms[key]
 
 
-def _find_form(template: Any, special: Mapping[str, str]) -> Literal["text", "parts"] | None:
+def _find_form(template: Any, special: Mapping[str, str], role: str) -> Literal["text", "parts"] | None:
     form: Literal["text", "parts"]
     found: Literal["text", "parts"] | None = "text"
+    others = "text" if role == "user" else _content_form(template, special)
     for form in ("text", "parts"):
-        message: dict[str, Any] = {"role": "user", "content": _PROBE}
+        parts = {one: way == "parts" for one, way in (("user", others), (role, form))}
+        messages = [_with_parts(one) if parts.get(one["role"]) else one for one in _conversation(role)]
         request = {
             "template": template,
             "special": special,
-            "messages": [message if form == "text" else _with_parts(message)],
-            "arguments": {"add_generation_prompt": True},
+            "messages": messages,
+            "arguments": {"add_generation_prompt": role != "assistant"},
             "marked": False,
             "day": None,
         }

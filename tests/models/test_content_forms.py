@@ -6,6 +6,7 @@ import pytest
 import tiny
 
 from opd.errors import DataError
+from opd.models import chat_templates
 from opd.models.chat_templates import render
 from opd.rollout.prompts import Prompt, encode_prompt
 
@@ -46,5 +47,47 @@ def test_what_users_say_is_given_as_the_template_reads_it(form: str):
 
 @pytest.mark.parametrize("form", LOST)
 def test_a_template_that_leaves_some_of_it_out_is_refused(form: str):
-    with pytest.raises(DataError, match=r"data\.jsonl:7: the chat template leaves out what the user says"):
+    with pytest.raises(DataError, match=r"data\.jsonl:7: the chat template leaves out what `user`"):
         encode_prompt(prompt(), tokenizer(LOST[form]))
+
+
+TURNS = {
+    role: "{% for m in messages %}{% if " + read + " %}{{ m.content }}{% endif %}{% endfor %}"
+    for role, read in {
+        "system": "m.role != 'system'",
+        "tool": "m.role in ('system', 'user', 'assistant')",
+        "assistant": "m.role != 'assistant'",
+    }.items()
+}
+SAID = {
+    "system": [{"role": "system", "content": "1"}, {"role": "user", "content": "2"}],
+    "assistant": [
+        {"role": "user", "content": "1"},
+        {"role": "assistant", "content": "2"},
+        {"role": "user", "content": "3"},
+    ],
+    "tool": [
+        {"role": "user", "content": "1"},
+        {"role": "assistant", "content": "", "tool_calls": [chat_templates._CALL]},
+        {"role": "tool", "content": "3", "name": "look", "tool_call_id": "call00000"},
+    ],
+}
+
+
+@pytest.mark.parametrize("role", TURNS)
+def test_a_role_that_the_template_leaves_out_is_refused_where_it_speaks(role: str):
+    made = tiny.tokenizer()
+    made.chat_template = TURNS[role]
+    with pytest.raises(DataError, match=f"leaves out what `{role}` messages say"):
+        encode_prompt(Prompt.of(SAID[role], None, "d", where="data.jsonl:7"), made)
+    assert encode_prompt(prompt(), made).tolist() == made("123", add_special_tokens=False)["input_ids"]
+
+
+def test_each_role_is_given_the_form_that_it_is_read_in():
+    made = tiny.tokenizer()
+    made.chat_template = (
+        "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% else %}"
+        + PARTS
+        + "{% endif %}{% endfor %}"
+    )
+    assert render(made, SAID["assistant"], {}) == "123"
