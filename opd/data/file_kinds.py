@@ -81,6 +81,8 @@ def _text_fault(line: str, more: bool) -> str | None:
     if line.startswith(("{'", "[{'")):
         return "holds what Python prints of its rows; write each with `json.dumps`, on a line of its own"
     if line.startswith(("{", "[")):
+        if line.startswith("{") and line.endswith("},"):
+            return "has a comma behind its first row; write an object on a line, with nothing between them"
         if more and _BEGUN.fullmatch(line):
             return (
                 "is one document of JSON over several lines; write every object on a line of its own, as"

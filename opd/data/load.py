@@ -23,7 +23,7 @@ from opd.data.messages import (
     read_messages,
     refuse_learnt,
 )
-from opd.data.other_columns import SPOKEN, rename_hint, rows_within
+from opd.data.other_columns import SHOWN, SPOKEN, rename_hint, rows_within
 from opd.data.procedural import load_procedural, load_reasoning_gym
 from opd.errors import DataError, MissingExtraError, reason_of
 from opd.foreign import (
@@ -316,10 +316,26 @@ def prompt_of(where: str, row: dict[str, Any], domain: str) -> Prompt:
     else:
         check_text(where, content)
         refuse_beside_text(where, row)
+    _refuse_unshown(where, row, content)
     _refuse_no_label(where, row.get("label"))
     # `messages` are a prompt's own, and what tells rewards and reports that it is a conversation.
     metadata = {key: value for key, value in row.items() if key not in _OWN}
     return Prompt.of(content, row.get("label"), domain, metadata, where, arguments)
+
+
+def _refuse_unshown(where: str, row: Mapping[str, Any], content: str | list[Message]) -> None:
+    """Raise `DataError` for a column with a part of what is asked that the prompt lacks: nobody sees it."""
+    said = content if isinstance(content, str) else " ".join(str(one.get("content")) for one in content)
+    for name in SHOWN:
+        parts = row.get(name)
+        texts = [
+            one.strip() for one in (parts if isinstance(parts, list) else [parts]) if isinstance(one, str)
+        ]
+        if any(text not in said for text in texts):
+            raise DataError(
+                f"{where}: it has `{name}` beside `prompt`, which the model would not be shown; write it into"
+                " `prompt`, or give the column another name."
+            )
 
 
 def _refuse_no_label(where: str, label: Any) -> None:

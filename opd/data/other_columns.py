@@ -33,6 +33,8 @@ _SAID = (
     ),
 )
 _NAMES = {"prompt": _ASKED, "label": _RIGHT, "completion": _SAID}
+SHOWN = ("instruction", "input", "context", "passage", "history", "choices", "options")
+"""Columns in which others have a part of what is asked."""
 SPOKEN = ("messages", "conversations", "conversation", "dialogue", "dialog", "chat", "turns")
 """Columns of conversations."""
 
@@ -46,7 +48,9 @@ def rename_hint(row: Mapping[str, Any], *wanted: str) -> str:
         there = next((free[name] for name in (column, *_NAMES[column]) if name in free), None)
         if there is not None:
             free = {key: name for key, name in free.items() if name != there}
-            found.append(f"`{there}` to `{column}`")
+            parts = [f"`{name}`" for name in row if name in SHOWN and name != there and row[name]]
+            whole = f" (with {' and '.join(parts)} written into it)" if column == "prompt" and parts else ""
+            found.append(f"`{there}`{whole} to `{column}`")
     given = row.get("reward_model")
     if (
         "label" in wanted

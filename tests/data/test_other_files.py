@@ -61,6 +61,7 @@ FILES = {
     "yaml": ("jsonl", b"- prompt: a\n  label: b\n", "begins with '- prompt: a', which is no JSON"),
     "python": ("jsonl", b"{'prompt': 'a', 'label': None}\n", "what Python prints of its rows"),
     "python, a list": ("jsonl", b"[{'prompt': 'a'}]\n", "what Python prints of its rows"),
+    "a comma behind each row": ("jsonl", LINES.replace(b"}\n", b"},\n"), "has a comma behind its first row"),
     "list over lines": ("jsonl", json.dumps(ROWS, indent=2).encode(), "over several lines; write every object"),
     "list, object by object": (
         "jsonl", ("[\n" + ",\n".join(map(json.dumps, ROWS)) + "\n]").encode(), "over several lines",
@@ -205,3 +206,40 @@ def test_an_ending_of_another_kind_is_told(tmp_path: Path):
     for name in ("a.csv", "a.json"):
         with pytest.raises(DataError, match=r"path ending in \.jsonl or \.parquet"):
             load_domain("d", DomainConfig.model_validate({"source": name}), seed=0, held_out_prompts=2)
+
+
+@pytest.mark.parametrize(
+    ("row", "told"),
+    [
+        (
+            {"prompt": "a", "label": "1", "input": "more"},
+            "it has `input` beside `prompt`, which the model would not",
+        ),
+        ({"prompt": "a", "label": "1", "context": "more"}, "it has `context` beside `prompt`"),
+        ({"prompt": "Which?", "label": "A", "choices": ["red", "blue"]}, "it has `choices` beside `prompt`"),
+        ({"prompt": TALK[:1], "label": "1", "history": ["before"]}, "it has `history` beside `prompt`"),
+        (
+            {"instruction": "a", "input": "b", "output": "c"},
+            r"rename `instruction` \(with `input` written into it\) to `prompt` and `output` to `label`",
+        ),
+        (
+            {"question": "a", "choices": ["b"], "answer": 0},
+            r"rename `question` \(with `choices` written into it\) to `prompt` and `answer` to `label`",
+        ),
+    ],
+)
+def test_a_part_of_what_is_asked_is_shown_or_refused(row, told):
+    with pytest.raises(DataError, match=rf"rows\.jsonl:1: .*{told}"):
+        prompt_of("rows.jsonl:1", row, "d")
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "Which? red or blue", "label": "A", "choices": ["red", "blue"]},
+        {"prompt": "a", "label": "1", "input": "", "context": None, "source": "there"},
+        {"prompt": [{"role": "user", "content": "a b"}], "label": "1", "input": "b"},
+    ],
+)
+def test_what_the_prompt_has_too_is_no_fault(row):
+    assert prompt_of("rows.jsonl:1", row, "d").label == row["label"]
