@@ -88,7 +88,7 @@ def test_teachers_whose_weights_are_not_positive_are_refused_first(load, weights
         ("{dead_groups: {actoin: stop}}", "did you mean `watch.dead_groups.action`?"),
         ("{dead_groups: {factor: 1.5}}", "less than 1"),
         ("{'a/b': {metric: entropy, above: 1}}", "should match pattern"),
-        ("{dead_groups: {above: .nan}}", "valid number"),
+        ("{dead_groups: {above: .nan}}", "is no finite number"),
         ("{dead_groups: 3}", "`watch.dead_groups` is 3"),
         ("[dead_groups]", "takes a mapping"),
     ],
