@@ -318,7 +318,7 @@ RECIPES = [
         "refused, with what it is called here",
         unsaid(
             "distill: {learning_rate: 1.0e-5}",
-            r"`distill\.learning_rate` is TRL.s name; here it is .*distill\.optim\.lr",
+            r"`distill\.learning_rate` is TRL.s and axolotl.s name; here it is .*distill\.optim\.lr",
         ),
     ),
     Report(

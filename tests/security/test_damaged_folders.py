@@ -164,8 +164,14 @@ def test_a_tokenizer_whose_pattern_has_no_end_is_one_sentence():
 
 
 def test_what_the_machine_refuses_a_library_is_not_the_prompts_fault():
-    def refuse(*_, **__):
-        raise MemoryError
+    class Refusing:
+        bos_token = None
+
+        def num_special_tokens_to_add(self, pair: bool) -> int:
+            return 1
+
+        def __call__(self, *_: object, **__: object) -> None:
+            raise MemoryError
 
     with pytest.raises(MemoryError):
-        encode_prompt(Prompt.of("a", "x", "math"), refuse)  # pyright: ignore[reportArgumentType]
+        encode_prompt(Prompt.of("a", "x", "math"), Refusing())  # pyright: ignore[reportArgumentType]
