@@ -135,6 +135,9 @@ def _no_false_success(resumes: bool, last: bool) -> Iterator[list[int]]:
             if not known:
                 _say(f"error: {_left(f'os._exit({status})', file, caller.f_lineno, resumes)}")
             status = known[0] if known else status or ERROR
+            for stream in (sys.stdout, sys.stderr):  # which Python flushes later still
+                with contextlib.suppress(AttributeError, ValueError, OSError):
+                    stream.flush()
         leave(status)
 
     def replaced(path: Any, *arguments: Any) -> NoReturn:

@@ -271,7 +271,8 @@ def others_threads():
 def test_only_the_command_ends_itself_with_success(tmp_path, name, status, words):
     (tmp_path / "leaves.py").write_text(OWN)
     command = [sys.executable, "-c", LEAVES, name]
-    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    buffered = {key: value for key, value in os.environ.items() if key != "PYTHONUNBUFFERED"}
+    result = subprocess.run(command, cwd=tmp_path, env=buffered, capture_output=True, text=True, check=False)
     assert result.returncode == status, result
     said = result.stdout if status == 0 else result.stderr
     assert words in said
