@@ -77,7 +77,7 @@ def refuse_unread(
     arguments: Mapping[str, Any],
     own: Collection[str] = (),
 ) -> None:
-    """Raise `UnreadError` for a chat template that leaves out what users say, for a field of a message that
+    """Raise `UnreadError` for a chat template that leaves out what a role says, for a field of a message that
     it does not read, and for one of the arguments that are a row's `own`: the model would be shown less than
     was written. Names may go unread.
     """
@@ -216,7 +216,8 @@ def _content_form(
     if len(str(template)) > MOST_TEMPLATE:
         return "text"  # which is refused where it is rendered
     forms = _renderer().forms
-    key = repr((template, special, role))
+    own = template if isinstance(template, str) else repr(template)  # whose hash is kept
+    key = own, tuple(special.items()), role
     if key not in forms:
         forms[key] = _find_form(template, special, role)
     return forms[key]
@@ -253,7 +254,7 @@ class _Renderer:
     def __init__(self) -> None:
         self.process = LimitedProcess(__name__, MEMORY)
         self._endless: list[Any] = []
-        self.forms: dict[str, Literal["text", "parts"] | None] = {}
+        self.forms: dict[tuple[Any, ...], Literal["text", "parts"] | None] = {}
         """What `_find_form` has found, by template."""
 
     def render(self, request: Mapping[str, Any]) -> tuple[str, list[tuple[int, int]]]:

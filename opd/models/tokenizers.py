@@ -73,8 +73,12 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
         refuse_code(folder)
         check_small_files(folder)
         _require_reader(folder)
-        _check_templates(folder)
-        tokenizer = _loader(folder).from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        path = folder / "tokenizer_config.json"
+        described = read_object(path) if path.is_file() else {}
+        _check_templates(folder, described)
+        tokenizer = _loader(folder, described).from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
     except (CheckpointError, ModelError):
         raise
     except Exception as error:  # the Rust tokenizer raises plain Exception
@@ -138,7 +142,7 @@ def _cause(folder: Path, error: Exception) -> str:
     )
 
 
-def _check_templates(folder: Path) -> None:
+def _check_templates(folder: Path, described: Mapping[str, Any]) -> None:
     """Raise `ModelError` for a chat template that is no text."""
     for path in [folder / "chat_template.jinja", *folder.glob("additional_chat_templates/*.jinja")]:
         if path.is_file():
@@ -146,14 +150,13 @@ def _check_templates(folder: Path) -> None:
                 path.read_text("utf-8")
             except ValueError as error:
                 raise ModelError(f"{path} is not UTF-8 text; save it as such.") from error
-    path = folder / "tokenizer_config.json"
-    found = read_object(path).get("chat_template") if path.is_file() else None
+    found = described.get("chat_template")
     several = found if isinstance(found, list) else []
     texts = [one.get("template") if isinstance(one, dict) else one for one in several] or [found]
     if any(not isinstance(text, str) for text in texts if text is not None):
         raise ModelError(
-            f"{path} has a chat_template that is no text; write a template, or a list of"
-            ' {"name": ..., "template": ...}.'
+            f"{folder / 'tokenizer_config.json'} has a chat_template that is no text; write a template, or"
+            ' a list of {"name": ..., "template": ...}.'
         )
 
 
@@ -171,12 +174,10 @@ def rows_fault(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> 
     return f"its vocabulary has {rows} rows, but the tokenizer's ids go on to {ids - 1} ({told})"
 
 
-def _loader(folder: Path) -> type:
+def _loader(folder: Path, described: Mapping[str, Any]) -> type:
     # For some model types (Qwen2) AutoTokenizer ignores a folder's own `tokenizer_class` and rebuilds that
     # family's byte-level pre-tokenizer around whatever vocabulary it finds; a generic class stays generic.
-    path = folder / "tokenizer_config.json"
-    declared = read_object(path).get("tokenizer_class") if path.is_file() else None
-    generic = declared in ("TokenizersBackend", "PreTrainedTokenizerFast")
+    generic = described.get("tokenizer_class") in ("TokenizersBackend", "PreTrainedTokenizerFast")
     return PreTrainedTokenizerFast if generic and (folder / "tokenizer.json").is_file() else AutoTokenizer
 
 
