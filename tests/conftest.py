@@ -22,16 +22,21 @@ if TYPE_CHECKING:
 torch.set_num_threads(1)
 # The first call of a kernel warms caches, and shared machines pause: a deadline would test the machine.
 settings.register_profile("opd", deadline=None, derandomize=True, max_examples=30)
-settings.register_profile("long", settings.get_profile("opd"), max_examples=100)
+settings.register_profile("full", settings.get_profile("opd"), max_examples=100)
 settings.load_profile("opd")
+
+
+LEFT_OUT = ("slow", "long", "check")
+"""Markers of tests that a run without `--full` leaves out, unless `-m` names the marker."""
+left_out = pytest.StashKey[int]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--long",
+        "--full",
         action="store_true",
-        default=bool(os.environ.get("OPD_LONG_TESTS")),
-        help="run the tests marked `long` too, and more cases of generated ones: minutes each",
+        default=bool(os.environ.get("OPD_FULL_TESTS")),
+        help="run the tests marked `slow`, `long` and `check` too, and more cases of generated ones",
     )
 
 
@@ -42,20 +47,41 @@ def pytest_configure(config: pytest.Config) -> None:
     helpers = [str(path) for path in config.getini("pythonpath")]
     others = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys([*filter(None, others), *helpers]))
-    if config.getoption("--long"):
-        os.environ["OPD_LONG_TESTS"] = "1"
-        settings.load_profile("long")
+    if config.getoption("--full"):
+        os.environ["OPD_FULL_TESTS"] = "1"
+        settings.load_profile("full")
+    config.stash[left_out] = 0
     left_over.end_with_this_process()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Files with slow tests first: what is long must not begin when the other processes have finished."""
-    if not config.getoption("--long"):
-        for item in items:
-            if item.get_closest_marker("long"):
-                item.add_marker(pytest.mark.skip(reason="takes minutes; add --long"))
+    if not config.getoption("--full"):
+        wanted = config.getoption("-m")
+        markers = [name for name in LEFT_OUT if not wanted or name not in wanted]
+        waiting = [item for item in items if any(map(item.get_closest_marker, markers))]
+        items[:] = [item for item in items if item not in set(waiting)]
+        config.hook.pytest_deselected(items=waiting)
+        config.stash[left_out] = 0 if wanted else len(waiting)
+        if hasattr(config, "workeroutput"):
+            config.workeroutput["left out"] = config.stash[left_out]
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """A process that has run tests says how many it left out: all leave out the same."""
+    node.config.stash[left_out] = getattr(node, "workeroutput", {}).get("left out", 0)
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """The last line of a run."""
+    count = config.stash.get(left_out, 0)
+    if count and not hasattr(config, "workeroutput"):
+        print(
+            f"left out: {count} tests, which `bash tests/run.sh --full` runs; of one folder: `--full train`"
+        )
 
 
 @pytest.fixture(autouse=True)

@@ -1,9 +1,22 @@
 #!/usr/bin/env bash
-# Installs `opd` with its test extra and runs every test, two files at a time. Arguments go to pytest.
+# Installs what the tests need and runs them, two files at a time:
+#   bash tests/run.sh                  # by default: what ends in minutes
+#   bash tests/run.sh train --full     # all tests of one folder; --full alone: all of all
+#   bash tests/run.sh --check          # types, site, wheel, shell scripts
+# Other arguments go to pytest.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source examples/install.sh
-install_opd test
+extra=test arguments=()
+for argument in "$@"; do
+  case $argument in
+    --full) extra=test-full ;;
+    --check) extra=test-full argument="-m=check" ;;
+  esac
+  if [[ $argument =~ ^[a-z_]+$ && -d tests/$argument ]]; then argument=tests/$argument; fi
+  arguments+=("$argument")
+done
+install_opd "$extra"
 "$python" -m ruff check .
 "$python" -m ruff format --check .
-exec "$python" -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@"
+exec "$python" -m pytest -n 2 --dist loadfile --no-loadscope-reorder ${arguments[@]+"${arguments[@]}"}

@@ -382,7 +382,7 @@ FAMILIES: dict[str, Callable[[], Iterator[Case]]] = {
 SHORT = {"values": 120, "options": 60, "names": 60, "structure": 400, "bytes": 160, "words": 100}
 """Cases of each family in the default run, spread evenly over the family."""
 MOST = 4000
-"""The same with `OPD_LONG_TESTS=1`."""
+"""The same with `OPD_FULL_TESTS=1`."""
 
 
 def cases(family: str, whole: bool) -> list[Case]:

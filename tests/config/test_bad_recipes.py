@@ -16,7 +16,7 @@ from opd.pipelines.cli import main
 from opd.pipelines.options import split_overrides
 from opd.progress import hushed
 
-LONG = os.environ.get("OPD_LONG_TESTS") == "1"
+LONG = os.environ.get("OPD_FULL_TESTS") == "1"
 PATIENCE = 20
 """Seconds of processor time that no case may take."""
 FOREIGN = re.compile(r"pydantic|Traceback|Errno|<unicode string>|<class|object at 0x|\n.")

@@ -1,7 +1,7 @@
 """Damage to any file of a run folder is found, mended or harmless: never other results without a word.
 
 What becomes of each kind of damage stands in tests/README.md. By default one cell of every row that is not
-harmless throughout is tried, with `--long` all of them; OPD_REWRITE_DAMAGE=1 then writes the tables anew.
+harmless throughout is tried, with `--full` all of them; OPD_REWRITE_DAMAGE=1 then writes the tables anew.
 """
 
 import os

@@ -16,7 +16,7 @@ def test_killed_in_the_middle_of_episodes(tmp_path):
     """`OPD_EPISODE_KILLS=1000` for as many as one likes. With `--episodes 5120` the script has enough of them
     to compare their distribution.
     """
-    usual = "200" if "OPD_LONG_TESTS" in os.environ else "10"
+    usual = "200" if "OPD_FULL_TESTS" in os.environ else "10"
     wanted = int(os.environ.get("OPD_EPISODE_KILLS", usual))
     command = [sys.executable, str(LOOP), "--kills", str(wanted), "--seed", "3", "--folder", str(tmp_path)]
     command += ["--episodes", "64"]

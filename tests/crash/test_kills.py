@@ -33,8 +33,8 @@ def test_kills_on_a_disk(tmp_path):
 
 @pytest.mark.slow
 def test_hundreds_of_kills(tmp_path):
-    """A thousand with `--long`; `OPD_KILLS=10000` for as many as one likes."""
-    wanted = int(os.environ.get("OPD_KILLS", "1000" if "OPD_LONG_TESTS" in os.environ else "150"))
+    """A thousand with `--full`; `OPD_KILLS=10000` for as many as one likes."""
+    wanted = int(os.environ.get("OPD_KILLS", "1000" if "OPD_FULL_TESTS" in os.environ else "150"))
     counts = run(wanted, memory_folder(tmp_path), seed=2)
     assert counts["kills"] == wanted
     assert counts["torn"] > wanted // 50, "no append was cut in the middle"

@@ -154,8 +154,8 @@ def test_power_cuts_take_nothing_that_was_durable():
 @pytest.mark.slow
 @pytest.mark.long
 def test_many_power_cuts():
-    """A hundred thousand with `--long`; `OPD_POWER_CUTS=1000000` for as many as one likes."""
-    usual = "100000" if "OPD_LONG_TESTS" in os.environ else "20000"
+    """A hundred thousand with `--full`; `OPD_POWER_CUTS=1000000` for as many as one likes."""
+    usual = "100000" if "OPD_FULL_TESTS" in os.environ else "20000"
     wanted, cuts, first = int(os.environ.get("OPD_POWER_CUTS", usual)), 0, 1000
     while cuts < wanted:
         cuts += cut_power(range(first, first + 8))[0]

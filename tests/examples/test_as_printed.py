@@ -1,6 +1,6 @@
 """Every command of the examples' READMEs, as printed, in a fresh checkout; a wheel in an empty environment.
 
-Installs from the registries that pip is set up for, and takes an hour: `pytest --long tests/examples`.
+Installs from the registries that pip is set up for, and takes an hour: `pytest --full tests/examples`.
 """
 
 from __future__ import annotations

@@ -37,6 +37,7 @@ esac
 """
 
 
+@pytest.mark.check
 def test_the_script_is_right_to_who_checks_scripts():
     checker = Path(sys.executable).with_name("shellcheck")
     subprocess.run([checker if checker.exists() else "shellcheck", SCRIPT], check=True)
@@ -72,6 +73,7 @@ def test_a_program_that_is_not_there_is_said_before_anything_is_started(tmp_path
     assert "OPD=/path/to/opd" in ended.stderr
 
 
+@pytest.mark.check
 def test_every_part_of_the_manifest_is_what_kubernetes_knows(tmp_path):
     volume, recipe, job = yaml.safe_load_all(MANIFEST.read_text())
     for part in (volume, recipe):

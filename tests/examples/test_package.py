@@ -19,7 +19,6 @@ ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
 SOURCES = ("opd", "kernels", "pipelines", "storage", "teachers", "docs", "examples/quickstart")
 BUILD = "from setuptools import build_meta as b; print(b.build_sdist({0!r}), b.build_wheel({0!r}))"
-pytestmark = pytest.mark.slow
 
 
 def build(checkout: Path, out: Path) -> tuple[Path, Path]:
@@ -66,10 +65,12 @@ def metadata(wheel: Path):
         return Parser().parsestr(archive.read(name).decode())
 
 
+@pytest.mark.check
 def test_the_wheel_holds_the_package_and_nothing_else(built):
     assert contents(built[1]) == package()
 
 
+@pytest.mark.check
 def test_the_sdist_makes_the_same_wheel(built, tmp_path):
     with tarfile.open(built[0]) as archive:
         assert not [one.name for one in archive.getmembers() if one.issym() or one.islnk()]
@@ -81,6 +82,7 @@ def test_the_sdist_makes_the_same_wheel(built, tmp_path):
     assert metadata(wheel).as_string() == metadata(built[1]).as_string()
 
 
+@pytest.mark.check
 def test_the_metadata_says_what_it_is(built):
     said = metadata(built[1])
     assert (said["Name"], said["Version"]) == ("opd", PROJECT["version"])
@@ -92,6 +94,7 @@ def test_the_metadata_says_what_it_is(built):
     assert set(said.get_all("Provides-Extra")) == set(PROJECT["optional-dependencies"])
 
 
+@pytest.mark.check
 def test_the_description_needs_no_other_page(built):
     """An index of packages shows it alone: a relative link or image would lead nowhere."""
     text = metadata(built[1]).get_payload()
@@ -113,6 +116,7 @@ def test_the_newest_version_of_the_changelog_is_that_of_the_package():
     assert all(date for _, date in versions[1:])
 
 
+@pytest.mark.check
 def test_without_the_checkout_the_quick_start_is_there(built, tmp_path):
     """The wheel alone, in a folder of its own: the recipe that it brings is one that it reads."""
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index"]

@@ -28,7 +28,7 @@ SCRIPTS = {
 }
 EXTRA = {**SCRIPTS, "tests/run.sh": "test", "examples/install.sh": "core"}
 ALIKE = set(EXTRA) - {"examples/quickstart.sh", "examples/served/run.sh", "tests/run.sh"}
-"""What is asked of these is asked of the others with `--long` alone."""
+"""What is asked of these is asked of the others with `--full` alone."""
 LOCKED = "linux x86_64 3 11"
 STUB = """#!{real} -IS
 import json, os, pathlib, shutil, subprocess, sys

@@ -1,6 +1,6 @@
 """The CUDA kernels without a GPU: each compiles for sm_90a, fits the machine, and keeps its statistics.
 
-Each takes its compilers several seconds, so a normal run compiles one of them, and `--long` the rest.
+Each takes its compilers several seconds, so a normal run compiles one of them, and `--full` the rest.
 On a machine with an H100 or H200:
 python -m pytest -m gpu tests/kernels/test_tilelang_sm90.py
 """

@@ -1,4 +1,4 @@
-"""Each actor killed or stopped on its own, and the whole cluster: minutes, so only with --long."""
+"""Each actor killed or stopped on its own, and the whole cluster: minutes, so only with --full."""
 
 import os
 import resource

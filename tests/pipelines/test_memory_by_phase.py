@@ -170,7 +170,7 @@ STAGES: dict[str, tuple[str, dict[str, Any]]] = {
     "off policy": ("baseline-off_policy", {"baselines": {"methods": ["off_policy"]}}),
 }
 LONG = {"answers of teachers", "bfloat16", "off policy"}
-"""With `--long` alone."""
+"""With `--full` alone."""
 
 
 @pytest.mark.parametrize(

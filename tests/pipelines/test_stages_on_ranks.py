@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import stage_ranks
 import torch
+from full import FULL
 from rank_processes import run_ranks
 from recipes import tiny_recipe
 from safetensors.torch import load_file
@@ -20,8 +21,6 @@ from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.run import run_stage
 from opd.storage.tensors import TensorParts
 from opd.train.backend import learning_rate
-
-pytestmark = pytest.mark.slow
 
 SPECIALIST = {"steps": 3, "prompts_per_step": 8, "group_size": 4, "minibatches": 2}
 TIS = {"policy_loss": {"correction": {"type": "tis"}}}
@@ -101,13 +100,13 @@ STEPS = {
     "adapters, megatron, cut engine": 3,
     "mixed": 2,
 }
-LONG = {"critic", "taught", "ahead", "adapters, megatron"}
-"""With `--long` alone: `kit`, `async` and the adapters of a cut engine go the same ways."""
+SOME = {"specialist", "measured", "weights"}
+"""What is always tried."""
 
 
 def cases(names: Iterable[str]) -> list:
     """These tasks as parameters."""
-    return [pytest.param(name, marks=[pytest.mark.long] * (name in LONG)) for name in names]
+    return [pytest.param(name, marks=[pytest.mark.slow] * (name not in SOME)) for name in names]
 
 
 ON_ADAPTERS = [name for name in STEPS if name.startswith("adapters")]
@@ -153,12 +152,12 @@ def base(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def ranks(base, tmp_path_factory, request):
+def ranks(base, tmp_path_factory):
     """The folder in which two ranks have left their runs."""
     folder = tmp_path_factory.mktemp("ranks")
     tasks = []
     for name, (stage, changes) in TASKS.items():
-        if name in LONG and not request.config.getoption("--long"):
+        if not FULL and name not in SOME:
             continue
         recipe = settings(base, changes)
         run = folder / RESUMED.get(name, name)
@@ -215,6 +214,7 @@ def test_ranks_learn_from_the_same_responses(ranks, name):
     assert len(set(first)) == len(first) >= steps
 
 
+@pytest.mark.slow
 def test_a_rule_stops_all_ranks_and_leaves_a_checkpoint(ranks):
     said = [json.loads((ranks / f"stopped-{rank}.json").read_text()) for rank in (0, 1)]
     assert [words[-1] for words in said] == [said[0][-1]] * 2
@@ -256,6 +256,7 @@ def test_ranks_share_the_prompts_by_which_a_merge_of_weights_is_chosen(ranks, al
     assert second
 
 
+@pytest.mark.slow
 def test_ranks_that_share_a_model_measure_what_one_does(ranks, alone):
     """Accuracies by an engine whose model is cut over both, and how far a student has come from its base."""
     together = "measured together"
@@ -291,6 +292,7 @@ def test_adapters_are_kept_beside_the_merged_model(base, ranks, name):
     assert changed == set(adapter.pairs)
 
 
+@pytest.mark.slow
 def test_a_model_comes_out_in_the_precision_it_computes_in(ranks, alone):
     """With float32 adapters beside a base in bfloat16, on two ranks and on one."""
     for run in (ranks / "mixed", alone("mixed")):

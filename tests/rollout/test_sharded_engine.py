@@ -15,8 +15,6 @@ import tiny
 
 from opd.models.checkpoint import save_checkpoint
 
-pytestmark = pytest.mark.slow
-
 WORLD = 3
 MODELS = {
     "tied": {},

@@ -13,8 +13,8 @@ LOOP = Path(__file__).with_name("command_kills.py")
 
 @pytest.mark.slow
 def test_commands_and_kills(tmp_path):
-    """In a process of its own, which is small and forks fast. Hundreds of kills with `--long`."""
-    wanted = 300 if "OPD_LONG_TESTS" in os.environ else 24
+    """In a process of its own, which is small and forks fast. Hundreds of kills with `--full`."""
+    wanted = 300 if "OPD_FULL_TESTS" in os.environ else 24
     command = [sys.executable, str(LOOP), "--kills", str(wanted), "--seed", "1", "--folder", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=550)
     assert done.returncode == 0, done.stderr

@@ -13,6 +13,8 @@ ROOT = Path(__file__).resolve().parents[2]
 pytest.importorskip("mkdocs", reason="needs MkDocs: .venv/bin/python -m pip install 'opd[docs]'")
 pytest.importorskip("mkdocstrings", reason="needs mkdocstrings: .venv/bin/python -m pip install 'opd[docs]'")
 
+pytestmark = pytest.mark.check
+
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:

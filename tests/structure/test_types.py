@@ -21,13 +21,13 @@ def said(project: Path) -> str:
     return done.stdout + done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.check
 def test_the_types_agree():
     found = said(ROOT / "pyproject.toml")
     assert "0 errors" in found, found[-8000:]
 
 
-@pytest.mark.long
+@pytest.mark.check
 def test_benchmarks_and_examples_call_what_is_there(tmp_path):
     """Of those that take minutes nobody would notice."""
     here = Path(os.path.relpath(ROOT, tmp_path))

@@ -10,6 +10,7 @@ from pathlib import Path
 import context_step
 import pytest
 import torch
+from full import FULL
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rank_processes import run_ranks
@@ -20,8 +21,6 @@ from opd.train.backend import TorchBackend
 from opd.train.plan import context_size, divisors
 from opd.train.shared_sequences import own_places
 
-pytestmark = pytest.mark.slow
-
 RANKS = {
     2: [*context_step.CASES, *context_step.SHARDED, *context_step.CHOSEN],
     4: [
@@ -30,6 +29,8 @@ RANKS = {
         *context_step.CHOSEN,
     ],
 }
+SOME = ("llama", "gemma2 in pieces", "again", *context_step.CHOSEN)
+"""What two ranks always do: plain and in pieces, sharing sequences or weights, and so many as they choose."""
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +40,8 @@ def ranks(tmp_path_factory):
     @functools.cache
     def folder_of(world: int) -> Path:
         folder = tmp_path_factory.mktemp(f"ranks-{world}")
-        (folder / "cases.json").write_text(json.dumps(RANKS[world]))
+        cases = RANKS[world] if FULL else SOME
+        (folder / "cases.json").write_text(json.dumps(cases))
         run_ranks(str(Path(__file__).with_name("context_ranks.py")), world, folder, seconds=400)
         return folder
 
@@ -49,7 +51,7 @@ def ranks(tmp_path_factory):
 @pytest.mark.parametrize(
     ("world", "case"),
     [
-        pytest.param(world, case, marks=[pytest.mark.long] if world > 2 else [])
+        pytest.param(world, case, marks=[] if world == 2 and case in SOME else [pytest.mark.slow])
         for world, cases in RANKS.items()
         for case in cases
     ],

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import sharded_ranks
 import tiny
+from full import FULL
 from sharded_ranks import MIB
 from test_sharded import adapter_of, said
 from test_sharded_checkpoints import assert_alike, assert_kill_leaves_one, launch
@@ -17,8 +18,6 @@ from opd.models.causal_lm import CausalLM
 from opd.models.checkpoint import save_checkpoint
 from opd.storage.checkpoints import CheckpointStore
 from opd.train.backend import TorchBackend
-
-pytestmark = pytest.mark.slow
 
 ZERO = {"train": {"backend": "deepspeed", "zero_stage": 3}}
 NO_DEEPSPEED = pytest.mark.skipif(
@@ -42,7 +41,6 @@ MODELS = {
     "adapters on bfloat16": {"model": "files", "lora": True, "dtype": "bfloat16"},
 }
 LONG = {"masters", "adapters", "adapter", "adapters on bfloat16"}
-"""With `--long` alone."""
 STAGES = {
     "adapters on stages": {
         "model": "tied",
@@ -52,7 +50,7 @@ STAGES = {
 }
 READ = [
     pytest.param(
-        kind, model, marks=[NO_DEEPSPEED] * (kind == "zero-3") + [pytest.mark.long] * (model in LONG)
+        kind, model, marks=[NO_DEEPSPEED] * (kind == "zero-3") + [pytest.mark.slow] * (model in LONG)
     )
     for kind in KINDS
     for model in MODELS
@@ -71,7 +69,7 @@ SMALL = 8 * MIB
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory, request) -> Path:
+def place(tmp_path_factory) -> Path:
     """Models, what two ranks have made of them on each back end, and how three have gone on from those."""
     root = tmp_path_factory.mktemp("sharded")
     save_checkpoint(tiny.model(), tiny.tokenizer(), root / "tied", {})
@@ -83,7 +81,7 @@ def place(tmp_path_factory, request) -> Path:
             tasks += [
                 {"name": f"alike {kind} {model}", "does": "alike"} | settings | asked
                 for model, asked in (MODELS | (STAGES if kind == "megatron" else {})).items()
-                if model not in LONG or request.config.getoption("--long")
+                if FULL or model == "tied"
             ]
         saving = {"name": f"of {kind}", "does": "saves", "into": f"of {kind}"}
         tasks += [saving | settings | MODELS["tied"]]
@@ -95,12 +93,15 @@ def place(tmp_path_factory, request) -> Path:
     misfit = {"name": "misfit", "does": "resumes", "from": "of fsdp"}
     tasks += [misfit | {"name": "pairs"} | TENSOR | MODELS["tied"]]
     later += [misfit | TENSOR | MODELS["tied"]]
-    launch(root, 2, tasks)
-    launch(root, 3, later)
+    launch(root, 2, tasks if FULL else [task for task in tasks if task["does"] == "alike"])
+    if FULL:
+        launch(root, 3, later)
     return root
 
 
-@pytest.mark.parametrize(("kind", "model"), [*READ, ("megatron", "adapters on stages")])
+@pytest.mark.parametrize(
+    ("kind", "model"), [*READ, pytest.param("megatron", "adapters on stages", marks=pytest.mark.slow)]
+)
 def test_a_model_that_is_read_in_parts_is_the_one_that_is_read_whole(place, kind, model):
     for result in said(place, f"alike {kind} {model}", 2):
         assert result.get("error") is None, result
@@ -111,6 +112,7 @@ def test_a_model_that_is_read_in_parts_is_the_one_that_is_read_whole(place, kind
         assert len(set(result["digests"])) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("before", "after"), PAIRS)
 def test_a_checkpoint_of_two_ranks_is_read_by_three_of_another_back_end(place, before, after):
     expected = said(place, f"of {before}", 2)[0]
@@ -120,6 +122,7 @@ def test_a_checkpoint_of_two_ranks_is_read_by_three_of_another_back_end(place, b
         assert_alike(result["metrics"], expected["metrics"])
 
 
+@pytest.mark.slow
 def test_tensor_parallel_ranks_go_on_where_they_fit(place):
     for result in said(place, "pairs", 2):
         assert_alike(result["metrics"], said(place, "of fsdp", 2)[0]["metrics"])
@@ -130,6 +133,7 @@ def test_tensor_parallel_ranks_go_on_where_they_fit(place):
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", OTHERS)
 def test_each_rank_writes_its_pieces_and_one_process_goes_on(place, kind):
     checkpoint = CheckpointStore(place / f"of {kind}").latest()
@@ -148,6 +152,7 @@ def test_kill_9_while_a_checkpoint_is_written_leaves_the_newest_whole_one(place,
     assert_kill_leaves_one(KINDS[kind] | {"model": str(place / "tied")}, tmp_path, 1, caplog)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", OTHERS)
 def test_a_missing_piece_is_named_before_anything_is_read(place, tmp_path, kind, caplog):
     shutil.copytree(place / f"of {kind}", tmp_path / "c")
