@@ -56,6 +56,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Files with slow tests first: what is long must not begin when the other processes have finished."""
+    for item in items:
+        if "sglang" in getattr(item, "fixturenames", ()):  # a real server, which is installed first
+            item.add_marker(pytest.mark.slow)
     if not config.getoption("--full"):
         wanted = config.getoption("-m")
         markers = [name for name in LEFT_OUT if not wanted or name not in wanted]

@@ -1,6 +1,6 @@
 """Damage to any file of a run folder is found, mended or harmless: never other results without a word.
 
-What becomes of each kind of damage stands in tests/README.md. By default one cell of every row that is not
+What becomes of each kind of damage stands in docs/reference/damage.md. By default one cell of every row that is not
 harmless throughout is tried, with `--full` all of them; OPD_REWRITE_DAMAGE=1 then writes the tables anew.
 """
 
@@ -28,7 +28,7 @@ from damaged_runs import MEASURED, finish, make_recipe, stop_in_merge, stop_whil
 from opd.pipelines.cli import main
 
 pytestmark = pytest.mark.reports
-README = Path(__file__).parents[1] / "README.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "damage.md"
 LETTERS = {"found": "F", "mended": "M", "harmless": "H"}
 DECODE_STEPS = 28
 """After them the merge has two checkpoints, a response that has ended, and others in flight."""
@@ -114,9 +114,9 @@ def marks(scene: str) -> tuple[str, str]:
 
 
 def written(scene: str) -> str:
-    """The table of tests/README.md."""
+    """The table of docs/reference/damage.md."""
     start, end = marks(scene)
-    return README.read_text("utf-8").partition(start)[2].partition(end)[0]
+    return PAGE.read_text("utf-8").partition(start)[2].partition(end)[0]
 
 
 def expected(scene: str) -> dict[tuple[str, str], str]:
@@ -191,14 +191,14 @@ def test_a_difficulty_that_was_measured(measured, tmp_path):
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("name", ["finished", "stopped", "stored", "measured"])
 def test_every_kind_of_damage_to_every_kind_of_file(request, name, tmp_path):
-    """And the table of tests/README.md says what becomes of it."""
+    """And the table of docs/reference/damage.md says what becomes of it."""
     scene = request.getfixturevalue(name)
     found = table(try_all(scene, cells_of(scene), tmp_path / "run"))
     if os.environ.get("OPD_REWRITE_DAMAGE"):
         start, end = marks(name)
-        text = README.read_text("utf-8")
-        README.write_text(text.replace(start + written(name) + end, start + found + end), "utf-8")
-    assert found == written(name), "tests/README.md says otherwise; write it anew with OPD_REWRITE_DAMAGE=1"
+        text = PAGE.read_text("utf-8")
+        PAGE.write_text(text.replace(start + written(name) + end, start + found + end), "utf-8")
+    assert found == written(name), "docs/reference/damage.md says otherwise; write it anew with OPD_REWRITE_DAMAGE=1"
 
 
 def swap(one: str, other: str):

@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-import kubernetes_validate
 import pytest
 import yaml
 from recipes import write_recipe
@@ -75,6 +74,7 @@ def test_a_program_that_is_not_there_is_said_before_anything_is_started(tmp_path
 
 @pytest.mark.check
 def test_every_part_of_the_manifest_is_what_kubernetes_knows(tmp_path):
+    kubernetes_validate = pytest.importorskip("kubernetes_validate")
     volume, recipe, job = yaml.safe_load_all(MANIFEST.read_text())
     for part in (volume, recipe):
         kubernetes_validate.validate(part, KUBERNETES, strict=True)
