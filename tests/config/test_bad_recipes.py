@@ -2,7 +2,6 @@
 
 import contextlib
 import io
-import os
 import re
 import signal
 from collections.abc import Iterator
@@ -10,13 +9,13 @@ from pathlib import Path
 
 import pytest
 from bad_recipes import FAMILIES, Case, cases
+from full import FULL
 
 from opd.config.load import load_recipe
 from opd.pipelines.cli import main
 from opd.pipelines.options import split_overrides
 from opd.progress import hushed
 
-LONG = os.environ.get("OPD_FULL_TESTS") == "1"
 PATIENCE = 20
 """Seconds of processor time that no case may take."""
 FOREIGN = re.compile(r"pydantic|Traceback|Errno|<unicode string>|<class|object at 0x|\n.")
@@ -69,7 +68,7 @@ def complaint(path: Path, case: Case) -> str | None:
 def test_every_case_is_a_recipe_or_one_sentence(tmp_path, family):
     path = tmp_path / "recipe.yaml"
     faults = []
-    made = cases(family, LONG)
+    made = cases(family, FULL)
     for case in made:
         path.write_bytes(case.content)
         fault = complaint(path, case)

@@ -1,7 +1,7 @@
 """Damage to any file of a run folder is found, mended or harmless: never other results without a word.
 
-What becomes of each kind of damage stands in docs/reference/damage.md. By default one cell of every row that is not
-harmless throughout is tried, with `--full` all of them; OPD_REWRITE_DAMAGE=1 then writes the tables anew.
+docs/reference/damage.md says what becomes of each kind. With `--full` every cell is tried, and
+OPD_REWRITE_DAMAGE=1 writes the tables anew; by default some of those that are not harmless.
 """
 
 import os
@@ -198,7 +198,7 @@ def test_every_kind_of_damage_to_every_kind_of_file(request, name, tmp_path):
         start, end = marks(name)
         text = PAGE.read_text("utf-8")
         PAGE.write_text(text.replace(start + written(name) + end, start + found + end), "utf-8")
-    assert found == written(name), "docs/reference/damage.md says otherwise; write it anew with OPD_REWRITE_DAMAGE=1"
+    assert found == written(name), f"{PAGE.name} says otherwise; write it anew with OPD_REWRITE_DAMAGE=1"
 
 
 def swap(one: str, other: str):

@@ -6,18 +6,16 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
+from full import FULL
 
 LOOP = Path(__file__).with_name("episode_loop.py")
 
 
-@pytest.mark.slow
 def test_killed_in_the_middle_of_episodes(tmp_path):
     """`OPD_EPISODE_KILLS=1000` for as many as one likes. With `--episodes 5120` the script has enough of them
     to compare their distribution.
     """
-    usual = "200" if "OPD_FULL_TESTS" in os.environ else "10"
-    wanted = int(os.environ.get("OPD_EPISODE_KILLS", usual))
+    wanted = int(os.environ.get("OPD_EPISODE_KILLS", "200" if FULL else "3"))
     command = [sys.executable, str(LOOP), "--kills", str(wanted), "--seed", "3", "--folder", str(tmp_path)]
     command += ["--episodes", "64"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600 + 10 * wanted)
@@ -26,7 +24,7 @@ def test_killed_in_the_middle_of_episodes(tmp_path):
     counts = found["counts"]
     assert counts["kills"] >= wanted
     assert counts["commands"] > wanted, "restarts did not continue"
-    assert counts["again"] > 0, "no kill met a command"
+    assert wanted < 200 or counts["again"] > 0, "no kill met a command"
     assert wanted < 200 or counts["interrupted"] > 0, "no kill met a command that may not be repeated"
     assert all(arm["episodes"] >= 64 for arm in found["arms"].values())
     assert {"resumed", "undisturbed", "restarted"} <= found["arms"].keys()

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from full import FULL
 
 LOOP = Path(__file__).with_name("generate_loop.py")
 
@@ -14,7 +15,7 @@ LOOP = Path(__file__).with_name("generate_loop.py")
 @pytest.mark.slow
 def test_killed_while_generating(tmp_path):
     """A hundred with `--full`; `OPD_GENERATE_KILLS=1000` (or 10000) for as many as one likes."""
-    usual = "100" if "OPD_FULL_TESTS" in os.environ else "20"
+    usual = "100" if FULL else "20"
     wanted = int(os.environ.get("OPD_GENERATE_KILLS", usual))
     command = [sys.executable, str(LOOP), "--kills", str(wanted), "--seed", "3", "--folder", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300 + wanted)

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from full import FULL
 
 LOOP = Path(__file__).with_name("kill_loop.py")
 
@@ -34,7 +35,7 @@ def test_kills_on_a_disk(tmp_path):
 @pytest.mark.slow
 def test_hundreds_of_kills(tmp_path):
     """A thousand with `--full`; `OPD_KILLS=10000` for as many as one likes."""
-    wanted = int(os.environ.get("OPD_KILLS", "1000" if "OPD_FULL_TESTS" in os.environ else "150"))
+    wanted = int(os.environ.get("OPD_KILLS", "1000" if FULL else "150"))
     counts = run(wanted, memory_folder(tmp_path), seed=2)
     assert counts["kills"] == wanted
     assert counts["torn"] > wanted // 50, "no append was cut in the middle"

@@ -13,6 +13,7 @@ import random
 from pathlib import Path
 
 import pytest
+from full import FULL
 from log_model import LogModel, random_call, state_of
 from simulated_disk import SimulatedDisk
 
@@ -155,7 +156,7 @@ def test_power_cuts_take_nothing_that_was_durable():
 @pytest.mark.long
 def test_many_power_cuts():
     """A hundred thousand with `--full`; `OPD_POWER_CUTS=1000000` for as many as one likes."""
-    usual = "100000" if "OPD_FULL_TESTS" in os.environ else "20000"
+    usual = "100000" if FULL else "20000"
     wanted, cuts, first = int(os.environ.get("OPD_POWER_CUTS", usual)), 0, 1000
     while cuts < wanted:
         cuts += cut_power(range(first, first + 8))[0]

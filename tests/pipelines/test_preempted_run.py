@@ -10,10 +10,16 @@ import time
 from pathlib import Path
 
 import pytest
+from full import FULL
 from recipes import write_recipe
 
 SETTINGS = {
-    "specialist": {"steps": 40, "prompts_per_step": 16, "group_size": 4, "checkpoint_every": 100},
+    "specialist": {
+        "steps": 40 if FULL else 2,
+        "prompts_per_step": 16,
+        "group_size": 4,
+        "checkpoint_every": 100,
+    },
     "distill": {"steps": 4, "prompts_per_domain": 4},
     "baselines": {"methods": []},
     "evaluation": {"prompts_per_domain": 10},
@@ -74,8 +80,6 @@ def test_told_to_stop_and_resumed(tmp_path, undisturbed, workers):
     assert finish(recipe, out, "--resume") == undisturbed
 
 
-@pytest.mark.long
-@pytest.mark.slow
 def test_killed_in_the_merge_and_resumed(tmp_path, undisturbed):
     """With everything in one process, and responses in memory."""
     recipe, out = recipe_for(tmp_path, 1), tmp_path / "killed"

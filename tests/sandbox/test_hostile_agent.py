@@ -70,7 +70,6 @@ AGENTS: dict[str, list[str]] = {
 }
 
 
-@pytest.mark.slow
 def test_hostile_agents_end_with_a_reason_and_the_good_one_is_rewarded(tmp_path, monkeypatch, substrate):
     home = tmp_path / "home"
     home.mkdir()

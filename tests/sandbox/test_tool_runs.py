@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import signal
 import subprocess
@@ -11,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from full import FULL
 from recipes import tiny_recipe, write_recipe
 
 from opd.config import Recipe
@@ -76,7 +76,7 @@ def test_killed_in_the_middle_of_commands_the_weights_are_the_same(tmp_path, und
     command = [sys.executable, "-m", "opd.pipelines.cli", "specialist", str(recipe), "--domain", "sort"]
     command += ["--out", str(out)]
     log, met = out / "stages/specialist-sort/episodes", 0
-    for wanted in (2, 7, 16) if "OPD_FULL_TESTS" in os.environ else (7,):
+    for wanted in (2, 7, 16) if FULL else (7,):
         options = ["--resume"] if (out / "config.json").exists() else []
         process = subprocess.Popen([*command, *options], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         try:

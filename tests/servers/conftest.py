@@ -22,7 +22,7 @@ CHUNK = {"chunked-prefill-size": 16}
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """With `--full` the SGLang server is installed while other tests run: the first time takes a minute or more."""
+    """With `--full` the SGLang server is installed while other tests run: the first time takes minutes."""
     wanted = any("sglang" in getattr(item, "fixturenames", ()) for item in session.items)
     if wanted and not session.config.option.collectonly:
         installing()
