@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 os.environ.setdefault("KMP_BLOCKTIME", "0")
@@ -27,7 +28,7 @@ settings.load_profile("opd")
 
 
 LEFT_OUT = ("slow", "long", "check")
-"""Markers of tests that a run without `--full` leaves out, unless `-m` names the marker."""
+"""Markers of tests that a run without `--full` leaves out, unless `-m` names the marker or `::` the test."""
 left_out = pytest.StashKey[int]()
 
 
@@ -59,17 +60,35 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if "sglang" in getattr(item, "fixturenames", ()):  # a real server, which is installed first
             item.add_marker(pytest.mark.slow)
-    if not config.getoption("--full"):
+    named = any("::" in argument for argument in config.args)
+    if not config.getoption("--full") and not named:
         wanted = config.getoption("-m")
         markers = [name for name in LEFT_OUT if not wanted or name not in wanted]
-        waiting = [item for item in items if any(map(item.get_closest_marker, markers))]
-        items[:] = [item for item in items if item not in set(waiting)]
-        config.hook.pytest_deselected(items=waiting)
+        waiting = {item for item in items if any(map(item.get_closest_marker, markers))}
+        waiting |= other_cases([item for item in items if item not in waiting])
+        config.hook.pytest_deselected(items=[item for item in items if item in waiting])
+        items[:] = [item for item in items if item not in waiting]
         config.stash[left_out] = 0 if wanted else len(waiting)
         if hasattr(config, "workeroutput"):
             config.workeroutput["left out"] = config.stash[left_out]
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
+
+
+def other_cases(items: list[pytest.Item]) -> set[pytest.Item]:
+    """Those that `@pytest.mark.some(count)` leaves out: all of a test's cases but so many, evenly chosen."""
+    found: dict[tuple[Path, str], list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("some"):
+            found.setdefault((item.path, getattr(item, "originalname", item.name)), []).append(item)
+    others = set()
+    for cases in found.values():
+        marker = cases[0].get_closest_marker("some")
+        assert marker is not None
+        (count,) = marker.args
+        chosen = {round(i * (len(cases) - 1) / max(count - 1, 1)) for i in range(count)}
+        others |= {case for number, case in enumerate(cases) if number not in chosen}
+    return others
 
 
 @pytest.hookimpl(optionalhook=True)
