@@ -15,6 +15,8 @@ import tiny
 
 from opd.models.checkpoint import save_checkpoint
 
+pytestmark = pytest.mark.slow
+
 WORLD = 3
 MODELS = {
     "tied": {},

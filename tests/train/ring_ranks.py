@@ -16,13 +16,12 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from full import FULL
 from torch import Tensor
 
 from opd.models.attention import Scores
 from opd.models.context_parallel import ContextParallel, Ring, TokenShare
 
-WORLD = 4 if FULL else 2
+WORLD = 4
 HEADS, SHARED, SIZE = 4, 2, 8
 BOUNDS = [0, 37, 38, 101, 144]
 CASES = {
@@ -106,7 +105,7 @@ def one_rank(rank: int, folder: Path) -> None:
     pairs = [dist.new_group([first, first + 1]) for first in range(0, WORLD, 2)]
     whole = dist.new_group()
     found = {}
-    for world, group in {2: pairs[rank // 2], WORLD: whole}.items():
+    for world, group in ((2, pairs[rank // 2]), (WORLD, whole)):
         assert isinstance(group, dist.ProcessGroup)
         for name, scores in CASES.items():
             found[f"{name}-{world}"] = compare(group, scores)

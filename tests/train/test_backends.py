@@ -18,9 +18,9 @@ from opd.train.backend import TorchBackend
 from opd.train.backends import open_backend
 from opd.train.megatron_backend import MegatronBackend
 
-pytestmark = pytest.mark.timeout(1800)  # one launch of all back ends
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]  # one launch of all back ends
 
-STEPS = 20 if FULL else 4
+STEPS = 20 if FULL else 8
 HALF = STEPS // 2
 # So small that every tensor would stay whole on every rank.
 PARTITION = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
@@ -49,11 +49,14 @@ TASKS["zero-3-offload"] = {
 MISSING = {name for name, train in TASKS.items() if find_spec("deepspeed") is None and "deepspeed" in train}
 NO_DEEPSPEED = pytest.mark.skip("needs DeepSpeed: .venv/bin/python -m pip install 'opd[deepspeed]'")
 FEW = ("megatron-context", "megatron-stages")
-"""Of three steps, too; test_megatron_parallel.py has more models."""
-SOME = ("fsdp", "megatron-tensor")
-"""What is always tried."""
-MARKS = {name: [pytest.mark.slow] * (name not in SOME) + [NO_DEEPSPEED] * (name in MISSING) for name in TASKS}
-NAMES = [pytest.param(name, marks=marks) for name, marks in MARKS.items()]
+"""By default of three steps; test_megatron_parallel.py has more models."""
+LONG = {"megatron-data", "megatron-tensor-distributed", "zero-1", "zero-2", "zero-3-offload", *FEW}
+"""The other two of Megatron's have both kinds of parallelism and of optimiser, and the third stage does what
+the others do."""
+MARKS = {
+    name: [pytest.mark.long] * (name in LONG) + [NO_DEEPSPEED] * (name in MISSING) for name in LONG | MISSING
+}
+NAMES = [pytest.param(name, marks=MARKS.get(name, [])) for name in TASKS]
 
 
 def one_process(first, last, state=None, batches=backend_ranks.batch, **model):
@@ -75,10 +78,11 @@ def reference():
 def ranks(tmp_path_factory):
     """The folder in which two ranks have left what every task gave."""
     half, _ = one_process(0, HALF)
+    left_out = MISSING if FULL else MISSING | LONG
     tasks = [
         task
         for name, train in TASKS.items()
-        if name not in MISSING and (FULL or name in SOME)
+        if name not in left_out
         for task in (
             {"name": name, "train": train, "first": 0, "last": STEPS},
             {"name": f"{name}-half", "train": train, "first": 0, "last": HALF},

@@ -10,7 +10,6 @@ from pathlib import Path
 import context_step
 import pytest
 import torch
-from full import FULL
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rank_processes import run_ranks
@@ -29,8 +28,6 @@ RANKS = {
         *context_step.CHOSEN,
     ],
 }
-SOME = ("llama", "gemma2 in pieces", "again", *context_step.CHOSEN)
-"""What two ranks always do: plain and in pieces, sharing sequences or weights, and so many as they choose."""
 
 
 @pytest.fixture(scope="module")
@@ -40,8 +37,7 @@ def ranks(tmp_path_factory):
     @functools.cache
     def folder_of(world: int) -> Path:
         folder = tmp_path_factory.mktemp(f"ranks-{world}")
-        cases = RANKS[world] if FULL else SOME
-        (folder / "cases.json").write_text(json.dumps(cases))
+        (folder / "cases.json").write_text(json.dumps(RANKS[world]))
         run_ranks(str(Path(__file__).with_name("context_ranks.py")), world, folder, seconds=400)
         return folder
 
@@ -51,7 +47,7 @@ def ranks(tmp_path_factory):
 @pytest.mark.parametrize(
     ("world", "case"),
     [
-        pytest.param(world, case, marks=[] if world == 2 and case in SOME else [pytest.mark.slow])
+        pytest.param(world, case, marks=[pytest.mark.long] if world > 2 else [pytest.mark.slow])
         for world, cases in RANKS.items()
         for case in cases
     ],

@@ -7,7 +7,6 @@ import backend_ranks
 import pytest
 import torch
 from backend_ranks import assert_same, assert_same_gradients, on_two_ranks, read_state
-from full import FULL
 from safetensors.torch import load_file
 
 from opd.config import TrainConfig
@@ -37,9 +36,6 @@ TASKS = {
         "batch": {"recompute_layers": True},
     },
 }
-SOME = "tensor"
-"""What is always tried; of one rank it is all layers of the first model."""
-NAMES = [pytest.param(name, marks=[pytest.mark.slow] * (name != SOME)) for name in TASKS]
 
 
 def on_megatron(model: dict):
@@ -69,20 +65,14 @@ def ranks(tmp_path_factory) -> Path:
         | task
         | {"train": {"backend": "megatron", **task["train"]}}
         for name, task in TASKS.items()
-        if FULL or name == SOME
     ]
     start = alone(TASKS["tensor"]["model"])
     return on_two_ranks(tmp_path_factory.mktemp("ranks"), start.state(), tasks)
 
 
-@pytest.mark.parametrize(
-    ("targets", "model"),
-    [
-        pytest.param(targets, model, marks=[pytest.mark.slow] * (targets != "all" and model != "tied"))
-        for targets in TARGETS
-        for model in MODELS
-    ],
-)
+@pytest.mark.some(3)
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("targets", TARGETS)
 def test_the_gradients_of_fused_layers_are_those_of_pefts(targets, model):
     changes = {"lora": TARGETS[targets], **MODELS[model]}
     expected = alone(changes)
@@ -105,7 +95,8 @@ def test_the_gradients_of_fused_layers_are_those_of_pefts(targets, model):
             assert torch.equal(mine, theirs), name
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TASKS)
 def test_two_ranks_make_the_steps_of_one_process(ranks, name):
     backend = alone(TASKS[name]["model"])
     gradients = backend_ranks.gradients_of(backend)
@@ -119,7 +110,8 @@ def test_two_ranks_make_the_steps_of_one_process(ranks, name):
         assert float((weights[key] - tensor).float().norm()) <= 1e-4 * float(tensor.float().norm()), key
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TASKS)
 def test_a_checkpoint_holds_what_one_process_writes(ranks, name):
     backend = alone(TASKS[name]["model"])
     backend_ranks.train(backend, 0, STEPS)

@@ -9,6 +9,8 @@ import pytest
 import ring_ranks
 from rank_processes import run_ranks
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
@@ -18,7 +20,7 @@ def found(tmp_path_factory):
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(ring_ranks.WORLD)]
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world", [2, ring_ranks.WORLD])
 @pytest.mark.parametrize("case", ring_ranks.CASES)
 def test_the_ring_attends_as_ranks_with_all_keys_and_values_do(found, case, world):
     """Output and gradients in float32, of the largest entry of each."""

@@ -1,6 +1,4 @@
-"""A model that no rank holds whole: four processes, each with less memory than the model takes; two that read
-a small one by default.
-"""
+"""A model that no rank holds whole: four processes, each with less memory than the model takes."""
 
 import json
 import math
@@ -23,7 +21,8 @@ from opd.models.sharded import compare_together, fill, open_empty
 from opd.ranks import Ranks
 from opd.train.backend import TorchBackend
 
-WORLD = 4 if FULL else 2
+pytestmark = pytest.mark.slow
+
 MODELS = {
     "tied": {},
     "untied": {"tie_word_embeddings": False},
@@ -58,32 +57,30 @@ LARGEST = 3 * MIB
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory) -> Path:
-    """Models, and what the ranks have said of each task."""
+    """Models, and what four ranks have said of each task."""
     asked = ALIKE | (MORE if FULL else {})
     root = tmp_path_factory.mktemp("sharded")
     for name, changes in MODELS.items():
         save_checkpoint(tiny.model(**changes), tiny.tokenizer(), root / name, {})
     save_checkpoint(tiny.model(), tiny.tokenizer(), root / "files", {}, max_shard_bytes=20_000)
     assert len(list((root / "files").glob("*.safetensors"))) > 2
-    if FULL:
-        save_checkpoint(tiny.model(**sharded_ranks.BIG), tiny.tokenizer(), root / "big", {})
+    save_checkpoint(tiny.model(**sharded_ranks.BIG), tiny.tokenizer(), root / "big", {})
     save_checkpoint(tiny.model(), tiny.tokenizer(), root / "altered", {})
     flip(root / "altered" / "model.safetensors")
     adapter_of(root / "tied", root / "adapter")
     tasks = [{"name": f"alike {name}", "does": "alike"} | task for name, task in asked.items()]
     limited = {"does": "limited", "model": "big", "limit": LIMIT, "batch": BATCH}
-    tasks += [{"name": "altered", "does": "limited", "model": "altered"}]
-    if FULL:
-        tasks += [
-            {"name": "whole"} | limited | {"does": "at once"},
-            {"name": "too small"} | limited | {"limit": 16 * MIB},
-            {"name": "limited"} | limited | {"export": EXPORT},
-        ]
+    tasks += [
+        {"name": "altered", "does": "limited", "model": "altered"},
+        {"name": "whole"} | limited | {"does": "at once"},
+        {"name": "too small"} | limited | {"limit": 16 * MIB},
+        {"name": "limited"} | limited | {"export": EXPORT},
+    ]
     (root / "tasks.json").write_text(json.dumps(tasks))
     with pytest.MonkeyPatch.context() as patch:
         for name, value in sharded_ranks.RETURNED.items():
             patch.setenv(name, value)
-        run_ranks(sharded_ranks.__file__, WORLD, root, seconds=500)
+        run_ranks(sharded_ranks.__file__, 4, root, seconds=500)
     return root
 
 
@@ -108,12 +105,12 @@ def adapter_of(base: Path, folder: Path) -> None:
     (folder / "adapter_config.json").write_text(json.dumps(described))
 
 
-def said(place: Path, name: str, world: int = WORLD) -> list[dict]:
+def said(place: Path, name: str, world: int = 4) -> list[dict]:
     """What each rank said of a task."""
     return [json.loads((place / f"{name}-{rank}.json").read_text()) for rank in range(world)]
 
 
-@pytest.mark.parametrize("name", [*ALIKE, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE)])
+@pytest.mark.parametrize("name", [*ALIKE, *(pytest.param(name, marks=pytest.mark.long) for name in MORE)])
 def test_a_model_that_is_read_in_parts_is_the_one_that_is_read_whole(place, name):
     for result in said(place, f"alike {name}"):
         assert result.get("error") is None, result
@@ -124,7 +121,6 @@ def test_a_model_that_is_read_in_parts_is_the_one_that_is_read_whole(place, name
         assert len(set(result["digests"])) == 1
 
 
-@pytest.mark.slow
 def test_ranks_load_and_train_a_model_larger_than_the_memory_of_each(place):
     size = sum(file.stat().st_size for file in (place / "big").glob("*.safetensors"))
     assert 0.7 * size > LIMIT
@@ -155,7 +151,6 @@ def test_ranks_load_and_train_a_model_larger_than_the_memory_of_each(place):
     assert not [file for file in place.iterdir() if file.name.startswith(".")]
 
 
-@pytest.mark.slow
 def test_memory_that_does_not_hold_a_share_is_one_sentence(place):
     for result in said(place, "too small"):
         assert result["error"] in ("ModelError", "CheckpointError")

@@ -19,6 +19,8 @@ from opd.models.checkpoint import save_checkpoint
 from opd.storage.checkpoints import CheckpointStore
 from opd.train.backend import TorchBackend
 
+pytestmark = pytest.mark.slow
+
 ZERO = {"train": {"backend": "deepspeed", "zero_stage": 3}}
 NO_DEEPSPEED = pytest.mark.skipif(
     find_spec("deepspeed") is None,
@@ -41,6 +43,7 @@ MODELS = {
     "adapters on bfloat16": {"model": "files", "lora": True, "dtype": "bfloat16"},
 }
 LONG = {"masters", "adapters", "adapter", "adapters on bfloat16"}
+"""With `--full` alone."""
 STAGES = {
     "adapters on stages": {
         "model": "tied",
@@ -50,7 +53,7 @@ STAGES = {
 }
 READ = [
     pytest.param(
-        kind, model, marks=[NO_DEEPSPEED] * (kind == "zero-3") + [pytest.mark.slow] * (model in LONG)
+        kind, model, marks=[NO_DEEPSPEED] * (kind == "zero-3") + [pytest.mark.long] * (model in LONG)
     )
     for kind in KINDS
     for model in MODELS
@@ -81,7 +84,7 @@ def place(tmp_path_factory) -> Path:
             tasks += [
                 {"name": f"alike {kind} {model}", "does": "alike"} | settings | asked
                 for model, asked in (MODELS | (STAGES if kind == "megatron" else {})).items()
-                if FULL or model == "tied"
+                if model not in LONG or FULL
             ]
         saving = {"name": f"of {kind}", "does": "saves", "into": f"of {kind}"}
         tasks += [saving | settings | MODELS["tied"]]
@@ -93,15 +96,12 @@ def place(tmp_path_factory) -> Path:
     misfit = {"name": "misfit", "does": "resumes", "from": "of fsdp"}
     tasks += [misfit | {"name": "pairs"} | TENSOR | MODELS["tied"]]
     later += [misfit | TENSOR | MODELS["tied"]]
-    launch(root, 2, tasks if FULL else [task for task in tasks if task["does"] == "alike"])
-    if FULL:
-        launch(root, 3, later)
+    launch(root, 2, tasks)
+    launch(root, 3, later)
     return root
 
 
-@pytest.mark.parametrize(
-    ("kind", "model"), [*READ, pytest.param("megatron", "adapters on stages", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("kind", "model"), [*READ, ("megatron", "adapters on stages")])
 def test_a_model_that_is_read_in_parts_is_the_one_that_is_read_whole(place, kind, model):
     for result in said(place, f"alike {kind} {model}", 2):
         assert result.get("error") is None, result
@@ -112,7 +112,6 @@ def test_a_model_that_is_read_in_parts_is_the_one_that_is_read_whole(place, kind
         assert len(set(result["digests"])) == 1
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("before", "after"), PAIRS)
 def test_a_checkpoint_of_two_ranks_is_read_by_three_of_another_back_end(place, before, after):
     expected = said(place, f"of {before}", 2)[0]
@@ -122,7 +121,6 @@ def test_a_checkpoint_of_two_ranks_is_read_by_three_of_another_back_end(place, b
         assert_alike(result["metrics"], expected["metrics"])
 
 
-@pytest.mark.slow
 def test_tensor_parallel_ranks_go_on_where_they_fit(place):
     for result in said(place, "pairs", 2):
         assert_alike(result["metrics"], said(place, "of fsdp", 2)[0]["metrics"])
@@ -133,7 +131,6 @@ def test_tensor_parallel_ranks_go_on_where_they_fit(place):
         )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", OTHERS)
 def test_each_rank_writes_its_pieces_and_one_process_goes_on(place, kind):
     checkpoint = CheckpointStore(place / f"of {kind}").latest()
@@ -152,7 +149,6 @@ def test_kill_9_while_a_checkpoint_is_written_leaves_the_newest_whole_one(place,
     assert_kill_leaves_one(KINDS[kind] | {"model": str(place / "tied")}, tmp_path, 1, caplog)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", OTHERS)
 def test_a_missing_piece_is_named_before_anything_is_read(place, tmp_path, kind, caplog):
     shutil.copytree(place / f"of {kind}", tmp_path / "c")

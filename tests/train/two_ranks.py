@@ -1,0 +1,55 @@
+"""One of two ranks that do a small task of each kind; run by test_two_ranks.py through `run_ranks`."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import backend_ranks
+import context_step
+import ring_ranks
+import sharded_engine_ranks
+import sharded_ranks
+import torch.distributed as dist
+from rank_processes import do_tasks
+from safetensors.torch import save_file
+
+from opd.ranks import Ranks
+from opd.train.fsdp_backend import ContextBackend, FSDPBackend
+
+
+def whole_step(rank: int, task: dict, folder: Path) -> dict:
+    """A step on shared sequences, or on shared weights."""
+    ranks, case = Ranks(dist.group.WORLD), task["case"]
+    make = (
+        partial(FSDPBackend, data=ranks)
+        if case in context_step.SHARDED
+        else partial(ContextBackend, ranks=ranks, together="auto" if case in context_step.CHOSEN else 2)
+    )
+    tensors, metrics = context_step.step(case, make)
+    save_file(tensors, folder / f"{case}-{rank}.safetensors")
+    return metrics
+
+
+def one_task(rank: int, task: dict, folder: Path) -> dict:
+    """What became of a task."""
+    kind = task["kind"]
+    if kind == "backend":
+        backend_ranks.run_task(task, folder, Ranks(dist.group.WORLD))
+        return {}
+    if kind == "step":
+        return whole_step(rank, task, folder)
+    if kind == "ring":
+        return ring_ranks.compare(dist.group.WORLD, ring_ranks.CASES[task["case"]])
+    if kind == "engine":
+        return sharded_engine_ranks.one_task(rank, task, folder, Ranks(dist.group.WORLD, store(task, folder)))
+    return sharded_ranks.one_task(rank, task, folder)
+
+
+def store(task: dict, folder: Path) -> dist.PrefixStore:
+    """Where the ranks of an engine that is shared tell each other that they go on."""
+    return dist.PrefixStore(task["name"], dist.FileStore(str(folder / "store"), 2))
+
+
+if __name__ == "__main__":
+    do_tasks(one_task, seconds=240)
