@@ -11,9 +11,14 @@ from pathlib import Path
 
 import pytest
 from full import FULL
-from recipes import write_recipe
+from recipes import tiny_recipe, write_recipe
 
+from opd.pipelines.cli import main
+
+BASE = tiny_recipe().base
+assert BASE is not None
 SETTINGS = {
+    "base": BASE.model_dump(exclude_none=True) | {"steps": 200 if FULL else 30},
     "specialist": {
         "steps": 40 if FULL else 2,
         "prompts_per_step": 16,
@@ -36,9 +41,7 @@ def start(recipe: Path, out: Path, *options: str) -> subprocess.Popen:
 
 
 def finish(recipe: Path, out: Path, *options: str) -> str:
-    process = start(recipe, out, *options)
-    output, _ = process.communicate(timeout=300)
-    assert process.returncode == 0, output
+    main(["run", str(recipe), "--out", str(out), *options])
     return json.loads((out / "stages/merge/done.json").read_text())["digest"]
 
 
