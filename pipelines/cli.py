@@ -27,6 +27,7 @@ from opd.pipelines.options import (
 
 if TYPE_CHECKING:
     from opd.pipelines.commands.sample import Asked
+    from opd.pipelines.doctor.checks import Finding
     from opd.pipelines.records.run_folder import Accepted, HubRecord, RunFolder
 
 
@@ -78,8 +79,7 @@ def _dispatch(argv: list[str]) -> int:
     if options.command != "doctor":
         _refuse_run(recipe, options)
     if options.command != "doctor" and options.dry_run:
-        print(dump_recipe(recipe), end="")
-        return 0
+        return _dry_run(recipe)
     recipe = located(recipe)
     require_address_space(cache=recipe.storage.cache_mb > 0)
     if options.command == "doctor":
@@ -92,6 +92,16 @@ def _from_hub(recipe: Recipe, path: Path | None = None, resume: bool = False) ->
     from opd.pipelines.records.hub import fetched
 
     return fetched(recipe, path, resume=resume)
+
+
+def _dry_run(recipe: Recipe) -> int:
+    """Print `recipe`, unless the folders of its models give a run to refuse."""
+    from opd.pipelines.doctor.examine import examine_folders
+
+    findings = examine_folders(located(recipe))
+    if not any(finding.level == "error" for finding in findings):
+        print(dump_recipe(recipe), end="")
+    return 0 if _told(findings) else ERROR
 
 
 def _doctor(recipe: Recipe, options: argparse.Namespace) -> int:
@@ -368,7 +378,11 @@ def _preflight(recipe: Recipe, path: Path, resume: bool, accepted: Accepted) -> 
     """The doctor's cheap checks; prints what they found and says whether the run can start."""
     from opd.pipelines.doctor.examine import examine
 
-    findings = examine(recipe, run_dir=path, resume=resume, accepted=accepted, thorough=False)
+    return _told(examine(recipe, run_dir=path, resume=resume, accepted=accepted, thorough=False))
+
+
+def _told(findings: Sequence[Finding]) -> bool:
+    """Whether a run of which these are said can start; they are printed."""
     for finding in findings:
         if finding.level != "ok":
             print(f"opd: {finding.level}: {one_line(f'{finding.title}: {finding.detail}')}", file=sys.stderr)

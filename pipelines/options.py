@@ -161,7 +161,7 @@ def build_parser() -> argparse.ArgumentParser:
         command.add_argument("--resume", action="store_true", help="continue the run in the folder")
         for switch, told in ACCEPTS.items():
             command.add_argument(switch, action="store_true", help=f"with --resume: {told}")
-        command.add_argument("--dry-run", action="store_true", help="print the resolved recipe and stop")
+        command.add_argument("--dry-run", action="store_true", help="print the recipe, or what rules it out")
         command.add_argument("--out", type=_place, metavar="DIR", help="run folder (default: runs/NAME)")
         command.lists_fields = name == "run"
         if name == "specialist":

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from opd.config import Recipe, TopKKL
-from opd.config.teachers import ServedTeacherConfig, ServerConfig
+from opd.config.teachers import ServedTeacherConfig, ServerConfig, check_temperature
 from opd.errors import ConfigError, OpdError, TeacherError
 from opd.kernels.head import Head
 from opd.kernels.ops import linear_logprobs
@@ -87,15 +87,6 @@ def pool_options(config: ServerConfig, rank: int = 0, ranks: int = 1) -> PoolOpt
     if config.urls_file is None:
         return options
     return replace(options, more=UrlsFile(config.urls_file, config.urls, rank, ranks).fresh)
-
-
-def check_temperature(name: str, config: ServedTeacherConfig, temperature: float) -> None:
-    """`ConfigError` if servers cannot give its signal at `temperature`: they score at 1 and say nothing."""
-    if config.signal != "hidden" and temperature != 1.0:
-        raise ConfigError(
-            f"teacher {name}: servers give log-probabilities at temperature 1 only, but rollout.temperature"
-            f" is {temperature:g}; set teachers.{name}.signal to hidden, or the temperature to 1."
-        )
 
 
 def rebuild_with(load: Callable[[], Head]) -> Rebuild:

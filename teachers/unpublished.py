@@ -9,7 +9,7 @@ from torch import Tensor
 
 from opd.errors import ModelError, StorageError, TeacherError
 from opd.kernels.head import Head
-from opd.models.causal_lm import head_form
+from opd.models.architecture import head_form
 from opd.models.hf_folder import described_in, read_config, read_object
 from opd.storage.manifest import Unit
 from opd.storage.publish import ModelForm, UnitSource, units_of

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from opd.config.other_names_rows import LIBRARIES, ROWS, Row
 from opd.errors import ConfigError
 
-_FLAGS = ("slime", "openrlhf")
+_FLAGS = ("slime", "miles", "openrlhf")
 """Libraries whose options are flags, written with dashes in front."""
 _HERE = {"kl_coef", "entropy_coef"}
 """Spellings of others' names that are settings here."""

@@ -184,12 +184,12 @@ def _unknown(path: tuple[int | str, ...], schema: Any, data: Any) -> str:
     here = sorted({name for model in members for name in model.model_fields})
     close = nearest(last, here)
     begins = any(name.startswith(last) for name in here)  # `beta` of an optimiser is near its own `beta1`
-    elsewhere = other_name(dotted(path)) or (None if begins else other_name(last))
-    if elsewhere is not None:
-        return f"`{dotted(path)}` {elsewhere}"
     nested = _other_within(path, _at(data, path))
     if nested is not None:
         return nested
+    elsewhere = other_name(dotted(path)) or (None if begins else other_name(last))
+    if elsewhere is not None:
+        return f"`{dotted(path)}` {elsewhere}"
     section = other_section(last) if not parents else None
     if section is not None:
         return f"`{last}` {section}"
@@ -210,15 +210,16 @@ def _at(data: Any, path: Iterable[str | int]) -> Any:
 
 
 def _other_within(path: tuple[str | int, ...], value: Any) -> str | None:
-    """The sentence for the first key below `path` that is another library's; `None` if none is."""
+    """The sentence for the first and deepest key below `path` that others have; `None` if none is theirs."""
     if not isinstance(value, Mapping):
         return None
     for key, inner in value.items():
         below_it = (*path, str(key))
-        answer = other_name(dotted(below_it))
-        sentence = f"`{dotted(below_it)}` {answer}" if answer is not None else _other_within(below_it, inner)
+        sentence, answer = _other_within(below_it, inner), other_name(dotted(below_it))
         if sentence is not None:
             return sentence
+        if answer is not None:
+            return f"`{dotted(below_it)}` {answer}"
     return None
 
 

@@ -370,6 +370,15 @@ class ServedTeacherConfig(TeacherSettings, ServerConfig):
         return self
 
 
+def check_temperature(name: str, config: ServedTeacherConfig, temperature: float) -> None:
+    """`ConfigError` if servers cannot give its signal at `temperature`: they score at 1 and say nothing."""
+    if config.signal != "hidden" and temperature != 1.0:
+        raise ConfigError(
+            f"teacher {name}: servers give log-probabilities at temperature 1 only, but rollout.temperature"
+            f" is {temperature:g}; set teachers.{name}.signal to hidden, or the temperature to 1."
+        )
+
+
 class SGLangTeacherConfig(ServedTeacherConfig):
     """SGLang servers that run the model at `path` (extra `sglang`)."""
 

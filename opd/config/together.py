@@ -14,9 +14,11 @@ from opd.config.teachers import (
     COLDEST,
     SPECULATES,
     ServedEngineConfig,
+    ServedTeacherConfig,
     ServerConfig,
     TorchEngineConfig,
     VLLMEngineConfig,
+    check_temperature,
 )
 from opd.config.watch import check_metrics
 
@@ -376,6 +378,12 @@ def _teachers_exist(recipe: Recipe) -> None:
                 )
 
 
+def _servers_tell_at_the_temperature(recipe: Recipe) -> None:
+    for name, config in recipe.teachers.items():
+        if isinstance(config, ServedTeacherConfig):
+            check_temperature(name, config, recipe.rollout.temperature)
+
+
 def _stages_beside_teachers(recipe: Recipe) -> None:
     for name in recipe.used_teachers() if recipe.train.pipeline_parallel > 1 else ():
         if recipe.teacher(name).type == "megatron":
@@ -408,5 +416,6 @@ RULES = (
     _what_critics_need,
     _a_step_is_seen_before_it_is_dealt_out,
     _teachers_exist,
+    _servers_tell_at_the_temperature,
     _stages_beside_teachers,
 )

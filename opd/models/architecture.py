@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import permutations
 from pathlib import Path
@@ -22,8 +22,10 @@ import transformers
 from torch import Tensor, nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedConfig
 from transformers.core_model_loading import revert_weight_conversion
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from opd.errors import ModelError, reason_of
+from opd.kernels.head import Head
 from opd.models.attention import ATTENTION_NAME, AttentionCall, PackedAttention
 from opd.models.hf_folder import positions_of
 from opd.models.hf_weights import quiet, unpadded
@@ -35,6 +37,10 @@ if TYPE_CHECKING:
 ANOTHER = "choose a model of another architecture"
 """What is left where an architecture is at fault."""
 _TOKENS = 5
+_DIVISORS = ("logits_scaling",)  # Granite, MiniCPM 3
+_FACTORS = ("logit_scale", "lm_head_multiplier", "output_multiplier")  # Cohere, Falcon H1, Muse Spark
+_SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap")  # Gemma 2/3, RecurrentGemma
+_MULTIPLY_BY_LOGITS_SCALING = ("hyperclovax",)
 
 
 def check_architecture(config: PreTrainedConfig, where: str | Path) -> Any:
@@ -43,7 +49,7 @@ def check_architecture(config: PreTrainedConfig, where: str | Path) -> Any:
     Raises `ModelError`, the same for whoever asks, if it could not be run, trained or sampled here.
     """
     module = empty_model(config, where, torch.bfloat16)  # in which experts are multiplied without numbers
-    cause = _cause(module)
+    cause = _cause(module) or _head_cause(module)
     if cause is not None:
         name = type(module).__name__
         raise ModelError(f"{where} is of class {name}, which cannot be used here: {cause}.")
@@ -120,6 +126,67 @@ def _cause(module: Any) -> str | None:
             f" given, which several sequences in one pass would share; {ANOTHER}"
         )
     return cause
+
+
+def head_form(config: Any) -> tuple[float, float | None]:
+    """(scale, softcap) of the head a Hugging Face configuration describes.
+
+    Only by settings that its family has: others, which a config.json may name as well, are not read.
+    """
+    scale = 1.0
+    for name in _FACTORS:
+        scale *= _number(config, name) or 1.0
+    for name in _DIVISORS:
+        value = _number(config, name) or 1.0
+        scale = scale * value if config.model_type in _MULTIPLY_BY_LOGITS_SCALING else scale / value
+    softcaps = [value for name in _SOFTCAPS if (value := _number(config, name)) is not None]
+    return scale, softcaps[0] if softcaps else None
+
+
+def _number(config: Any, name: str) -> float | None:
+    value = getattr(config, name, None) if hasattr(type(config), name) else None
+    return float(value) if isinstance(value, int | float) else None
+
+
+@torch.no_grad()
+def _head_cause(module: Any) -> str | None:
+    """Why the numbers after the last hidden states of `module`, on the meta device, are not as `head_form`
+    says; `None` if they are, or if its code does more with them than can be tried without weights.
+    """
+    decoder, head = module.get_decoder(), module.get_output_embeddings()
+    scale, softcap = head_form(module.config.get_text_config())
+    hidden = torch.linspace(-1, 1, head.in_features)[None].repeat(_TOKENS, 1)
+    weight = torch.linspace(-1, 1, _TOKENS)[:, None].repeat(1, head.in_features) * hidden[:1].sign()
+    weight *= 40 / (abs(scale) * float((hidden @ weight.T).abs().max()))  # where a softcap shows
+
+    def multiplied(given: Tensor, *_: Any, **__: Any) -> Tensor:
+        return given @ weight.T
+
+    def finished(*_: Any, **__: Any) -> Any:
+        return BaseModelOutputWithPast(last_hidden_state=hidden[None])
+
+    ids = torch.zeros(1, _TOKENS, dtype=torch.int64)
+    try:
+        with _replaced(decoder, finished), _replaced(head, multiplied):
+            own = module(input_ids=ids, use_cache=False).logits[0].float()
+    except Exception:  # whatever its code meets; weights tell
+        return None
+    ours = Head(weight, scale=scale, softcap=softcap).logits(hidden)
+    if own.shape == ours.shape and bool(((own - ours).abs() <= 1e-3 * own.abs().max()).all()):
+        return None
+    return (
+        f"its head is not of a known form: its logits are not the weight's with scale {scale:g} and softcap"
+        f" {softcap}; {ANOTHER}"
+    )
+
+
+@contextmanager
+def _replaced(part: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    part.forward = forward
+    try:
+        yield
+    finally:
+        del part.forward
 
 
 def kept_otherwise(module: Any) -> tuple[str, str] | None:

@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 from opd.errors import ModelError, reason_of
 from opd.kernels.head import Head
 from opd.kernels.projection import speed_up
-from opd.models.architecture import check_architecture, check_attention, check_pieces
+from opd.models.architecture import check_architecture, check_attention, check_pieces, head_form
 from opd.models.attention import ATTENTION_NAME, Attend, PackedAttention
 from opd.models.hf_folder import check_folder, read_config, scratch_config
 from opd.models.hf_weights import load_module, unpadded
@@ -39,31 +39,9 @@ from opd.models.long_sequence import (
     recomputed,
 )
 
-_DIVISORS = ("logits_scaling",)  # Granite, MiniCPM 3
-_FACTORS = ("logit_scale", "lm_head_multiplier", "output_multiplier")  # Cohere, Falcon H1, Muse Spark
-_SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap")  # Gemma 2/3, RecurrentGemma
-_MULTIPLY_BY_LOGITS_SCALING = ("hyperclovax",)
-
 PROBE_LOGIT = 40.0
 """Size of the largest logit in the probe: large enough that a missing softcap shows at random weights."""
 _PROBED_ROWS = 1 << 13
-
-
-def head_form(config: Any) -> tuple[float, float | None]:
-    """(scale, softcap) of the head a Hugging Face configuration describes."""
-    scale = 1.0
-    for name in _FACTORS:
-        scale *= _number(config, name) or 1.0
-    for name in _DIVISORS:
-        value = _number(config, name) or 1.0
-        scale = scale * value if config.model_type in _MULTIPLY_BY_LOGITS_SCALING else scale / value
-    softcaps = [value for name in _SOFTCAPS if (value := _number(config, name)) is not None]
-    return scale, softcaps[0] if softcaps else None
-
-
-def _number(config: Any, name: str) -> float | None:
-    value = getattr(config, name, None)
-    return float(value) if isinstance(value, int | float) else None
 
 
 def head_of(module: Any, config: Any, vocab_size: int | None = None) -> Head:

@@ -52,8 +52,7 @@ def check_folder(folder: Path, *, digests: bool = True) -> None:
     """Raise `CheckpointError` naming the first file that is missing, truncated, corrupt or a pickle. Without
     `digests` the weights are not read, only their headers.
     """
-    if not folder.is_dir():
-        raise CheckpointError(f"{folder} is not a folder; download the model first and give its path.")
+    require_folder(folder)
     base = adapter_base(folder)
     if base is not None:
         check_adapter_file(folder)
@@ -64,6 +63,12 @@ def check_folder(folder: Path, *, digests: bool = True) -> None:
         check_shard(folder / name, checksums.get(name))
     read_headers(folder)  # which refuses what lies twice, or elsewhere than the index says
     check_small_files(folder)
+
+
+def require_folder(folder: Path) -> None:
+    """Raise `CheckpointError` if there is no folder at `folder`."""
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder} is not a folder; download the model first and give its path.")
 
 
 def check_small_files(folder: Path) -> None:

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from opd.errors import CheckpointError, ModelError, OpdError
-from opd.models.causal_lm import head_form
+from opd.models.architecture import head_form
 from opd.models.hf_folder import adapter_base, check_folder, read_config
 from opd.models.hf_weights import check_weights, quiet
 from opd.models.tokenizers import fingerprint, has_tokenizer, load_tokenizer, rows_fault

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,6 +14,8 @@ from rich.table import Table
 from rich.text import Text
 
 from opd.config import Recipe
+from opd.config.hub_names import hub_name
+from opd.models.hf_folder import require_folder
 from opd.pipelines.commands.ending import one_line
 from opd.pipelines.doctor.checks import (
     Finding,
@@ -27,13 +32,14 @@ from opd.pipelines.doctor.checks import (
     check_schedule,
     check_sinks,
     check_sizes,
+    given_teachers,
     number_of,
 )
 from opd.pipelines.doctor.cluster import check_cluster
 from opd.pipelines.doctor.demonstrations import check_demonstrations
 from opd.pipelines.doctor.environments import check_environments
 from opd.pipelines.doctor.evaluation import check_contamination, check_set_prompts, check_sets
-from opd.pipelines.doctor.models import DEVICE, Models, check_device, check_models
+from opd.pipelines.doctor.models import DEVICE, Models, check_device, check_models, require_folders
 from opd.pipelines.doctor.rewards import check_rewards, check_sandbox
 from opd.pipelines.doctor.servers import check_servers, check_shared, check_workers
 from opd.pipelines.records.run_folder import Accepted, default_path
@@ -116,6 +122,43 @@ def _examine(recipe: Recipe, run_dir: Path, thorough: bool) -> list[Finding]:
         findings += attempt("contamination", lambda: check_contamination(recipe, sets))
         findings += attempt("KL to the teachers", lambda: check_kl(recipe, domains, models.tokenizer))
     return findings
+
+
+def examine_folders(recipe: Recipe) -> list[Finding]:
+    """What the models that lie in folders here give a run to refuse, in the words of `examine`.
+
+    Configurations, tokenizers and headers of weights are read, and nobody is asked: names on the Hub, URLs
+    and what a stage of the run makes are left out. A folder that is not there, or not yet, is a warning.
+    """
+    model, teachers = recipe.model, given_teachers(recipe)
+    if model.chat_template is not None and not _is_place(model.chat_template):
+        model = model.model_copy(update={"chat_template": None})
+        recipe = recipe.model_copy(update={"model": model})
+    places = [place for place in (model.path, model.tokenizer, *teachers.values()) if place is not None]
+    findings = []
+    if any(Path(place).is_dir() for place in places):  # else without the libraries of models
+        findings = check_models(recipe, {}, Models(weights=False))
+    if all(map(_is_place, filter(None, (model.path, model.tokenizer)))):
+        findings += _absent("student", lambda: require_folders(model))
+    for name, place in teachers.items():
+        if _is_place(place):
+            findings += _absent(f"teacher {name}", partial(require_folder, Path(place)))
+    return findings
+
+
+def _absent(title: str, check: Callable[[], None]) -> list[Finding]:
+    """A warning if `check` raises for a folder that is not there."""
+
+    def found() -> list[Finding]:
+        check()
+        return []
+
+    return [replace(one, level="warning") for one in attempt(title, found)]
+
+
+def _is_place(path: str) -> bool:
+    """Whether `path` can only be of this machine."""
+    return "://" not in path and hub_name(path) is None
 
 
 def _errors(findings: list[Finding]) -> bool:

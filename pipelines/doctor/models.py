@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from opd.config import Recipe, RolloutConfig
-from opd.config.recipe import WEIGHT_MERGES
+from opd.config.recipe import WEIGHT_MERGES, ModelConfig
 from opd.config.teachers import ServedEngineConfig
 from opd.config.train import LoRAConfig
-from opd.errors import CheckpointError, ModelError, OpdError
+from opd.errors import CheckpointError, ModelError
 from opd.models.token_ids import id_count
-from opd.pipelines.doctor.checks import Finding, attempt, given_teachers, number_of
+from opd.pipelines.doctor.checks import Finding, attempt, given_teachers
+from opd.pipelines.doctor.published import look, told_together, unreachable
 from opd.progress import doing
 
 if TYPE_CHECKING:
@@ -81,34 +81,44 @@ class Models:
     """Ids at which every response ends."""
     student: Shape | None = None
     teachers: dict[str, Shape] = field(default_factory=dict)
+    weights: bool = True
+    """Whether weights are looked at. If not, no model is that does not lie in a folder here."""
+
+    def sees(self, *places: str | None) -> bool:
+        """Whether what lies in `places` is looked at."""
+        given = [place for place in places if place is not None]
+        return self.weights or (bool(given) and all(Path(place).is_dir() for place in given))
 
 
 def check_models(recipe: Recipe, domains: Mapping[str, Domain], models: Models) -> list[Finding]:
     """Checks student, teachers and prompts; fills `models`."""
-    findings = attempt("student", lambda: _check_student(recipe, domains, models))
-    if models.student is None:
-        return findings  # what the rest is compared with
+    findings = []
+    if models.sees(recipe.model.path, recipe.model.tokenizer):
+        findings = attempt("student", lambda: _check_student(recipe, domains, models))
+        if models.student is None:
+            return findings  # what the rest is compared with
     models.chat = any(prompt.messages is not None for d in domains.values() for prompt in d.train[:_PEEK])
     if models.tokenizer is not None:
         findings += attempt("stop ids", lambda: _check_stops(recipe, models))
-        teachers = given_teachers(recipe)
-        lost = unreachable(teachers, look)
-        findings += told_together(teachers, lost)
-        faulty = set(lost)
-        for name, path in teachers.items():
-            if name not in lost:
-                found = attempt(
-                    f"teacher {name}", lambda n=name, p=path: _check_teacher(recipe, n, p, models)
-                )
-                findings += found
-                if any(one.level == "error" for one in found):
-                    faulty.add(name)  # of which nothing more is said
-        findings += _check_streams(recipe, models, faulty)
-        for name, domain in domains.items():
-            findings += attempt(
-                f"prompts {name}", lambda d=domain: check_prompts(recipe, d, models.tokenizer)
-            )
+    findings += _check_teachers(recipe, models)
+    for name, domain in domains.items():
+        findings += attempt(f"prompts {name}", lambda d=domain: check_prompts(recipe, d, models.tokenizer))
     return findings
+
+
+def _check_teachers(recipe: Recipe, models: Models) -> list[Finding]:
+    given = given_teachers(recipe)
+    teachers = {name: path for name, path in given.items() if models.sees(path)}
+    lost = unreachable(teachers, look)
+    findings = told_together(teachers, lost)
+    faulty = {*lost, *(given.keys() - teachers.keys())}
+    for name, path in teachers.items():
+        if name not in lost:
+            found = attempt(f"teacher {name}", lambda n=name, p=path: _check_teacher(recipe, n, p, models))
+            findings += found
+            if any(one.level == "error" for one in found):
+                faulty.add(name)  # of which nothing more is said
+    return findings + _check_streams(recipe, models, faulty)
 
 
 def check_device(recipe: Recipe) -> list[Finding]:
@@ -134,52 +144,6 @@ def check_device(recipe: Recipe) -> list[Finding]:
     return [Finding("error", DEVICE, detail)]
 
 
-def look(source: str) -> None:
-    """Read the description of a published teacher. Raises `StorageError` if that cannot be done."""
-    from opd.storage.published import PublishedModel
-    from opd.teachers.published_adapter import PublishedAdapter, is_adapter
-
-    with PublishedModel.open(PublishedAdapter.open(source).base if is_adapter(source) else source):
-        pass
-
-
-def unreachable(teachers: Mapping[str, str], look: Callable[[str], None]) -> dict[str, OpdError]:
-    """What is wrong with those that are published and cannot be read; all are looked at side by side, since
-    each may take its time to be given up.
-    """
-    from opd.teachers.skeleton import is_published
-
-    published = {name: source for name, source in teachers.items() if is_published(source)}
-    lost: dict[str, OpdError] = {}
-    if published:
-        with doing(f"reading {number_of(len(published), 'published teacher')}"):
-            with ThreadPoolExecutor(len(published)) as pool:
-                asked = {name: pool.submit(look, source) for name, source in published.items()}
-            for name, future in asked.items():
-                error = future.exception()
-                if isinstance(error, OpdError):
-                    lost[name] = error
-                elif error is not None:
-                    raise error
-    return lost
-
-
-def told_together(teachers: Mapping[str, str], lost: Mapping[str, OpdError]) -> list[Finding]:
-    """One finding for all that fail in the same way."""
-    alike: dict[str, list[str]] = {}
-    for name, error in lost.items():
-        alike.setdefault(str(error).replace(teachers[name], "URL"), []).append(name)
-    return [
-        Finding("error", f"teacher {', '.join(names)}", _for_all(str(lost[names[0]]), names))
-        for names in alike.values()
-    ]
-
-
-def _for_all(sentence: str, names: list[str]) -> str:
-    others = ", ".join(names[1:])
-    return f"{sentence.rstrip('.')}; the same for {others}" if others else sentence
-
-
 def _check_student(recipe: Recipe, domains: Mapping[str, Domain], models: Models) -> list[Finding]:
     from opd.megatron.form import MegatronForm
     from opd.models.architecture import check_architecture
@@ -189,22 +153,17 @@ def _check_student(recipe: Recipe, domains: Mapping[str, Domain], models: Models
     from opd.pipelines.stages.student import student_remarks
 
     model = recipe.model
-    for key, what in (("path", "model"), ("tokenizer", "tokenizer")):
-        folder = getattr(model, key)
-        if folder is not None and not Path(folder).is_dir():
-            raise ModelError(
-                f"model.{key}: {folder} is not a folder; download the {what} first and give its path."
-            )
+    require_folders(model)
     models.tokenizer = student_tokenizer(recipe, domains.values())
     if model.path is not None:
-        check_folder(Path(model.path))
+        check_folder(Path(model.path), digests=models.weights)
         config = read_config(Path(model.path))
     else:
         config = scratch_config(model.config or {}, models.tokenizer)
     module = check_architecture(config, model.path or "model.config")
     if model.path is not None:
         check_weights(Path(model.path))
-        _look_at_values(Path(model.path))
+        _look_at_values(Path(model.path), models)
     models.config = config
     if recipe.train.backend == "megatron":
         train = recipe.train
@@ -224,11 +183,23 @@ def _check_student(recipe: Recipe, domains: Mapping[str, Domain], models: Models
     ]
 
 
-def _look_at_values(folder: Path) -> None:
+def require_folders(model: ModelConfig) -> None:
+    """Raise `ModelError` for a folder that `model` names and that is none."""
+    for key, what in (("path", "model"), ("tokenizer", "tokenizer")):
+        folder = getattr(model, key)
+        if folder is not None and not Path(folder).is_dir():
+            raise ModelError(
+                f"model.{key}: {folder} is not a folder; download the {what} first and give its path."
+            )
+
+
+def _look_at_values(folder: Path, models: Models) -> None:
     """Raise `CheckpointError` for weights that are no numbers, in as much of them as is read here."""
     from opd.models.hf_folder import described_in
     from opd.storage.weight_folder import check_numbers
 
+    if not models.weights:
+        return
     with doing(f"reading {folder}"):
         check_numbers(described_in(folder), _LOOKED_AT)
 
@@ -268,13 +239,13 @@ def _check_teacher(recipe: Recipe, name: str, source: str, models: Models) -> li
     here = recipe.teacher(name).type in ("local", "streamed")  # not in a server's own code
     whole = not is_published(source)
     if whole:
-        check_folder(Path(source))
+        check_folder(Path(source), digests=models.weights)
     with small_files(source) as folder:
         config = read_config(folder)
         module = (check_architecture if here else empty_model)(config, source)
         if whole:
             check_weights(Path(source))
-            _look_at_values(Path(source))
+            _look_at_values(Path(source), models)
         models.teachers[name] = replace(_shape(config, module), **_stored(source))
         return _check_teacher_files(recipe, name, folder, config, models)
 
@@ -284,9 +255,11 @@ def _check_streams(recipe: Recipe, models: Models, lost: Collection[str]) -> lis
     once they are trained.
     """
     together: dict[str | None, list[str]] = {}
+    given = recipe.given_teachers()
     for name in recipe.used_teachers():
-        if recipe.teacher(name).type == "streamed" and name not in lost:
-            together.setdefault(recipe.given_teachers().get(name), []).append(name)
+        seen = name in given or models.student is not None  # what it is, or is to become
+        if recipe.teacher(name).type == "streamed" and name not in lost and seen:
+            together.setdefault(given.get(name), []).append(name)
     findings = []
     for source, names in together.items():
         own = [f"teachers.{name}.type" for name in names if name in recipe.teachers]
@@ -319,8 +292,11 @@ def _stream_names(recipe: Recipe, source: str | None, models: Models) -> list[Fi
 
 def _check_teacher_files(recipe: Recipe, name: str, path: Path, config: Any, models: Models) -> list[Finding]:
     title, shape = f"teacher {name}", models.teachers[name]
+    told = Finding("ok", title, f"{config.model_type}, {shape.parameters:,} parameters")
+    if models.student is None:
+        return [told]  # nothing to compare it with
     return [
-        Finding("ok", title, f"{config.model_type}, {shape.parameters:,} parameters"),
+        told,
         *_check_rows(title, config, models.tokenizer, _SAME_TOKENS),
         *_check_positions(title, config, recipe, models),
         *_check_tokenizer(title, path, recipe, models),

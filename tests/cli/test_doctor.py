@@ -39,7 +39,8 @@ from opd.pipelines.doctor.estimate import (
 )
 from opd.pipelines.doctor.examine import Finding, diagnose, examine
 from opd.pipelines.doctor.kl import mean_kl
-from opd.pipelines.doctor.models import Models, Shape, _shape, told_together, unreachable
+from opd.pipelines.doctor.models import Models, Shape, _shape
+from opd.pipelines.doctor.published import told_together, unreachable
 from opd.pipelines.doctor.rewards import check_rewards
 from opd.pipelines.records.run_folder import RunFolder
 from opd.rollout.torch_engine import TorchEngine

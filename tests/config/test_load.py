@@ -440,3 +440,20 @@ def test_success_of_an_episode_is_a_bound_or_a_name(write, success, taken):
     config = load_recipe([write(MINIMAL + environment)]).domains["own"].environment
     assert config is not None
     assert config.success == taken
+
+
+@pytest.mark.parametrize("kind", ["sglang", "vllm"])
+@pytest.mark.parametrize(("signal", "loss"), [("topk", "topk"), ("sampled", "k1")])
+def test_served_log_probabilities_at_another_temperature_are_refused(write, kind, signal, loss):
+    recipe = {
+        "name": "run",
+        "model": {"path": "base"},
+        "teachers": {"math": {"type": kind, "path": "m", "signal": signal, "urls": ["http://127.0.0.1:1"]}},
+        "domains": {"math": {"source": "math.jsonl", "reward": "exact", "teacher": "math"}},
+        "rollout": {"temperature": 0.5},
+        "distill": {"loss": {"type": loss}},
+    }
+    with pytest.raises(ConfigError, match=r"temperature 1 only.*set teachers\.math\.signal to hidden"):
+        load_recipe([write(yaml.safe_dump(recipe))], [])
+    recipe["rollout"] = {"temperature": 1.0}
+    assert load_recipe([write(yaml.safe_dump(recipe))], []).rollout.temperature == 1.0

@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 
 from opd.config import Recipe
 from opd.config.load import load_recipe, parse_overrides
@@ -68,6 +69,24 @@ def test_the_command_line_answers_with_the_field(row, capsys):
             assert said.count("\n") == 1
 
 
+def nested(name):
+    """The recipe of the key `a.b` as YAML has it: `{a: {b: 1}}`."""
+    first, dot, rest = name.partition(".")
+    return {first: nested(rest) if dot else 1}
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.here[0] if row.here else row.note[:30])
+def test_a_recipe_with_the_key_is_answered_with_the_field(row, tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    for name in (name for names in row.names.values() for name in names if "*" not in name):
+        recipe.write_text(yaml.safe_dump(nested(name)), "utf-8")
+        with pytest.raises(ConfigError) as caught:
+            load_recipe([recipe], [])
+        (said,) = [line for line in str(caught.value).splitlines() if "name; " in line]
+        assert f"`{name}`" in said
+        assert (row.here[0] if row.here else row.note.replace("`", "")) in said
+
+
 @pytest.mark.parametrize("option", ELSEWHERE)
 def test_options_that_surveys_of_the_field_name_are_answered(option, capsys):
     assert main(["run", "recipe.yaml", f"{option}=1"]) == 2
@@ -123,6 +142,18 @@ def test_an_option_without_a_row_belongs_to_its_family(capsys):
         ("algorithm: {adv_estimator: grpo}", "`algorithm.adv_estimator` is verl's name"),
         ("grpo: {num_prompts_per_step: 3}", "`grpo.num_prompts_per_step` is NeMo-RL's name"),
         ("actor_rollout_ref: {x: {y: 1}}", "`actor_rollout_ref` is a section of verl's configuration"),
+        (
+            "distillation: {teacher_models: {math: {model_path: x}}}",
+            "`distillation.teacher_models` is verl's name; here it is teachers.NAME.path",
+        ),
+        (
+            "on_policy_distillation: {teacher_model_by_agent_name: {math: x}}",
+            "`on_policy_distillation.teacher_model_by_agent_name` is NeMo-RL's name; here it is domains.NAME",
+        ),
+        (
+            "actor: {optimizer: {lr: 1}}",
+            "`actor.optimizer.lr` is AReaL's name; here it is specialist.optim.lr",
+        ),
         ("distill: {gradient_clipping: 1}", "`distill.gradient_clipping` is DeepSpeed's name"),
         ("train: {sequence-parallel: 2}", "there is no such setting here: tensor-parallel ranks"),
     ],

@@ -131,9 +131,9 @@ def tokenizer() -> Any:
     return character_tokenizer("0123456789=", ["<sort>"])
 
 
-def tiny_config(model_type: str) -> PreTrainedConfig:
-    """The configuration of a tiny model of `model_type`."""
-    return _shrunk(CONFIG_MAPPING[model_type], OWN.get(model_type, {}))
+def tiny_config(model_type: str, **changes: Any) -> PreTrainedConfig:
+    """The configuration of a tiny model of `model_type`, with `changes` of its settings."""
+    return _shrunk(CONFIG_MAPPING[model_type], OWN.get(model_type, {}) | changes)
 
 
 def _shrunk(made: type[PreTrainedConfig], own: dict[str, Any]) -> PreTrainedConfig:
@@ -185,10 +185,10 @@ def _layered(default: PreTrainedConfig, arguments: dict[str, Any]) -> dict[str, 
 
 
 @torch.no_grad()
-def tiny_model(model_type: str, seed: int = 0) -> Any:
+def tiny_model(model_type: str, seed: int = 0, **changes: Any) -> Any:
     """A module of transformers with weights that are large enough to show a mask, a scale or a bias."""
     torch.manual_seed(seed)
-    config = tiny_config(model_type)
+    config = tiny_config(model_type, **changes)
     with torch.device("meta"):
         count = sum(
             p.numel() for p in AutoModelForCausalLM.from_config(config, trust_remote_code=False).parameters()
@@ -204,8 +204,8 @@ def tiny_model(model_type: str, seed: int = 0) -> Any:
     return module
 
 
-def write_folder(model_type: str, folder: Path) -> Path:
+def write_folder(model_type: str, folder: Path, **changes: Any) -> Path:
     """A tiny model as its authors would publish it: written by transformers alone."""
-    tiny_model(model_type).save_pretrained(folder)
+    tiny_model(model_type, **changes).save_pretrained(folder)
     tokenizer().save_pretrained(folder)
     return folder

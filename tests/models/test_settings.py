@@ -1,0 +1,92 @@
+"""Settings of a family are computed as transformers does, or refused: never another number in silence."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sweep
+import tiny_types
+import torch
+from settings import ROPES, SETTINGS
+from transformers import PreTrainedConfig
+
+from opd.models.architecture import check_architecture, head_form
+
+PAIRS = [(model_type, what) for model_type, flips in SETTINGS.items() for what in flips]
+SOME = (
+    ("llama", "unread scale"), ("llama", "unread softcap"), ("llama", "wide heads"), ("llama", "mlp bias"),
+    ("llama", "partial"), ("llama", "yarn, mscale"), ("qwen2", "kinds of layers"), ("gpt2", "upcast"),
+    ("gemma2", "softcaps"), ("gpt2", "scaled by layer"), ("mistral", "narrow window"), ("cohere", "scale"),
+    ("granite", "logits"), ("qwen3", "window of later layers"), ("gemma3_text", "sees what follows"),
+)  # fmt: skip
+"""One of each way to be computed otherwise."""
+
+
+def used(model_type: str, what: str, room: Path) -> dict[str, dict[str, Any]]:
+    """What each use of the library gives, and where transformers runs it at all."""
+    folder = tiny_types.write_folder(model_type, room / "model", **SETTINGS[model_type][what])
+    bench = sweep.Bench(folder, room, sweep.plain_model(folder))
+    uses = {"local": sweep.as_local, "streamed": sweep.as_streamed, "student": sweep.as_student}
+    return {use: sweep.result_of(partial(check, bench)) for use, check in uses.items()}
+
+
+def check_uses(model_type: str, what: str, room: Path) -> None:
+    found = used(model_type, what, room)
+    outcome = {use: next(iter(result)) for use, result in found.items()}
+    assert set(outcome.values()) <= {"right", "refused"}, found
+    assert outcome["local"] == outcome["student"], found
+    assert (outcome["student"], outcome["streamed"]) != ("refused", "right"), found
+
+
+@pytest.mark.parametrize(("model_type", "what"), SOME)
+@pytest.mark.filterwarnings("ignore")
+def test_settings_give_what_transformers_gives_or_are_refused(model_type: str, what: str, tmp_path: Path):
+    check_uses(model_type, what, tmp_path)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("model_type", "what"), [pair for pair in PAIRS if pair not in SOME])
+@pytest.mark.filterwarnings("ignore")
+def test_every_setting_gives_what_transformers_gives_or_is_refused(
+    model_type: str, what: str, tmp_path: Path
+):
+    check_uses(model_type, what, tmp_path)
+
+
+@pytest.mark.parametrize("kind", ROPES)
+def test_kinds_of_positions_are_seen_without_weights(kind: str):
+    config = tiny_types.tiny_config("llama", **ROPES[kind])
+    assert (
+        check_architecture(config, "here").config.rope_parameters["rope_type"]
+        == (ROPES[kind]["rope_parameters"]["rope_type"])
+    )
+
+
+def test_a_setting_of_another_family_changes_no_head():
+    config = tiny_types.tiny_config("llama")
+    config.logit_scale, config.logits_soft_cap = 0.5, 2.0
+    assert head_form(config) == (1.0, None)
+    assert head_form(tiny_types.tiny_config("cohere", logit_scale=0.5)) == (0.5, None)
+    assert head_form(tiny_types.tiny_config("granite", logits_scaling=4.0)) == (0.25, None)
+
+
+def test_a_head_of_another_form_is_refused_without_weights(monkeypatch: pytest.MonkeyPatch):
+    from transformers import LlamaForCausalLM
+
+    from opd.errors import ModelError
+
+    plain = LlamaForCausalLM.forward
+
+    def scaled(self: Any, *args: Any, **kwargs: Any) -> Any:
+        output = plain(self, *args, **kwargs)
+        output.logits = torch.tanh(output.logits)
+        return output
+
+    monkeypatch.setattr(LlamaForCausalLM, "forward", scaled)
+    config: PreTrainedConfig = tiny_types.tiny_config("llama")
+    with pytest.raises(ModelError, match=r"here is of class LlamaForCausalLM, .* its head is not of a known"):
+        check_architecture(config, "here")
