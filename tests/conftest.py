@@ -29,6 +29,7 @@ settings.load_profile("opd")
 
 LEFT_OUT = ("slow", "long", "check")
 """Markers of tests that a run without `--full` leaves out, unless `-m` names the marker or `::` the test."""
+FIRST = ("train", "pipelines", "servers", "crash", "examples")
 left_out = pytest.StashKey[int]()
 
 
@@ -56,7 +57,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Files with slow tests first: what is long must not begin when the other processes have finished."""
+    """Folders whose files take longest first: they must not begin when the other processes have finished."""
     for item in items:
         if "sglang" in getattr(item, "fixturenames", ()):  # a real server, which is installed first
             item.add_marker(pytest.mark.slow)
@@ -71,8 +72,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.stash[left_out] = 0 if wanted else len(waiting)
         if hasattr(config, "workeroutput"):
             config.workeroutput["left out"] = config.stash[left_out]
-    slow = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: item.path not in slow)
+    items.sort(key=lambda item: item.path.parent.name not in FIRST)
 
 
 def other_cases(items: list[pytest.Item]) -> set[pytest.Item]:

@@ -151,6 +151,7 @@ def warnings(findings: list[Finding], title: str) -> list[str]:
     return [f.detail for f in findings if f.level == "warning" and f.title == title]
 
 
+@pytest.mark.slow
 def test_a_teacher_with_more_tokens_or_no_tokenizer_is_a_warning(student, tmp_path):
     teacher = save_model(tmp_path / "teacher", seed=1, alphabet="0123456789=abc")
     found = examine(make_recipe(student, teacher, baselines={"methods": []}))
@@ -192,6 +193,7 @@ def with_template(source: Path, folder: Path, template: str | None) -> Path:
     return folder
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("ours", "theirs", "told"),
     [
@@ -350,6 +352,7 @@ def test_a_model_from_a_config_is_checked_without_being_made(tmp_path):
     assert "did you mean 'hidden_size'?" in find(examine(wrong, run_dir=tmp_path), "error")["student"]
 
 
+@pytest.mark.slow
 def test_a_model_that_does_not_fit_is_an_error(tmp_path):
     huge = {**LLAMA, "hidden_size": 65536, "intermediate_size": 262144, "num_hidden_layers": 200}
     errors = find(examine(make_recipe(Path("unused"), model={"config": huge}), run_dir=tmp_path), "error")
@@ -820,6 +823,7 @@ def test_the_doctor_says_of_a_folder_what_a_run_would(student, tmp_path, state, 
     assert said == told
 
 
+@pytest.mark.slow
 def test_what_the_doctor_prints_can_be_read_by_programs(student, tmp_path, capsys):
     enough = make_recipe(student, evaluation={"prompts_per_domain": 100})
     recipe = tmp_path / "recipe.yaml"
@@ -844,6 +848,7 @@ def test_what_the_doctor_prints_can_be_read_by_programs(student, tmp_path, capsy
     assert made[0] == made[1], "a folder that is taken stands in the way of no other check"
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("place", ["{0}/a_file", "{0}/a_file/run", "{0}/" + "x" * 300])
 def test_no_run_folder_keeps_the_doctor_from_the_other_checks(student, tmp_path, place):
     (tmp_path / "a_file").touch()

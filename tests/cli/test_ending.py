@@ -252,6 +252,7 @@ def others_threads():
 """
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize(
     ("name", "status", "words"),
     [
@@ -328,6 +329,7 @@ sys.exit(cli.main(sys.argv[2:]))
 """
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("moment", [0.0, 0.3, 0.6, 0.9, 1.2])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_sigterm_ends_with_143_at_any_moment(tmp_path, moment, ranks):
@@ -387,6 +389,7 @@ def test_a_full_disk_is_named_and_left_clean(small_disk, form):
     assert list(small_disk.iterdir()) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", [["run", "recipe.yaml"], ["doctor", "recipe.yaml"], ["publish", "a", "b"]])
 def test_too_little_address_space_is_said_before_torch_is_imported(tmp_path, words):
     (tmp_path / "recipe.yaml").write_text(RECIPE)

@@ -102,6 +102,7 @@ def test_the_estimate_of_a_phase_is_what_is_held(tmp_path):
     shelf.close()
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("offload", "free", "level", "said"),
     [

@@ -88,6 +88,7 @@ def _killed_at(call: int, path: Path) -> bool:
     return os.WIFSIGNALED(status)
 
 
+@pytest.mark.slow
 def test_a_run_killed_at_any_step_of_its_creation_can_be_resumed_or_started(tmp_path: Path):
     kills = 0
     while _killed_at(kills + 1, tmp_path / f"{kills}"):

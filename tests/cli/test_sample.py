@@ -56,6 +56,7 @@ def recipe(tmp_path_factory, models):
     return str(place / "recipe.yaml")
 
 
+@pytest.mark.slow
 def test_one_prompt_gives_its_answer_and_nothing_else(models, capsys):
     assert main(["sample", models[0], "--prompt", "<a>12=", "--max-tokens", "6"]) == 0
     first = capsys.readouterr()
@@ -222,6 +223,7 @@ WRONG_TEMPLATES = {
 }
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("what", WRONG_TEMPLATES)
 def test_templates_that_do_not_fit_are_told(tmp_path, capsys, what):
     template, sentence = WRONG_TEMPLATES[what]
@@ -304,6 +306,7 @@ def test_what_a_model_without_recipe_lacks_is_mended_as_the_sentence_says(tmp_pa
     assert "warning" not in capsys.readouterr().err
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("said", "expected"),
     [

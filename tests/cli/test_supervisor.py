@@ -76,6 +76,7 @@ ASKS = "say('log', 'stop'); "
 IGNORES = "signal.signal(signal.SIGTERM, signal.SIG_IGN); "
 
 
+@pytest.mark.some(5)
 @pytest.mark.parametrize(
     ("codes", "told"),
     [
@@ -194,6 +195,7 @@ with Preemption().listen() as asked:
     assert watch(code) == [("m0", "log", "suspend"), ("m0", "done", 0)]
 
 
+@pytest.mark.slow
 def test_a_member_ends_with_its_supervisor():
     code = """
 import sys

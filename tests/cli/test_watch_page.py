@@ -76,6 +76,7 @@ def ask(server: Server, path: str = "/", method: str = "GET", host: str = "local
         connection.close()
 
 
+@pytest.mark.slow
 def test_the_page_of_a_real_run(server, run):
     status, headers, page = ask(server)
     assert status == 200
@@ -155,6 +156,7 @@ NO_REQUESTS = {
 }
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("data", NO_REQUESTS.values(), ids=NO_REQUESTS)
 def test_what_is_no_request_is_refused(server, data, capfd):
     answer = raw(server, data)
@@ -231,6 +233,7 @@ def test_a_port_that_is_taken_is_said(run, capsys):
     assert "cannot be had (Address already in use); give another --port" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_it_is_served_until_ctrl_c(run, tmp_path):
     """The process hears the signal although tests run in the background ignore it."""
     code = (

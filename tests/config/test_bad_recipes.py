@@ -64,6 +64,7 @@ def complaint(path: Path, case: Case) -> str | None:
     return None if named or re.search(r"`[\w.]+`|--\w|option", said) else f"names nothing: {said[:300]!r}"
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_case_is_a_recipe_or_one_sentence(tmp_path, family):
     path = tmp_path / "recipe.yaml"

@@ -115,6 +115,7 @@ def test_the_order_of_two_options_of_one_union_does_not_matter(write):
     assert load_recipe([write(MINIMAL)], words).distill.loss == TopKKL(k=4)
 
 
+@pytest.mark.some(25)
 @pytest.mark.parametrize(
     ("text", "parts"),
     [
@@ -287,6 +288,7 @@ words = st.text(
 tricky = st.sampled_from(["3e-5", "no", "null", "~", "1:30", "0x1F", "<<", "true", "1_000", "-", "a: b", "#"])
 
 
+@pytest.mark.slow
 @given(name=words | tricky, lr=st.floats(1e-12, 1e6), value=words | tricky | st.integers() | st.booleans())
 def test_dump_reads_back_equal(tmp_path_factory, name, lr, value):
     data = yaml.safe_load(MINIMAL.replace("1e-6", "0.5"))

@@ -31,6 +31,7 @@ def loaded(tmp_path):
 OTHERS = [pytest.param(value, marks=pytest.mark.long) for value in ("-1e-45", "1e300", "-.inf", "true")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("value", ["1e-320", ".nan", *OTHERS])
 def test_no_number_is_what_no_setting_means(loaded, value):
     taken = {}

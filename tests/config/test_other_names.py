@@ -59,6 +59,7 @@ def test_no_name_means_something_here():
     assert known == set()
 
 
+@pytest.mark.some(18)
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.here[0] if row.here else row.note[:30])
 def test_the_command_line_answers_with_the_field(row, capsys):
     for name in (name for names in row.names.values() for name in names):

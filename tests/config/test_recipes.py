@@ -2,6 +2,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 import yaml
 
 from opd.config import Recipe
@@ -13,6 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
 
 
+@pytest.mark.slow
 def test_every_example_recipe_parses_and_survives_a_dump(tmp_path):
     recipes = sorted(EXAMPLES.rglob("recipe*.yaml"))
     assert recipes, f"no recipe*.yaml below {EXAMPLES}"

@@ -151,6 +151,7 @@ def try_all(scene: Scene, cells, copy: Path) -> dict[tuple[str, str], set[str]]:
     return found
 
 
+@pytest.mark.slow
 def test_a_stopped_run_ends_as_an_undisturbed_one(finished, stopped):
     """As far as `opd distill` makes it: baselines and measurements are not of a merge."""
     models = {name: digest for name, digest in stopped.truth.items() if name != "results.json"}
@@ -168,6 +169,7 @@ def test_one_cell_of_every_row_of_a_finished_run(finished, tmp_path):
         assert letters <= set(known.get(cell) or "FMH"), cell
 
 
+@pytest.mark.slow
 def test_the_files_of_a_stage_that_was_stopped(stopped, tmp_path):
     known, kinds = expected("stopped"), {"bit flip", "another run's"}
     cells = [cell for cell in some(stopped, 3) if cell[0].startswith("stopped")]
@@ -244,6 +246,7 @@ REPEATED = {"another run's checkpoints", "a stage that is gone", "measurements t
 """What costs the work of a stage."""
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     "what", [pytest.param(what, marks=[pytest.mark.long] * (what in REPEATED)) for what in FOLDERS]
 )

@@ -144,6 +144,7 @@ def cut_power(workloads: range) -> tuple[int, int, int, int]:
     return totals[0], totals[1], totals[2], totals[3]
 
 
+@pytest.mark.slow
 def test_power_cuts_take_nothing_that_was_durable():
     cuts, distinct, continued, failed = cut_power(range(4))
     assert cuts >= 5_000

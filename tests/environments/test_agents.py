@@ -89,6 +89,7 @@ def contents(groups):
     ]
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("template", list(chatting.TEMPLATES))
 def test_a_conversation_of_the_official_client_is_one_exact_sample(template):
     pytest.importorskip("openai")

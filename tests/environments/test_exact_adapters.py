@@ -50,6 +50,7 @@ def adapter(kind: str, request) -> tuple[dict, object]:
     return {"type": "test_exact_adapters:Calling", "params": {"tools": ["calculator"]}}, "7"
 
 
+@pytest.mark.some(1)
 @pytest.mark.filterwarnings("ignore:Game .* is not fully supported")  # as TextWorld does
 @pytest.mark.parametrize("lossy", [False, True], ids=["several encodings", "lossy"])
 @pytest.mark.parametrize("kind", ["textworld", "gymnasium", "tools"])

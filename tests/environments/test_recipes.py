@@ -70,6 +70,7 @@ def finished(tmp_path_factory) -> tuple[Path, dict]:
     return out, run(out)
 
 
+@pytest.mark.slow
 def test_agents_and_single_answers_are_trained_merged_and_measured(finished):
     out, results = finished
     merged = next(model for model in results["models"] if model["name"] == "merged")
@@ -94,6 +95,7 @@ def test_agents_and_single_answers_are_trained_merged_and_measured(finished):
     assert "Turns of an episode" in answers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [
@@ -117,6 +119,7 @@ def test_the_same_recipe_on_other_ways(tmp_path, finished, changes):
         assert digests(tmp_path / "run") == digests(finished[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", ["specialist-sort", "merge"])
 def test_turns_weigh_alike_in_memory_and_on_disk(tmp_path, finished, stage):
     """Of the specialist's rewards, and of the merge. Turns have four tokens and two."""

@@ -104,6 +104,7 @@ def test_every_script_is_in_the_table():
     assert {str(path.relative_to(ROOT)) for path in shell} == set(EXTRA)
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_arguments_go_to_opd_and_not_to_the_installation(copy, script):
     calls = call(copy, script, "--seed", "1", "--out", "runs/mine")
@@ -142,6 +143,7 @@ def installed(calls: list[list[str]]) -> list[list[str]]:
     return [words for words in calls if words[0] == "python" and words[2:3] in (["pip"], ["uv"])]
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     "script", [pytest.param(one, marks=[pytest.mark.long] * (one in ALIKE)) for one in EXTRA]
 )
@@ -162,6 +164,7 @@ def test_another_platform_gets_what_the_bounds_allow(copy):
     assert not any("--require-hashes" in words for words in calls)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("changed", ["pyproject.toml", ".ci/requirements/ray.txt", ".ci/requirements"])
 def test_it_is_installed_once_and_again_when_the_lock_or_the_package_changed(copy, changed):
     assert not installed(call(copy, "examples/ray_cluster/run.sh"))

@@ -96,6 +96,7 @@ WRONG = {
 }
 
 
+@pytest.mark.some(21)
 @pytest.mark.parametrize(
     ("point", "name"), [(point, name) for point, names in WRONG.items() for name in names]
 )

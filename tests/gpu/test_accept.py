@@ -150,6 +150,7 @@ def test_what_is_packed_is_what_the_project_needs_beside_torch():
     assert all(found.values())
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.parametrize(
     "arguments", [["--only", "ceilings"], pytest.param(["--ranks", "2"], marks=pytest.mark.long)]
@@ -161,6 +162,7 @@ def test_without_a_gpu_it_says_so_in_one_sentence(arguments):
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_what_is_missing_is_named_with_how_to_get_it(tmp_path):
     done = run("--dry", SITE=str(tmp_path))
     assert done.returncode == 2

@@ -84,6 +84,7 @@ def selections() -> dict[str, Tensor]:
     return {**chosen, "one token": torch.tensor([211]), "all, shuffled": order}
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_tokens_divergence_and_gradient_do_not_depend_on_its_batch(
@@ -96,6 +97,7 @@ def test_a_tokens_divergence_and_gradient_do_not_depend_on_its_batch(
             assert torch.equal(got, whole[rows]), name
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_tokens_logprobs_entropy_and_topk_do_not_depend_on_its_batch(threads: int, dtype) -> None:
     batch = Batch(dtype)
@@ -105,6 +107,7 @@ def test_a_tokens_logprobs_entropy_and_topk_do_not_depend_on_its_batch(threads: 
             assert torch.equal(got, whole[rows]), name
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(("kind", "chunk"), [*((kind, 3) for kind in KINDS), ("reverse", 100)])
 def test_other_chunks_a_softcap_and_a_vocabulary_of_one_row_per_block(
     threads: int, kernels: None, kind: str, chunk: int
@@ -127,6 +130,7 @@ def test_tokens_left_out_change_nothing_for_the_others(threads: int, dtype) -> N
     assert torch.equal(values, everything * weight)
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_given_logits_are_batch_invariant(threads: int, kernels: None, kind: str) -> None:
     batch = Batch(torch.float32, vocabulary=140_001)
@@ -164,6 +168,7 @@ def test_deterministic_mode_uses_one_shape(deterministic: None, threads: int) ->
             assert torch.equal(got, whole[rows]), name
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_same_bits_twice(threads: int, kernels: None, dtype: torch.dtype) -> None:
     batch = Batch(dtype)

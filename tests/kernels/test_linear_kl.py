@@ -24,6 +24,7 @@ from opd.kernels.head import Head
 from opd.kernels.ops import linear_kl, score_kl
 
 
+@pytest.mark.some(1)
 @for_each_implementation
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(problem=problems())
@@ -38,6 +39,7 @@ def test_values_and_gradients_for_any_upstream_gradient(problem: Problem) -> Non
     assert all(leaf.grad.dtype == leaf.dtype for leaf in problem.leaves)
 
 
+@pytest.mark.some(1)
 @for_each_implementation
 @settings(max_examples=80, deadline=None, derandomize=True)
 @given(problem=problems(), multiple=st.sampled_from([1.0, -0.3, 0.0, 1024.0]))
@@ -47,6 +49,7 @@ def test_gradients_for_a_multiple_of_the_declared_weight(problem: Problem, multi
     assert_gradients([leaf.grad for leaf in problem.leaves], problem.exact())
 
 
+@pytest.mark.some(1)
 @for_each_implementation
 @settings(max_examples=80, deadline=None, derandomize=True)
 @given(problem=problems(dtypes=(torch.float32, torch.bfloat16), similar=True))
@@ -102,6 +105,7 @@ def test_scores_alone(problem: Problem, name: str) -> None:
     assert_values(values, problem.exact())
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("softcap", [None, 3.0])

@@ -88,6 +88,7 @@ def wide(value: Tensor) -> Tensor:
     return value.double() if value.is_floating_point() else value.clone()
 
 
+@pytest.mark.some(10)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", DIVERGENCES)
 @pytest.mark.parametrize("form", FORMS, ids=str)
@@ -109,6 +110,7 @@ def test_divergences_and_their_gradients(gpu, rows, dtype, kind, form, chunk):
         assert (gpu.get(ours.grad).double() - theirs.grad).norm() < ROUNDING[dtype] * theirs.grad.norm()
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_log_probabilities_and_scores_without_a_gradient(gpu, rows, dtype):
     problem = Problem(70, dtype)
@@ -137,6 +139,7 @@ def test_log_probabilities_and_scores_without_a_gradient(gpu, rows, dtype):
             torch.testing.assert_close(gpu.get(run(here)).double(), run(exact), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("which", ["divergence", "logprobs"])
 @pytest.mark.parametrize("some", [False, True])

@@ -46,6 +46,7 @@ def assert_gradients(loss: Tensor, exact_loss: Tensor, leaves: list[Tensor]) -> 
         torch.testing.assert_close(a, b, rtol=0, atol=GRADIENT_ROUNDING[leaf.dtype] * scale)
 
 
+@pytest.mark.some(1)
 @for_each_implementation
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(
@@ -143,6 +144,7 @@ def test_topk_of_given_logits(kernels: str, tokens: int, dtype: torch.dtype) -> 
         torch.testing.assert_close(tail.double(), exact_tail, rtol=1e-3, atol=1e-37)
 
 
+@pytest.mark.some(1)
 @for_each_implementation
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(

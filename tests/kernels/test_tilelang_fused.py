@@ -54,6 +54,7 @@ def check(arguments, options, atol=1e-5, rtol=1e-5):
     torch.testing.assert_close(got.double(), gradient, rtol=rtol * 100, atol=atol)
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(
     seed=st.integers(0, 2**31),

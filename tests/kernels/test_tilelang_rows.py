@@ -31,6 +31,7 @@ def logits(seed, rows, vocabulary, scale, distance, dtype=torch.float32):
     return student, teacher, torch.randn(rows, generator=generator, dtype=dtype)
 
 
+@pytest.mark.slow
 @settings(max_examples=120)
 @given(
     seed=st.integers(0, 2**31),

@@ -104,6 +104,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("sm90")
 
 
+@pytest.mark.slow
 @needs_nvcc
 @pytest.mark.parametrize("name", ALL)
 def test_a_kernel_compiles_and_fits(name: str, folder: Path) -> None:
@@ -158,6 +159,7 @@ def test_running_statistics_start_once_outside_the_vocabulary_loop(kind: str, sw
         assert not statistics_start_once("\n".join(broken), sweeps)
 
 
+@pytest.mark.slow
 @needs_nvcc
 def test_a_fused_kernel_has_no_loop_over_the_vocabulary_and_uses_the_matrix_units() -> None:
     source, shared_bytes = lowered("tile_statistics")

@@ -43,6 +43,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
 
 
 # In bfloat16 every rank rounds its part of the hidden states' gradient, and the sum is rounded once more.
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("dtype", "forms", "bound"), [("float64", 3, 1e-13), ("float32", 3, 5e-6), ("bfloat16", 1, 2**-6)]
 )

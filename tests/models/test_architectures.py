@@ -124,6 +124,7 @@ def doctors_word(folder: Path, **changes) -> list:
     return attempt("student", lambda: doctor._check_student(recipe, {}, doctor.Models()))
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("family", USED)
 @pytest.mark.filterwarnings("ignore")
 def test_what_the_plain_forward_computes_is_used(family: str, tmp_path: Path):
@@ -141,6 +142,7 @@ def test_what_the_plain_forward_computes_is_used(family: str, tmp_path: Path):
     assert written == own[0, prompt.shape[1] :].tolist()
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("family", [*REFUSED, *OTHERS])
 @pytest.mark.filterwarnings("ignore")
 def test_everybody_refuses_with_one_sentence(family: str, tmp_path: Path, capsys):

@@ -33,6 +33,7 @@ def shards(folder: Path) -> list[Path]:
     return sorted(folder.glob("*.safetensors"))
 
 
+@pytest.mark.some(2)
 def test_round_trip_is_bit_equal_for_every_family(family: CausalLM, tmp_path: Path):
     save_checkpoint(family, tiny.tokenizer(), tmp_path / "m", CARD, max_shard_bytes=20_000)
     loaded = CausalLM.from_pretrained(tmp_path / "m")
@@ -143,6 +144,7 @@ def test_a_flipped_bit_is_found_by_the_checksum(folder: Path):
 SMALL = ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"]
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("file", SMALL)
 @pytest.mark.parametrize("read", [CausalLM.from_pretrained, load_tokenizer, read_config])
 def test_every_reader_compares_the_small_files_with_their_digests(folder: Path, file: str, read):

@@ -140,6 +140,7 @@ assert found == [0]
 """
 
 
+@pytest.mark.slow
 def test_numbers_that_are_not_normal_are_none_in_any_thread() -> None:
     """A CPU would take a hundred times as long for their products."""
     subprocess.run([sys.executable, "-c", _TINY], check=True, timeout=120)

@@ -59,6 +59,7 @@ def test_a_configuration_tells_how_far_each_layer_sees(family: CausalLM):
     assert list(layer_windows(family.module.config)) == seen
 
 
+@pytest.mark.some(1)
 def test_a_model_without_weights_has_the_buffers_of_one_with_them(family: CausalLM, tmp_path):
     folder = save_checkpoint(family, tiny.tokenizer(), tmp_path / "m", {})
     for dtype in ("float32", "bfloat16"):

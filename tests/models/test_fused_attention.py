@@ -40,6 +40,7 @@ def flash_here():
         yield
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("softcap", [None, 1.5])
 @pytest.mark.parametrize("window", [None, pytest.param(2, marks=LONG), 70, pytest.param(4000, marks=LONG)])
 @pytest.mark.parametrize(
@@ -57,6 +58,7 @@ def test_flex_attention_is_the_masked_softmax_and_its_gradient(
     assert [off(*pair) < 1e-5 for pair in zip(ours, theirs, strict=True)] == [True] * 4
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 500), min_size=1, max_size=9),
@@ -88,6 +90,7 @@ def test_blocks_that_are_skipped_are_those_that_nobody_sees(lengths, window):
         assert number.shape == (1, 1, blocks)
 
 
+@pytest.mark.slow
 def test_one_compilation_serves_all_lengths_windows_and_softcaps(monkeypatch):
     """What Dynamo traces anew, without what a device makes of it."""
     pretend_kernels.allow_gradients(monkeypatch)
@@ -144,6 +147,7 @@ def test_compiled_for_this_processor_it_gives_the_same(monkeypatch, tmp_path):
     fused_attention.compiled.cache_clear()
 
 
+@pytest.mark.some(8)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kv_heads", [4, 1])
 @pytest.mark.parametrize("window", [None, 1, 70, 4000])
@@ -215,6 +219,7 @@ def form(kernel: str = "flex", dtype: torch.dtype = torch.float32, **options) ->
     return Form(kernel, torch.device("cpu"), dtype, **given | options)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     "dtype", [torch.float32, pytest.param(torch.float16, marks=pytest.mark.long), torch.bfloat16]
 )
@@ -236,6 +241,7 @@ def leaking(lengths: list[int], window: int | None) -> list[np.ndarray]:
     return [first, *blocks]
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_a_wrong_kernel_is_found(differentiable, monkeypatch, dtype):
     monkeypatch.setattr(fused_attention, "visible", leaking)

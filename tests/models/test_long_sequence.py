@@ -47,12 +47,14 @@ def whole(family):
     return run(family, LayerMemory())
 
 
+@pytest.mark.some(4)
 def test_layers_computed_again_change_no_bit(family, whole):
     hidden, gradient = run(family, LayerMemory(recompute=True))
     assert torch.equal(hidden, whole[0])
     assert torch.equal(gradient, whole[1])
 
 
+@pytest.mark.some(6)
 @pytest.mark.parametrize("chunk", [7, 16])
 def test_pieces_give_the_hidden_states_and_gradients_of_the_whole(family, whole, chunk):
     hidden, gradient = run(family, LayerMemory(chunk=chunk))
@@ -137,6 +139,7 @@ def test_block_attention_equals_a_float64_softmax(count, before, kv_heads, softc
         torch.testing.assert_close(mine, exact, atol=3e-5, rtol=1e-4)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("name", ["mistral", "gemma2"])
 def test_long_windows_equal_the_attention_of_transformers(name):
     changes = {"gemma2": {"attn_logit_softcapping": 5.0, "head_dim": 8}}.get(name, {})

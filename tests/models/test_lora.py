@@ -108,6 +108,7 @@ def test_a_checkpoint_continues_bit_for_bit(base_path: Path) -> None:
     assert resumed.digest() == straight.digest()
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_engine_proves_that_it_holds_the_adapters(base_path: Path, dtype: str) -> None:
     backend = trained(adapted(base_path, dtype))
@@ -127,6 +128,7 @@ def test_the_engine_proves_that_it_holds_the_adapters(base_path: Path, dtype: st
         trained(backend.model, steps=1)
 
 
+@pytest.mark.some(1)
 def test_the_engine_writes_what_the_exported_model_would(base_path: Path, tmp_path: Path) -> None:
     backend = trained(adapted(base_path))
     save_adapted(backend.model, tiny.tokenizer(), tmp_path / "out", {})
@@ -145,6 +147,7 @@ def test_the_engine_writes_what_the_exported_model_would(base_path: Path, tmp_pa
     assert len(written[0]) == 8
 
 
+@pytest.mark.some(1)
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # by peft
 def test_the_exported_model_is_the_trained_one(base_path: Path, tmp_path: Path) -> None:
     from peft import PeftModel
@@ -192,6 +195,7 @@ def test_damaged_adapters_are_refused(base_path: Path, tmp_path: Path) -> None:
         read_adapter(tmp_path / "out")
 
 
+@pytest.mark.slow
 def test_adapters_of_another_base_are_refused(base_path: Path, tmp_path: Path) -> None:
     other = save_checkpoint(tiny.model(seed=4), tiny.tokenizer(), tmp_path / "other", {})
     weights = list(adapted(base_path).weights())
@@ -203,6 +207,7 @@ def test_adapters_of_another_base_are_refused(base_path: Path, tmp_path: Path) -
         adapted(other).load_weights(weights)
 
 
+@pytest.mark.some(1)
 def test_adapters_of_another_form_are_refused(base_path: Path) -> None:
     weights = list(adapted(base_path).weights())
     model = MergingLM(CausalLM.from_pretrained(base_path), LORA.model_copy(update={"rank": 2}))
@@ -214,6 +219,7 @@ def test_adapters_of_another_form_are_refused(base_path: Path) -> None:
         AdaptedLM(CausalLM.from_pretrained(base_path), LoRAConfig(targets=["q_proj", "c_attn"]), base_path, 0)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("memory", [{"recompute_layers": True}, {"sequence_chunk": 4}])
 def test_saving_memory_leaves_the_gradient_of_adapters_as_it_is(base_path: Path, memory: dict) -> None:
     found = []

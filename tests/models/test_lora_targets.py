@@ -50,6 +50,7 @@ def test_every_form_of_model_has_layers_that_are_adapted(model_type: str) -> Non
     assert last_names(target_layers(module)) == set(TARGETS[model_type].split())
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("model_type", ["mixtral", "phi3", "gptj"])
 def test_what_is_trained_sent_and_saved_is_of_those_layers(model_type: str, tmp_path: Path) -> None:
     folder = tiny_types.write_folder(model_type, tmp_path / "base")

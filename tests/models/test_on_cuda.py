@@ -35,6 +35,7 @@ def attend(given: list[torch.Tensor], **call) -> list[torch.Tensor]:
     return [output.detach(), *torch.autograd.grad(output, inputs, given[3])]
 
 
+@pytest.mark.some(9)
 @pytest.mark.parametrize("dtype", EXACT)
 @pytest.mark.parametrize("shared", [4, 2], ids=["every head its own", "heads share keys"])
 @pytest.mark.parametrize(
@@ -77,6 +78,7 @@ def kernels(gpu, monkeypatch):
         yield gpu
 
 
+@pytest.mark.some(5)
 @pytest.mark.parametrize("dtype", EXACT)
 @pytest.mark.parametrize(
     "call",
@@ -116,6 +118,7 @@ def test_prefill_is_one_kernel_that_nothing_compiles(kernels, dtype, call):
     assert (kernels.get(found).double() - exact).norm() / exact.norm() < EXACT[dtype]
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_folder_is_loaded_onto_the_device_and_checked_there(gpu, tmp_path, dtype):
     folder = save_checkpoint(tiny.model(), tiny.tokenizer(), tmp_path / "m", {})
@@ -166,6 +169,7 @@ def test_weights_are_copied_and_proven_on_the_device(gpu):
     assert not any("copy" in wait for wait in seen.waits), seen
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     "memory", [LayerMemory(), LayerMemory(recompute=True), LayerMemory(chunk=4)], ids=str
 )

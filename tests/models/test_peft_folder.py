@@ -87,6 +87,7 @@ PLAIN = {
 }
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("case", PLAIN)
 def test_it_is_loaded_as_peft_would_merge_it(base, tmp_path, case):
     same_as_peft(base, tmp_path / "adapter", **PLAIN[case])
@@ -293,6 +294,7 @@ DAMAGES = {
 }
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("case", DAMAGES)
 def test_what_cannot_be_merged_is_refused_with_one_sentence(base, tmp_path, case):
     damage, told = DAMAGES[case]
@@ -371,6 +373,7 @@ def merged_by(recipe: Recipe, path: Path) -> str:
         return folder.stage_done("merge")["digest"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("teachers", ["streamed", "local"])
 def test_adapters_as_teachers_are_the_models_they_make(start, tmp_path, teachers):
     adapters, whole = {}, {}
@@ -415,6 +418,7 @@ def flip(path: Path) -> None:
     path.write_bytes(data)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("what", WHOLE)
 def test_the_model_it_makes_is_made_again_where_it_is_not_what_was_written(start, tmp_path, what):
     adapter, _ = adapt(start, tmp_path / "one", seed=0)

@@ -95,6 +95,7 @@ def check_same(folder: Path, theirs: Any) -> None:
         assert ours.argmax(-1).tolist() == theirs(input_ids=ids[None]).logits[0].argmax(-1).tolist()
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("case", USED)
 def test_plain_ones_are_merged_as_peft_merges_them(base, tmp_path, case):
     wrapped = write(base, tmp_path / "a", lora(**USED[case]))
@@ -115,6 +116,7 @@ def retyped(**dtypes: torch.dtype) -> Callable[[Path], None]:
     return edit
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     "edit",
     [
@@ -191,6 +193,7 @@ def refused_by_all(folder: Path, told: str) -> None:
     assert len(sentence) < 500
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("case", OTHERS)
 def test_other_kinds_are_refused_by_name(base, tmp_path, case):
     config, told = OTHERS[case]
@@ -244,6 +247,7 @@ DAMAGED: dict[str, tuple[Callable[[Path], object], str]] = {
 }
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("case", DAMAGED)
 def test_damaged_ones_are_refused_by_what_is_wrong(base, tmp_path, case):
     change, told = DAMAGED[case]

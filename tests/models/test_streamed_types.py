@@ -53,6 +53,7 @@ def doctors_word(folder: Path, student: Path) -> str:
     return error
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("name", [*UNPUBLISHED, *ONLY_SERVED])
 @pytest.mark.filterwarnings("ignore")
 def test_everybody_says_the_same_of_a_streamed_teacher(name: str, tmp_path: Path, capsys):

@@ -121,6 +121,7 @@ FRAMES = {
 }
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("case", FRAMES)
 def test_a_prompt_has_what_its_tokenizer_puts_before_it_and_nothing_behind(case, folder, capsys):
     single, before, behind = FRAMES[case]
@@ -177,6 +178,7 @@ NOT_FOLLOWED = {
 }
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("name", NOT_FOLLOWED)
 def test_a_setting_that_is_not_followed_is_told_in_one_line(name, folder, capsys):
     value, nothing = NOT_FOLLOWED[name]
@@ -199,6 +201,7 @@ def test_every_setting_that_transformers_has_is_known_or_told(folder):
     assert not set(_NEUTRAL) & (_FREE | _FOLLOWED)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("own", [True, False])
 def test_what_a_run_was_told_is_in_what_it_makes(own, folder, tmp_path, caplog):
     changed(folder, repetition_penalty=1.3, temperature=0.6)

@@ -266,6 +266,7 @@ def test_a_pointer_in_place_of_a_description_is_called_one(cut, tmp_path, name):
             door(folder)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("case", HARMLESS)
 def test_what_no_reader_of_safetensors_takes_for_weights_does_no_harm(request, tmp_path, case, whole):
     form, change = HARMLESS[case]

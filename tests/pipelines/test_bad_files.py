@@ -105,6 +105,7 @@ MODELS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Initializing zero-element")
 @pytest.mark.parametrize("role", [pytest.param("model", marks=pytest.mark.long), "teacher"])
 def test_wrong_model_folders(tmp_path, whole, role):
@@ -139,6 +140,7 @@ PATHS = [
 ]
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("place", PATHS)
 @pytest.mark.parametrize(
     "key", ["--model.path", "--teachers.sort.path", "--out", "--run_dir", "--model.tokenizer"]
@@ -181,6 +183,7 @@ ROWS = {
 }
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
 def test_wrong_data(tmp_path, whole, suffix):
     for name, content in ROWS.items():
@@ -204,6 +207,7 @@ CONFIGS = {
 }
 
 
+@pytest.mark.slow
 def test_wrong_configurations_of_new_models(tmp_path):
     faults = []
     plain = {"model_type": "llama", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}

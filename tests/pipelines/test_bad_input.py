@@ -77,6 +77,7 @@ def test_missing_teacher_for_a_domain(tmp_path, capsys):
     one_sentence(capsys.readouterr().err, "domains.sort.teacher", "nobody", "teachers.nobody.path")
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("of", ["merge", "specialist"])
 def test_teacher_with_another_tokenizer(tmp_path, run, of):
     other = character_tokenizer("9876543210=", ["<sort>", "<add3>"])
@@ -123,6 +124,7 @@ def test_reward_function_that_fails(run, function, words):
     one_sentence(error, f"bad_rewards:{function}", "sort", words)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("workers", [1, 2])
 def test_all_groups_filtered(tmp_path, run, workers):
     specialist = {"prompts_per_step": 4, "group_size": 2, "max_steps_without_signal": 3, "steps": 50}

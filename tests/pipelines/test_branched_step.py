@@ -147,6 +147,7 @@ def expected(groups, advantages, units: str) -> torch.Tensor:
     return torch.cat([p.grad.flatten() for p in model.parameters()])
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("estimator", "units", "home"),
     [

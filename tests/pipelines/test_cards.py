@@ -47,6 +47,7 @@ def parts(folder: Path) -> tuple[dict, str, dict[str, str]]:
     return yaml.safe_load(front), head, {s.partition("\n")[0]: s.partition("\n")[2].strip() for s in sections}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CARDS)
 def test_a_card_says_what_the_model_is(finished: Path, name: str) -> None:
     front, head, sections = parts(finished / name)
@@ -93,6 +94,7 @@ def test_the_loading_lines_run_as_they_are(finished: Path, name: str) -> None:
     assert f"- {domain}: `{prompt.text}`" in sections["Prompt format"]
 
 
+@pytest.mark.slow
 def test_the_loading_lines_need_nothing_of_opd(finished: Path) -> None:
     code = parts(finished / "merged")[2]["Loading"].removeprefix("```python\n").removesuffix("```")
     look = "\nimport sys\nassert not [name for name in sys.modules if name.split('.')[0] == 'opd']\n"

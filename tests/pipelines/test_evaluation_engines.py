@@ -71,6 +71,7 @@ def measured(out: Path, models: dict[str, Path], elsewhere: bool) -> tuple[dict,
     return {entry["name"]: entry for entry in results["models"]}, helpers.began if helpers else []
 
 
+@pytest.mark.slow
 def test_the_recipes_engine_measures_what_fits_there_and_says_what_does_not(models, tmp_path):
     here, _ = measured(tmp_path / "here", models, elsewhere=False)
     there, began = measured(tmp_path / "there", models, elsewhere=True)

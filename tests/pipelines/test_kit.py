@@ -59,6 +59,7 @@ def whole(base, tmp_path_factory):
     return outcome(base, tmp_path_factory.mktemp("whole") / "run", {})
 
 
+@pytest.mark.slow
 def test_a_stopped_attempt_goes_on_bit_for_bit(base, whole, tmp_path):
     """It is stopped in a step after the checkpoint, whose coefficient the counters hold."""
     assert outcome(base, tmp_path / "run", {}, stop_after=3) == whole
@@ -81,6 +82,7 @@ def ppo(base, tmp_path_factory):
     return outcome(base, tmp_path_factory.mktemp("ppo") / "run", PPO)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("after", [0, 2])
 def test_a_critic_goes_on_bit_for_bit_too(base, ppo, tmp_path, after):
     """Stopped in a step of its warm-up, before a checkpoint; and after one, with its moments."""
@@ -103,6 +105,7 @@ def test_a_critic_learns_alone_first_and_then_beside_the_policy(ppo):
     assert rows[2]["critic/value_mean"] != rows[1]["critic/value_mean"] != 0.0
 
 
+@pytest.mark.slow
 def test_a_critic_is_kept_with_the_stage_and_a_damaged_one_is_not_used(base, ppo, tmp_path):
     """The checkpoint whose critic is damaged counts as none: the stage begins again, to the same weights."""
     recipe = recipe_of(base, PPO)
@@ -123,6 +126,7 @@ def now_and_then(sample) -> float:
     return 0.0 if number.isdigit() and int(number) // KIT["prompts_per_step"] % 2 == 0 else ones(sample)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "reward"),
     [
@@ -149,6 +153,7 @@ def ones(sample) -> float:
     return sample.text.count("1") / 5
 
 
+@pytest.mark.slow
 def test_a_policy_learns_from_a_critics_advantages(base, tmp_path):
     domains = tiny_recipe().model_dump(mode="json", exclude_none=True)["domains"]
     domains["add3"]["reward"] = f"{__name__}:ones"

@@ -85,6 +85,7 @@ def test_each_step_reads_the_base_once(trained, monkeypatch):
     assert local["digest"] == streamed["digest"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", ["k1", "full"])
 def test_a_specialist_of_adapters_follows_one_that_has_kept_its_own(trained, tmp_path, loss):
     """Streamed beside its base or merged and whole: the same weights, and no more than adapters learn."""

@@ -91,6 +91,7 @@ def test_each_phase_tells_what_is_there(models, tmp_path, seen):
     assert {one["teacher_heads"] for one in seen if "teacher_heads" in one} == {0, head}
 
 
+@pytest.mark.slow
 def test_a_report_shows_each_phase(models, tmp_path):
     run(tmp_path / "run", recipe_of(models))
     found = load_run(tmp_path / "run")
@@ -173,6 +174,7 @@ LONG = {"answers of teachers", "bfloat16", "off policy"}
 """With `--full` alone."""
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     "kind", [pytest.param(name, marks=[pytest.mark.long] * (name in LONG)) for name in STAGES]
 )

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from recipes import write_recipe
 
 BROKEN = """
@@ -17,6 +18,7 @@ def reward(sample):
 """
 
 
+@pytest.mark.slow
 def test_a_reward_that_is_mended_during_a_run_goes_on_where_it_is_said(tmp_path: Path):
     recipe = write_recipe(
         tmp_path / "recipe.yaml",

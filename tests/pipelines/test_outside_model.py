@@ -152,6 +152,7 @@ def write_job(folder: Path) -> None:
     (folder / "recipe.yaml").write_text(recipe)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("family", [*FAMILIES, *(pytest.param(one, marks=pytest.mark.long) for one in MORE)])
 def test_it_goes_through_at_the_first_try(family: str, tmp_path: Path, monkeypatch) -> None:
     size = publish(tmp_path / "model", family)
@@ -170,6 +171,7 @@ def test_it_goes_through_at_the_first_try(family: str, tmp_path: Path, monkeypat
         assert set(ends) <= set(said["eos_token_id"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", UNSTREAMED)
 def test_what_cannot_be_streamed_is_told_before_specialists_are_trained(
     family: str, tmp_path: Path, monkeypatch, capsys

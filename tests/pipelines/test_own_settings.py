@@ -36,6 +36,7 @@ def asked(domain: str, count: int) -> list[EncodedPrompt]:
     ]
 
 
+@pytest.mark.slow
 def test_each_prompt_is_written_as_its_domain_says():
     """Together, in their order, and to the same tokens as alone."""
     called: list[list[str]] = []
@@ -79,6 +80,7 @@ def base(tmp_path_factory) -> Path:
     return out / "base"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kept", ["memory", "disk"])
 @pytest.mark.parametrize("own", [None, "recipes:own_rollout"], ids=["engine", "own"])
 def test_a_run_of_domains_with_settings_of_their_own(base, tmp_path, kept, own):

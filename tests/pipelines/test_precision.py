@@ -64,6 +64,7 @@ def kinds(file: Path) -> set[str]:
     return {str(t.dtype).removeprefix("torch.") for t in load_file(file).values() if t.is_floating_point()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS)
 def test_a_merge_is_written_and_its_teachers_are_streamed_in_the_checkpoints_dtype(tmp_path, name):
     for seed, place in enumerate(("base", "sort", "add3")):

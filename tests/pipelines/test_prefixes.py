@@ -51,6 +51,7 @@ def merged(out: Path, student: Path, teacher: Path, **distill) -> tuple[list[dic
 WRITTEN = ("tokens/student", "length/mean", "length/p50", "reward/mean", "truncated")
 
 
+@pytest.mark.slow
 def test_answers_are_the_teachers_whatever_the_student_has_learnt(models, tmp_path):
     warm, random = models
     slow, fast = (
@@ -66,6 +67,7 @@ def test_answers_are_the_teachers_whatever_the_student_has_learnt(models, tmp_pa
     assert all("entropy" in row and "mismatch/mean_abs" not in row for row in slow)
 
 
+@pytest.mark.slow
 def test_the_learning_curve_is_of_the_newest_weights(models, tmp_path):
     """A warm student that has followed a random teacher is right no more, and the curve says so."""
     warm, random = models
@@ -100,6 +102,7 @@ class Dying:
         monkeypatch.setattr(owner, name, counted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stage", "lora"),
     [

@@ -310,6 +310,7 @@ def recipe_of(base: str, specialist: dict[str, Any], **changes: Any) -> Recipe:
     return tiny_recipe(base=None, model={"path": base}, specialist=specialist, **changes)
 
 
+@pytest.mark.slow
 def test_a_step_is_refilled_alike_in_memory_and_on_disk(base, tmp_path):
     """With rewards that are shaped by all of a step, and a filter of the user's own that sees tokens once."""
     specialist = shaped_specialist() | {
@@ -338,6 +339,7 @@ def begins_with_digits(group: SampleGroup) -> bool:
     return all(len(sample.response_ids) == 0 or sample.response_ids[0] >= 0 for sample in group.samples)
 
 
+@pytest.mark.slow
 def test_nothing_changes_where_every_group_has_signal(base, tmp_path):
     """The same prompts, the same weights."""
     domains = tiny_recipe().model_dump(mode="json", exclude_none=True)["domains"]
@@ -376,6 +378,7 @@ def measured_recipe(base: str, specialist: dict[str, Any] | None = None, **chang
     return recipe_of(base, own, domains=domains, **changes)
 
 
+@pytest.mark.slow
 def test_prompts_that_are_too_easy_or_too_hard_are_not_asked(base, tmp_path, caplog):
     """And the report shows how hard they were."""
     ASKED.clear()
@@ -399,6 +402,7 @@ def test_prompts_that_are_too_easy_or_too_hard_are_not_asked(base, tmp_path, cap
     assert any("of 4 answers each so many were right: " in line for line in caplog.messages)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", ["none", "cut", "flipped", "of another question", "of other prompts"])
 def test_a_stage_that_stopped_while_it_measured_ends_the_same(base, tmp_path, damage):
     """Whatever became of what it had measured."""

@@ -26,6 +26,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "public_inpu
 LEAST = 60
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     "report", [pytest.param(one, id=str(one), marks=pytest.mark.long if one.long else ()) for one in REPORTS]
 )

@@ -53,6 +53,7 @@ def test_the_cost_of_the_log_is_in_metrics_results_and_report(logged):
     )
 
 
+@pytest.mark.slow
 def test_every_response_is_counted_once(logged):
     _, done = logged
     counters = {name.removeprefix("rollout/"): n for name, n in done["counters"].items()}
@@ -63,6 +64,7 @@ def test_every_response_is_counted_once(logged):
     assert counters["prefilled_tokens"] > 0
 
 
+@pytest.mark.slow
 def test_the_log_does_not_change_the_weights(logged, tmp_path):
     _, with_log = logged
     without = run(tmp_path / "run", rollout={"max_new_tokens": 5, "max_sequence": 16, "log": None})

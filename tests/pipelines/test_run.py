@@ -112,6 +112,7 @@ def test_a_second_run_does_nothing(finished):
     assert before == {path: path.stat().st_mtime_ns for path in finished.rglob("model*.safetensors")}
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("command", ["run", "distill", "evaluate"])
 def test_a_command_ends_with_what_came_out_and_where_it_is(finished, tmp_path, capsys, command):
     recipe = write_recipe(tmp_path / "recipe.yaml")
@@ -141,6 +142,7 @@ def test_the_report_shows_answers_of_the_run_itself(finished):
     )
 
 
+@pytest.mark.slow
 def test_side_by_side_gives_the_same_weights(finished, tmp_path):
     recipe = tiny_recipe(runtime={"workers": 2})
     with RunFolder.create(tmp_path / "run", recipe) as folder:
@@ -158,6 +160,7 @@ def test_another_seed_gives_other_weights(finished, tmp_path):
     assert other != CausalLM.from_pretrained(finished / "base").digest()
 
 
+@pytest.mark.slow
 def test_evaluate_measures_what_is_there_and_is_not_final(tmp_path):
     recipe = tiny_recipe()
     with RunFolder.create(tmp_path / "run", recipe) as folder:

@@ -204,6 +204,7 @@ def outcome(folder: Path, stage: str, recipe) -> tuple[str, list[dict[str, float
     ]
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     "loss", [pytest.param(loss, marks=[pytest.mark.long] * (loss in LONG)) for loss in LOSSES]
 )
@@ -230,6 +231,7 @@ def test_a_merge_on_disk_is_the_merge_in_memory(models, tmp_path, loss):
         assert disk == pytest.approx(memory, rel=1e-6)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("reference", ["loss", "advantage"])
 def test_grpo_on_disk_is_grpo_in_memory(models, tmp_path, reference):
     estimator = {"loss": "k3", "advantage": "k1"}[reference]

@@ -52,6 +52,7 @@ def specialist(path: Path, recipe) -> tuple[str, list[dict]]:
     return digest, read_metrics(path / "stages" / STAGE / "metrics.jsonl")
 
 
+@pytest.mark.slow
 def test_one_batch_ahead_ends_with_the_same_weights_every_time(base, tmp_path):
     recipe = recipe_with(base, schedule="ahead")
     first, rows = specialist(tmp_path / "a", recipe)
@@ -78,6 +79,7 @@ def test_tokens_that_are_too_old_leave_the_loss(base, tmp_path):
     assert [row.get("staleness/dropped", 0.0) for row in rows] == [0.0, 1.0, 1.0, 1.0, 1.0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["ahead", "async"])
 def test_an_interrupted_stage_goes_on(base, tmp_path, schedule, monkeypatch):
     recipe = recipe_with(base, schedule=schedule)
@@ -109,6 +111,7 @@ def test_an_interrupted_stage_goes_on(base, tmp_path, schedule, monkeypatch):
     assert max(row.get("staleness/max", 0.0) for row in rows) <= 1.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["ahead", "async"])
 def test_a_merge_with_a_learning_curve(base, tmp_path, schedule):
     recipe = recipe_with(base, schedule=schedule)

@@ -61,6 +61,7 @@ def base(tmp_path_factory) -> Path:
     return made_base(tmp_path_factory.mktemp("base") / "run", tiny_recipe(base=None))
 
 
+@pytest.mark.slow
 def test_resumed_and_repeated_nothing_is_asked_twice(base, tmp_path):
     with reward_server(Moody()) as server:
         recipe = recipe_of(server, base, tmp_path / "cache")
@@ -83,6 +84,7 @@ def test_resumed_and_repeated_nothing_is_asked_twice(base, tmp_path):
         assert len(server.asked) == done
 
 
+@pytest.mark.slow
 def test_a_run_that_a_reply_has_stopped_goes_on_with_what_such_replies_are_worth(base, tmp_path):
     """What was said is kept, so it would stop again; and the server may be elsewhere by then."""
 

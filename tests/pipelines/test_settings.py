@@ -33,6 +33,7 @@ def run(path: Path, stage: str, **settings) -> list[dict]:
     return read_metrics(path / "stages" / stage / "metrics.jsonl")
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("changes", "metric"),
     [
@@ -81,6 +82,7 @@ def merge(whole, path, **distill):
     )
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     "loss",
     [
@@ -108,6 +110,7 @@ POLICY = {"discount": 0.5, "loss": {"correction": {"type": "icepop", "lower": 0.
 AHEAD = {"max_new_tokens": 5, "max_sequence": 16, "schedule": "ahead"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [
@@ -158,6 +161,7 @@ def test_a_reward_beside_the_distillation(whole, tmp_path):
     assert rows[0]["kl/mean"] > 0
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("mixture", ["one_hot", "geometric", "arithmetic"])
 @pytest.mark.parametrize("loss", [{"type": "full"}, {"type": "k1"}], ids=str)
 def test_two_teachers_for_one_domain(whole, tmp_path, mixture, loss):

@@ -97,6 +97,7 @@ def metrics(out: Path, stage: str, key: str) -> dict[int, float]:
     return {line["step"]: line[key] for line in lines if key in line}
 
 
+@pytest.mark.slow
 def test_a_cold_start_of_the_base_is_the_same_after_a_stop_in_it(tmp_path, monkeypatch):
     recipe = tiny_recipe(base=None, sft=config(demonstrations(tmp_path / "rows.jsonl")))
     whole = run(recipe, tmp_path / "whole", "base")

@@ -12,6 +12,7 @@ from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.run import run_stage
 
 
+@pytest.mark.slow
 def test_a_specialist_learns_the_same_of_samples_in_memory_and_on_disk(tmp_path):
     ends, rows = [], []
     with RunFolder.create(tmp_path / "base", tiny_recipe(base=None)) as folder:

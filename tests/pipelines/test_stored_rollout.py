@@ -142,6 +142,7 @@ def peak(task) -> int:
     return top
 
 
+@pytest.mark.slow
 def test_the_memory_of_a_rollout_does_not_hold_its_batch(base, tmp_path, monkeypatch):
     monkeypatch.setattr(transcript, "FOLD_AT", 1 << 10)
     monkeypatch.setattr(samples_on_disk, "_TOGETHER", 1 << 11)
@@ -204,6 +205,7 @@ def check_tokens(run: Merging, groups: list[SampleGroup], length: int) -> None:
         assert sample.metadata == {"prompt": "1"}
 
 
+@pytest.mark.slow
 def test_a_stopped_merge_is_the_merge_that_was_not_stopped(base, tmp_path, monkeypatch):
     """Stopped after a checkpoint and one more step, whose batch and the next are on disk."""
     rollout = {"max_new_tokens": 5, "max_sequence": 16}
@@ -229,6 +231,7 @@ def test_a_stopped_merge_is_the_merge_that_was_not_stopped(base, tmp_path, monke
     assert digests[0] != CausalLM.from_pretrained(base).digest()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "rollout",
     [{"generate": "recipes:own_rollout"}, {"schedule": "async", "max_ahead": 2}],

@@ -154,6 +154,7 @@ def expected(models: Path, groups: Sequence[SampleGroup], loss: str, critic: boo
     return flat(student)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("critic", [False, True], ids=["groups", "critic"])
 def test_the_gradient_is_the_rewards_and_the_teachers(models, tmp_path, loss, critic):
@@ -174,6 +175,7 @@ def test_the_gradient_is_the_rewards_and_the_teachers(models, tmp_path, loss, cr
     assert any(s.status is Status.TRUNCATED for g in groups for s in g.samples)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("mixture", ["one_hot", "geometric", "adapters"])
 def test_without_a_reward_it_is_the_merge(models, tmp_path, loss, mixture):
@@ -198,6 +200,7 @@ def test_without_a_reward_it_is_the_merge(models, tmp_path, loss, mixture):
     assert float(truth.abs().max()) > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", LOSSES)
 def test_a_merge_of_a_taught_domain_and_a_rewarded_one(models, tmp_path, loss):
     """`sort` follows its teacher alone, `add3` its reward alone; each has its share of the loss."""
@@ -239,6 +242,7 @@ def test_a_merge_of_a_taught_domain_and_a_rewarded_one(models, tmp_path, loss):
     assert float((found - truth).abs().max()) < 1e-4 * float(truth.abs().max())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kept", ["memory", "disk"])
 def test_a_run_of_both_kinds_of_domains(models, tmp_path, kept):
     domains = recipe_of(models, teacher=None).model_dump(mode="json", exclude_none=True)["domains"]
@@ -265,6 +269,7 @@ def test_a_run_of_both_kinds_of_domains(models, tmp_path, kept):
     assert "sort" in render(found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("loss", "critic"), [pytest.param("k1", False, marks=pytest.mark.long), ("full", False), ("k1", True)]
 )
@@ -444,6 +449,7 @@ def test_what_looks_at_log_probabilities_before_the_update_has_them(models, case
     assert recipe.specialist.needs_old_logprobs == (case in NEEDED)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("case", "home"), [*((case, "memory") for case in SPARED), ("clip", "disk")])
 def test_a_step_of_one_update_is_the_same_without_a_pass_before_it(models, tmp_path, monkeypatch, case, home):
     found = []
@@ -467,6 +473,7 @@ def test_a_step_of_one_update_is_the_same_without_a_pass_before_it(models, tmp_p
                 assert after[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
 
 
+@pytest.mark.slow
 def test_what_few_updates_have_is_not_watered_down(models, tmp_path):
     """Ratios are of what rewards teach, which not every mini-batch has; each teacher has some."""
     found = []

@@ -68,6 +68,7 @@ def test_published_teachers_give_the_same_weights_and_are_evaluated(trained, tmp
     assert measured == {name: model["domains"] for name, model in models.items()}
 
 
+@pytest.mark.slow
 def test_teachers_in_an_object_store_are_read_once_a_run(trained, tmp_path, capsys):
     """With the node's copies of them or without, to the same weights."""
     urls = {}
@@ -111,6 +112,7 @@ def measured_with_swapped_teachers(run: Path, recipe: Recipe) -> dict:
     return {m["name"]: m["domains"] for m in json.loads((run / "results.json").read_text())["models"]}
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("keep", [False, True])
 def test_megatron_teachers_give_the_same_student(trained, tmp_path, keep):
     pytest.importorskip("megatron.core", reason="needs the extra megatron", exc_type=ImportError)

@@ -34,6 +34,7 @@ def rates(out: Path) -> list[float]:
     return [json.loads(line)["lr"] for line in lines]
 
 
+@pytest.mark.slow
 def test_further_rounds_until_the_floor_and_the_same_after_a_stop_in_one(tmp_path, monkeypatch):
     wanted = recipe(0.02, 5)
     whole = run(wanted, tmp_path / "whole")
@@ -58,12 +59,14 @@ def test_further_rounds_until_the_floor_and_the_same_after_a_stop_in_one(tmp_pat
     assert run(wanted, tmp_path / "stopped", RunFolder.resume)["digest"] == whole["digest"]
 
 
+@pytest.mark.slow
 def test_one_round_where_the_floor_is_met(tmp_path):
     done = run(recipe(0.0, 5), tmp_path / "run")
     assert done["steps"] == STEPS
     assert "rounds_more" not in done["counters"]
 
 
+@pytest.mark.slow
 def test_the_last_round_below_the_floor_is_an_error(tmp_path):
     with pytest.raises(TrainingError, match=r"after 2 rounds .* base\.min_accuracy = 99\.0%: .* in sort"):
         run(recipe(0.99, 2), tmp_path / "run")

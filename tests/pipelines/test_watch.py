@@ -190,6 +190,7 @@ def test_a_stop_leaves_a_checkpoint_and_a_sentence_and_is_gone_on_with(base, tmp
         assert (never.stage_done(STAGE) or {})["digest"] == done["digest"]
 
 
+@pytest.mark.slow
 def test_a_stop_says_the_command_that_goes_on_with_the_lever_pulled(base, tmp_path, capsys):
     written = tmp_path / "a recipe.yaml"
     settings = watched(base, 7, **RULES).model_dump(mode="json", exclude_none=True)
@@ -221,6 +222,7 @@ def test_a_stop_says_the_command_that_goes_on_with_the_lever_pulled(base, tmp_pa
     assert "optim.lr 0.001 up to step 5" in card
 
 
+@pytest.mark.slow
 def test_other_settings_count_from_the_checkpoint_on_bit_for_bit(base, tmp_path):
     recipe = watched(base, 8, slower=RULES["slower"])
     own = recipe.specialist.model_copy(
@@ -243,6 +245,7 @@ def test_other_settings_count_from_the_checkpoint_on_bit_for_bit(base, tmp_path)
     assert [row.stages[STAGE] for row in killed.setting_changes] == [3]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trajectories", ["memory", "disk"])
 def test_at_another_temperature_no_response_of_the_old_one_is_learnt_from(base, tmp_path, trajectories):
     """Those of the step that was under way lay in the log, or on disk."""
@@ -261,6 +264,7 @@ def test_at_another_temperature_no_response_of_the_old_one_is_learnt_from(base, 
     assert rows[3]["entropy"] < 0.8 * rows[2]["entropy"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trajectories", ["memory", "disk"])
 @pytest.mark.parametrize("lever", ["rate", "rule", "steps"])
 def test_no_response_of_weights_that_do_not_come_again_is_learnt_from(base, tmp_path, trajectories, lever):

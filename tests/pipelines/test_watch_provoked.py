@@ -92,6 +92,7 @@ def longer(prompts, completions, **columns) -> list[float]:
     return found
 
 
+@pytest.mark.slow
 def test_reward_hacking_by_length(base, tmp_path):
     own = {
         "optim": {"lr": 0.03, "warmup_steps": 10, "schedule": "constant"},
@@ -130,6 +131,7 @@ def luck(sample) -> float:
     return (zlib.crc32(f"{sample.uid}{sample.text}".encode()) % 97) / 97
 
 
+@pytest.mark.slow
 def test_noise_instead_of_answers(collapsed, tmp_path):
     # A warm-up keeps the first five steps, which the rule compares with, near where the collapse left them.
     optim = {"lr": 0.015, "warmup_steps": 8, "schedule": "constant"}
@@ -151,6 +153,7 @@ def test_a_broken_reward(base, tmp_path):
 TEMPLATES = {"right": "<add3>{{ messages[0].content }}=", "wrong": "{{ messages[0].content }}<sort>"}
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_a_template_mismatch(base, tmp_path, template):
     """The same messages in the template that the model knows, and in another one."""
@@ -179,6 +182,7 @@ CORRECTIONS = {
 """What a rule is about -> a learning rate, and a correction too narrow for how far the engine is behind."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bound", CORRECTIONS)
 def test_an_engine_with_stale_weights(base, tmp_path, monkeypatch, bound):
     """Nothing reaches the engine, which says that all is well."""
@@ -192,6 +196,7 @@ def test_an_engine_with_stale_weights(base, tmp_path, monkeypatch, bound):
     assert rows[0]["mismatch/mean_abs"] < 1e-5  # the first samples are its own
 
 
+@pytest.mark.slow
 def test_teachers_that_teach_nothing(base, tmp_path):
     """One has learnt nothing: it is the base. One has another vocabulary: its tokens' rows are in another
     order. And at such a rate the student comes near to neither.
@@ -219,6 +224,7 @@ def known_by_heart(sample) -> float:
     return sample.text[:3].count("1") / 3 * (not sample.uid.startswith("evaluate/"))
 
 
+@pytest.mark.slow
 def test_a_reward_that_held_out_prompts_do_not_share(base, tmp_path):
     own = FAST | {"evaluate_every": 2}
     evaluation = {"prompts_per_domain": 20, "curve_prompts": 10, "base_kl_every": 5}
@@ -271,6 +277,7 @@ def test_rewards_in_another_unit(base, tmp_path):
     assert rows[11]["grad_norm"] > 50 * rows[10]["grad_norm"]
 
 
+@pytest.mark.slow
 def test_a_critic_that_is_lost_and_a_policy_that_stays(base, tmp_path):
     """The rate of the one is far too large, that of the other far too small."""
     own = {"advantage": {"type": "gae"}, "critic": {"optim": {"lr": 1.0}}, "filter_zero_variance": False}
@@ -289,6 +296,7 @@ ALL_METRICS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in (1, 2))])
 def test_a_healthy_run_fires_none(base, tmp_path, seed):
     """With every metric that a rule asks for, but a critic's, which one of them has."""

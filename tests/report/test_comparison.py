@@ -102,6 +102,7 @@ print(main(sys.argv[1:]), sorted({"torch", "matplotlib", "transformers"} & set(s
 """
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     "words", [["{a}"], ["{a}", "{a}"], ["{a}", "no"], ["{a}", "{b}", "--out", "no/x.html"]]
 )

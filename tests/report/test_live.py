@@ -202,6 +202,7 @@ BAD = [
 ]  # fmt: skip
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("line", BAD)
 def test_what_cannot_be_read_is_left_out_and_counted(tmp_path, line):
     folder = make(tmp_path / "run", steps=3)
@@ -247,6 +248,7 @@ def test_a_link_leads_out_of_no_run(tmp_path):
     assert not seen(tmp_path / "run").stages
 
 
+@pytest.mark.slow
 def test_no_text_of_a_run_becomes_part_of_its_page(tmp_path):
     """Nor of the page of several, whatever their folders are called; and the one script is the page's own."""
     plain = Board(opened([make(tmp_path / "plain"), make(tmp_path / "second", "specialist-sort")]))

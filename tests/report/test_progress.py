@@ -191,6 +191,7 @@ def _nothing_ends_unsaid(monkeypatch) -> None:
     monkeypatch.setattr(Heartbeat, "__exit__", left)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("command", ["wal", "plan", "publish", "doctor"])
 def test_every_command_says_that_it_is_at_work(command: str, tmp_path: Path, capsys, monkeypatch) -> None:
     monkeypatch.setattr(progress_module, "AFTER", 0.0)
@@ -256,6 +257,7 @@ def test_who_has_asked_for_our_records_gets_them_all(caplog) -> None:
     assert caplog.messages == ["shown", "not shown"]
 
 
+@pytest.mark.slow
 def test_a_library_is_silent_and_leaves_logging_as_it_is() -> None:
     program = (
         "import logging, opd.progress, opd.pipelines.run\n"

@@ -109,6 +109,7 @@ def test_every_chart_says_in_words_where_it_ends(make_run: RunMaker) -> None:
     assert all(any(sign.isdigit() for sign in words) for words in told)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("key", ["mismatch/ess", "lr", "token_share/sort"])
 def test_what_never_changes_is_a_line_and_no_chart(make_run: RunMaker, key: str) -> None:
     folder = make_run(results())

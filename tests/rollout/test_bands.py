@@ -89,6 +89,7 @@ def asked(engine: TorchEngine, begun: list[RolloutRequest]) -> Iterator[Chunk]:
     yield from engine.generate(ragged(60))
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_no_token_changes(
     family: str, build: Fixture, collect: Fixture, request: pytest.FixtureRequest

@@ -21,6 +21,7 @@ LEAN = FAMILIES[:6]
 Fixture = Callable[..., Any]
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logprobs_are_those_of_one_by_one_forwards(
     family: str, build: Fixture, collect: Fixture, requests_of: Fixture, reference: Fixture
@@ -37,6 +38,7 @@ def test_logprobs_are_those_of_one_by_one_forwards(
         assert response.positions == list(range(len(response.token_ids)))
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize("family", LEAN)
 @pytest.mark.parametrize("onednn", [False, True])
 def test_lean_decoder_equals_the_module(
@@ -81,6 +83,7 @@ def test_half_precision_runs_both_ways(build: Fixture, collect: Fixture, request
         assert all(np.isfinite(response.logprobs).all() for response in responses.values())
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_alone_equals_in_a_batch_equals_few_slots(
     family: str, build: Fixture, collect: Fixture, requests_of: Fixture
@@ -98,6 +101,7 @@ def test_alone_equals_in_a_batch_equals_few_slots(
             np.testing.assert_allclose(other.logprobs, alone.logprobs, atol=1e-5)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("family", ["llama", "cohere"])
 def test_interrupted_at_any_token_and_resumed_equals_undisturbed(
     family: str, build: Fixture, collect: Fixture, requests_of: Fixture

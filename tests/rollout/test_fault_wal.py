@@ -21,6 +21,7 @@ from opd.types import Status
 Fixture = Callable[..., Any]
 
 
+@pytest.mark.slow
 @settings(max_examples=12)
 @given(cuts=st.lists(st.integers(0, 12), min_size=1, max_size=4), data=st.data())
 def test_a_log_reopened_again_and_again(

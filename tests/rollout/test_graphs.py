@@ -118,6 +118,7 @@ def test_replays_write_what_steps_without_graphs_write(gpu, family, dtype, build
         np.testing.assert_allclose(found[2], on_cpu[2], atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_window_of_positions_is_captured_and_left(gpu, build: Fixture) -> None:
     """Slots and positions beyond those in use change nothing: one request, from 1 token to 128."""
     prompt = np.array([3], np.int32)
@@ -131,6 +132,7 @@ def test_a_window_of_positions_is_captured_and_left(gpu, build: Fixture) -> None
         np.testing.assert_allclose(found[2], expected[2], atol=1e-5)
 
 
+@pytest.mark.slow
 def test_graphs_outlive_a_call_and_new_weights(gpu, build: Fixture) -> None:
     engine = TorchEngine(gpu.model(build("qwen3")[0]))
     asked = [request_of(str(i)) for i in range(5)]
@@ -179,6 +181,7 @@ def test_a_step_that_cannot_be_captured_is_run_as_it_is(gpu, build: Fixture, cap
     assert "not permitted when stream is capturing" in line
 
 
+@pytest.mark.slow
 def test_few_graphs_are_kept(gpu, build: Fixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graphs, "MOST", 3)
     engine = TorchEngine(gpu.model(build("llama")[0]), max_running=12)

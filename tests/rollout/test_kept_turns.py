@@ -85,6 +85,7 @@ def same(found: dict[str, Any], expected: dict[str, Any]) -> None:
         np.testing.assert_allclose(response.logprobs, expected[uid].logprobs, atol=1e-5)
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("lean", [None, False])
 def test_no_token_changes_and_only_what_was_added_is_computed(
@@ -102,6 +103,7 @@ def test_no_token_changes_and_only_what_was_added_is_computed(
     assert kept.engine.resident()["engine_kv"] == kept.engine._runner.cache.nbytes, "the last turns are gone"
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("slots", [1, 2, 4])
 def test_where_there_is_no_room_the_oldest_is_computed_again(
     slots: int, build: Fixture, collect: Fixture

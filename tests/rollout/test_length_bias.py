@@ -18,6 +18,7 @@ def reference() -> arms.Outcome:
     return arms.undisturbed(arms.build_model(), arms.build_requests(arms.build_model(), COUNT, 0))
 
 
+@pytest.mark.slow
 def test_a_restart_favours_short_responses(reference: arms.Outcome) -> None:
     model = arms.build_model()
     found = arms.restarted(model, arms.build_requests(model, COUNT, 1), HAZARD, seed=0)

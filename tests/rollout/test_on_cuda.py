@@ -32,6 +32,7 @@ def long_requests(count: int, **settings: Any) -> list[RolloutRequest]:
     ]
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_it_writes_what_a_cpu_writes(
@@ -60,6 +61,7 @@ LAUNCHES = {"llama": 50, "qwen3": 58, "gemma2": 160}
 """Of a decode step of two layers, sampling included, that is not captured."""
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("family", LAUNCHES)
 @pytest.mark.parametrize(
     "settings", [{}, {"temperature": 0.7, "top_p": 0.9, "top_k": 5}], ids=["plain", "cut"]
@@ -117,6 +119,7 @@ def test_a_prefill_waits_for_its_tokens_alone(gpu, build: Fixture, requests_of: 
     assert len(seen.waits) <= 1, seen
 
 
+@pytest.mark.slow
 def test_new_weights_and_saved_keys(gpu, build: Fixture, collect: Fixture) -> None:
     requests = long_requests(4)
     plain, engine = TorchEngine(build("llama")[0]), engine_on(gpu, build("llama")[0])

@@ -262,6 +262,7 @@ def read_until(process: subprocess.Popen[str], start: str) -> str:
     pytest.fail(f"the process ended without saying {start!r}")
 
 
+@pytest.mark.slow
 def test_signals_suspend_wake_and_stop_a_real_process(tmp_path: Path, collect: Fixture, caplog) -> None:
     expected = collect(TorchEngine(tiny.model()).generate(preempted_process.requests()))
     with started([sys.executable, preempted_process.__file__, str(tmp_path)]) as process:

@@ -67,6 +67,7 @@ def answer(given, device: str, dtype: torch.dtype, size: int) -> list[dict]:
     return ranks
 
 
+@pytest.mark.some(6)
 @pytest.mark.parametrize(("device", "dtype", "size"), CASES)
 def test_a_worker_that_holds_the_trainers_weights_proves_it(device, dtype, size):
     given = weights()
@@ -77,6 +78,7 @@ def test_a_worker_that_holds_the_trainers_weights_proves_it(device, dtype, size)
     assert proof._found == known  # nothing was computed for the second
 
 
+@pytest.mark.slow
 @settings(derandomize=True, deadline=None, max_examples=60)
 @given(st.sampled_from(CASES), st.data())
 def test_a_changed_bit_is_found_wherever_it_is(case, data):
@@ -92,6 +94,7 @@ def test_a_changed_bit_is_found_wherever_it_is(case, data):
             Proof(given).check("http://one", answer(there, device, dtype, size), SETTINGS[device])
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(("device", "dtype", "size"), CASES)
 def test_another_ranks_share_and_older_weights_are_found(device, dtype, size):
     given, older = weights(), weights(1)

@@ -35,6 +35,7 @@ def answers(engine: TorchEngine) -> dict[str, list[int]]:
     return written(engine)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("lean", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_sleeping_engine_holds_nothing_and_wakes_as_another_would_be(lean, dtype):

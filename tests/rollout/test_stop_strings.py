@@ -96,6 +96,7 @@ def test_a_response_ends_with_the_token_that_completes_the_string(
     assert len(collect(rollout.generate(again))) == 3
 
 
+@pytest.mark.slow
 @settings(max_examples=15)
 @given(cuts=st.lists(st.integers(0, 30), min_size=1, max_size=6))
 def test_split_across_interruptions(

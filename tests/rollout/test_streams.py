@@ -76,6 +76,7 @@ def read(*streams: Any) -> dict[str, Response]:
     return reader.responses
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("front", FRONTS)
 @settings(max_examples=6)
 @given(

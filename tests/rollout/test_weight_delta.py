@@ -69,6 +69,7 @@ def versions(draw):
     return before, after
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(versions(), st.sampled_from([1, 7, 256, 4096]), st.sampled_from([64, 1 << 20]))
 def test_changes_and_everything_give_the_newer_version_bit_for_bit(pair, elements, most):

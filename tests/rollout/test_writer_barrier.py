@@ -32,6 +32,7 @@ with joined("cpu", 120.0) as ranks:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("other", "sentence"),
     [

@@ -131,6 +131,7 @@ def test_podman_comes_first_and_docker_where_podman_has_no_such_image_or_does_no
     assert find_container("known:1").engine.name == "docker"
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize(
     ("mode", "told"),
     [
@@ -194,6 +195,7 @@ asyncio.run(steps())
 """
 
 
+@pytest.mark.slow
 def test_what_watches_removes_the_container_of_a_process_that_is_killed(engine, tmp_path):
     engine.install("docker")
     mark = f"mark-{uuid.uuid4().hex}"
@@ -252,6 +254,7 @@ def test_an_answer_of_another_form_is_one_sentence(engine, said):
         find_container("known:1")
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("lost", ["network", "reading", "writing", "signals", "privileges", "memory"])
 def test_an_engine_that_does_not_keep_commands_apart_is_refused(engine, lost):
     engine.install("docker")

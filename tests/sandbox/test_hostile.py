@@ -61,6 +61,7 @@ time.sleep(900)
 """
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize("code", [FILES, EMPTY, DELETED, DEEP], ids=["files", "empty", "deleted", "deep"])
 def test_who_writes_without_end_is_ended_and_so_is_the_sandbox(tmp_path, substrate, code):
     first, after = run_python(tmp_path, substrate, code)
@@ -127,6 +128,7 @@ time.sleep(900)
 }
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("code", BOMBS.values(), ids=BOMBS)
 def test_processes_and_threads_are_counted(tmp_path, substrate, code):
     """Where the kernel counts, no more are started, and time runs out; else who looks ends them."""
@@ -139,6 +141,7 @@ def test_processes_and_threads_are_counted(tmp_path, substrate, code):
     assert after.stdout == b"on\n"
 
 
+@pytest.mark.some(1)
 def test_memory_is_a_quota_of_each_process_and_of_all(tmp_path, substrate):
     alone, _ = run_python(
         tmp_path, substrate, "x = bytearray(10**10)\nfor n in range(0, 10**10, 4096): x[n] = 1"
@@ -161,6 +164,7 @@ time.sleep(900)
     assert after.stdout == b"on\n"
 
 
+@pytest.mark.some(1)
 def test_output_is_cut_while_it_is_read(tmp_path, substrate):
     code = "import sys\nsys.stdout.write('x' * 50_000_000)\nsys.stderr.write('e' * 10)"
     first, _ = run_python(tmp_path, substrate, code)

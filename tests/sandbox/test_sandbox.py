@@ -184,6 +184,7 @@ asyncio.run(steps())
 """
 
 
+@pytest.mark.some(1)
 def test_commands_end_with_the_process_that_runs_them(tmp_path, substrate):
     mark = f"mark-{uuid.uuid4().hex}"
     process = subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path), named(substrate), mark])
@@ -226,6 +227,7 @@ def test_time_is_up_and_the_sandbox_goes_on(tmp_path, substrate):
     assert (slept.killed_by, slept.exit, after.stdout) == ("wall", None, b"after\n")
 
 
+@pytest.mark.some(1)
 def test_processor_time_is_a_quota_of_its_own(tmp_path, substrate):
     async def steps():
         async with opened(tmp_path, substrate, replace(SMALL, cpu_seconds=1)) as box:

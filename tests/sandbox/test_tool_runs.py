@@ -58,6 +58,7 @@ def undisturbed(finished) -> str:
     return weights(finished)
 
 
+@pytest.mark.slow
 def test_the_newest_episodes_stay_to_be_shown_and_replayed(finished, capsys):
     assert main(["trajectory", "show", str(finished)]) == 0
     told = capsys.readouterr().out

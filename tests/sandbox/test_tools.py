@@ -437,6 +437,7 @@ def test_commands_at_the_same_time_are_users_of_their_own(tmp_path, monkeypatch)
         assert again == users[0]
 
 
+@pytest.mark.slow
 def test_a_replay_that_is_asked_twice_to_stop_ends_its_command_and_says_so(tmp_path):
     mark = f"opd-replay-{os.getpid()}"
     logged(tmp_path / "log", ("/bin/sh", "-c", f"sleep 1000; : {mark}"), seconds=3600.0)

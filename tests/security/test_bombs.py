@@ -103,6 +103,7 @@ def test_prompts_of_odd_types(tmp_path, kind):
     assert "(None)" not in refused(tmp_path / "a.parquet", "a.parquet")
 
 
+@pytest.mark.slow
 def test_any_byte_of_a_parquet_file_may_be_wrong(tmp_path):
     rows = [{"prompt": f"abc{number % 97}", "label": number, "n": [number]} for number in range(300)]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "whole.parquet")

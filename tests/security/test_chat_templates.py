@@ -75,6 +75,7 @@ def test_tokens_are_those_of_transformers():
     assert encode_prompt(Prompt.of(messages, "", "d"), tokenizer).tolist() == expected
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize("kind", HOSTILE)
 def test_a_hostile_template_is_one_sentence(kind):
     template, said = HOSTILE[kind]
@@ -90,6 +91,7 @@ def test_a_hostile_template_is_one_sentence(kind):
     assert "34" in render(tokenizer, MESSAGES, {})
 
 
+@pytest.mark.slow
 def test_what_ended_the_process_is_not_waited_for_again(monkeypatch):
     monkeypatch.setattr(chat_templates, "SECONDS", 1)
     tokenizer = tiny.tokenizer()
@@ -100,6 +102,7 @@ def test_what_ended_the_process_is_not_waited_for_again(monkeypatch):
         assert chat_templates._renderer().process._process is None  # the second time none was started
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at_work", [False, True])
 def test_a_process_that_somebody_else_ended_is_not_the_templates_fault(at_work):
     tokenizer = tiny.tokenizer()
@@ -132,6 +135,7 @@ def test_templates_see_no_secret_and_their_process_ends_with_ours(monkeypatch):
     assert process.returncode is not None
 
 
+@pytest.mark.slow
 def test_a_forked_process_renders_with_one_of_its_own():
     tokenizer = tiny.tokenizer()
     tokenizer.chat_template = HONEST[0]

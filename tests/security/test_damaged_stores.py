@@ -309,6 +309,7 @@ def table_changes() -> Iterator[Change]:
         yield overwritten(step, b"\0" * 7 + b"\x7f")
 
 
+@pytest.mark.slow
 def test_tables_that_no_store_holds(tmp_path, little_memory):
     whole = make_store(tmp_path / "store")
     (base,) = (whole / "metadata").glob("*.snapshot")

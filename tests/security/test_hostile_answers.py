@@ -28,6 +28,7 @@ FORMULAS = {
 }
 
 
+@pytest.mark.slow
 def test_a_hostile_formula_is_wrong_and_the_next_answer_is_read():
     pytest.importorskip("math_verify")
     settings = MathReward(seconds=0.7)

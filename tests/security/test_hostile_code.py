@@ -233,6 +233,7 @@ def running() -> set[int]:
     return found
 
 
+@pytest.mark.some(1)
 def test_nothing_of_it_is_left(place, tmp_path, monkeypatch):
     monkeypatch.setattr(sandbox.tempfile, "tempdir", str(tmp_path))
     source = (

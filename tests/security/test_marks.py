@@ -116,6 +116,7 @@ def test_a_page_may_do_nothing_but_be_drawn(tmp_path):
         assert "script" not in policy
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("sign", ODD)
 def test_every_page_is_drawn_whatever_things_are_called(tmp_path, sign):
     elements(tmp_path / "run", [f"{sign}{number}" for number in range(4)], sign)

@@ -119,6 +119,7 @@ def test_the_doctor_says_so_first(honest, tmp_path, place):
     assert not list(tmp_path.rglob("it-ran"))
 
 
+@pytest.mark.slow
 def test_a_terminal_is_not_asked(honest, tmp_path):
     """`opd doctor` with a person at the keyboard who says yes to everything."""
     folder = trap(honest, tmp_path / "trap", "config.json", "unheard-of")
@@ -139,6 +140,7 @@ def test_a_published_configuration_that_names_code_is_refused(honest):
         Skeleton(config, torch.float32, torch.device("cpu"))
 
 
+@pytest.mark.slow
 def test_every_call_of_transformers_says_that_code_is_not_trusted():
     """Reads the source: a loader of Hugging Face called without `trust_remote_code=False` is a fault."""
     faults, calls = [], 0

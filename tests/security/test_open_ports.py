@@ -56,6 +56,7 @@ def own_address() -> str | None:
         return asking.getsockname()[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("agent", [False, True])
 def test_ranks_listen_on_loopback_alone(agent):
     """Both ways to meet: rank 0 has the store, or the process that started them, as `train.ranks` does."""
@@ -69,6 +70,7 @@ def test_ranks_listen_on_loopback_alone(agent):
         assert run_ranks(LOOPBACK, port, agent) == [[LOOPBACK], [LOOPBACK]]
 
 
+@pytest.mark.slow
 def test_ranks_listen_on_the_address_that_is_asked_for():
     address = own_address()
     if address is None:

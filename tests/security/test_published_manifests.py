@@ -157,6 +157,7 @@ def test_there_are_enough_cases():
     assert len(CASES) >= 500
 
 
+@pytest.mark.some(5)
 @pytest.mark.parametrize("start", range(10))
 def test_a_changed_manifest_is_refused(original, start):
     for name in list(CASES)[start::10]:
@@ -206,6 +207,7 @@ def test_a_small_file_of_another_size_than_the_store_reports_is_not_read(origina
     assert "bytes where its manifest says" in refused(tmp_path / "store", tmp_path)
 
 
+@pytest.mark.slow
 def test_a_manifest_of_a_third_of_a_million_entries_is_refused(original):
     _, document = original
     entries = {f"{TENSOR}.{i}": ["F32", [0], 0, 0] for i in range(MAX_TENSORS + 1)}

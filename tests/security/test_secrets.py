@@ -74,6 +74,7 @@ def test_a_key_of_a_well_known_service_is_told_by_its_form(key):
     assert redact(f"params: {key}, and more") == f"params: {HIDDEN}, and more"
 
 
+@pytest.mark.some(18)
 @pytest.mark.parametrize(
     "part",
     ["a", "token", "?token", "://", "authorization ", "x-api-key: ", "bearer ", "eyJ", "eyJ-", "sk-", "xoxb-",
@@ -339,6 +340,7 @@ def test_a_key_that_a_server_echoes_is_not_shown(tmp_path, monkeypatch):
         server.server_close()
 
 
+@pytest.mark.slow
 def test_a_dry_run_and_a_wrong_recipe_print_no_password(tmp_path):
     password = "correct/horse@battery"
     write_recipe(tmp_path / "recipe.yaml", storage={"published": f"sftp://bob:{password}@host/x"})

@@ -57,6 +57,7 @@ def assert_same(one, other):
             torch.testing.assert_close(found, getattr(other, name))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("signal", SIGNALS)
 @pytest.mark.parametrize(
     ("plugin", "tells", "quiet"),
@@ -81,6 +82,7 @@ def test_sglang(models, teacher_of, monkeypatch, signal, plugin, tells, quiet):
     server.kill()
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("tells", [True, False])
 @pytest.mark.parametrize("signal", ["hidden", "sampled"])
 def test_vllm(models, teacher_of, signal, tells):

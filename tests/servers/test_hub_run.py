@@ -77,6 +77,7 @@ def test_from_names_on_the_hub_to_a_merge_and_on_from_its_commits(hub, recipe, t
     assert hub.asked(f"HEAD /org/tiny/resolve/{commits['org/tiny']}/model.safetensors")
 
 
+@pytest.mark.slow
 def test_another_revision_is_another_run(hub, recipe, hub_model, tmp_path, capsys):
     out = tmp_path / "run"
     assert main(["distill", str(recipe), "--out", str(out)]) == 0

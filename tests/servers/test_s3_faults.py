@@ -91,6 +91,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_that_passes_changes_no_bit_of_the_gradient(teachers, expected, proxy, fault):
     options, _ = FAULTS[fault]
@@ -101,6 +102,7 @@ def test_a_fault_that_passes_changes_no_bit_of_the_gradient(teachers, expected, 
     assert all(one.times == 0 for one in proxy.faults)
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("part", ["layers", "head"])
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_that_stays_stops_with_object_range_and_cause(teachers, urls, proxy, fault, part):
@@ -145,6 +147,7 @@ def test_a_store_that_stays_away_stops_with_a_sentence(teachers, urls, proxy):
     _check_sentence(str(caught.value), urls["a"])
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("shard", [0, 1])
 def test_a_missing_shard_and_one_of_another_version_reach_no_gradient(urls, s3, proxy, tmp_path, shard):
     url = f"s3://models/damaged-{tmp_path.name}"

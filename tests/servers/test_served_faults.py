@@ -20,6 +20,7 @@ from opd.pipelines.launch import started_server
 LOOP = Path(__file__).resolve().parents[1] / "crash" / "served_loop.py"
 
 
+@pytest.mark.slow
 def test_cheap_faults_in_a_row(sglang, served_models, tmp_path):
     """One server behind two proxies, each fault once: of answers, the scheduler, its disk, its weights."""
     publish_checkpoint(served_models["a"], tmp_path / "published")

@@ -124,6 +124,7 @@ def test_greedy_responses_are_the_same_after_an_interruption(engine):
     assert write(cut) == whole
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sync", ["disk", "tensors"])
 def test_new_weights_reach_responses_in_flight(engine, models, sync):
     """Pause, flush, push, verify, resume in the middle: each token has the version that sampled it."""

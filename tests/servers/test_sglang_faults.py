@@ -77,6 +77,7 @@ def assert_right(teacher, due) -> None:
     torch.testing.assert_close(teacher.score(tiny.samples(SAMPLES)).rows, due, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("kind", "options"),
     [

@@ -39,6 +39,7 @@ def first_gradients(recipe, start, out) -> tuple[dict[str, torch.Tensor], dict[s
     return gradients, metrics, sum(len(s.response_ids) for s in samples.samples)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_every_back_end_gives_the_same_gradient(sglang, served_models, tmp_path, temperature):
     """Two teachers, of which one is served, or both on one Megatron-Core module."""

@@ -33,6 +33,7 @@ def merge(out, served_models, servers=None):
     return [json.loads(line) for line in lines], load_file(out / "merged/model.safetensors")
 
 
+@pytest.mark.slow
 def test_every_sample_is_scored_once_and_rightly_whatever_the_servers_do(
     sglang, served_models, tmp_path, monkeypatch
 ):

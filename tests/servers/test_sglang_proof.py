@@ -45,6 +45,7 @@ def teacher_of(models, url, *, main=True, **settings):
         teacher.close()
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("plugin", [False, True])
 def test_the_right_one_gives_its_models_rows(models, plugin):
     samples = tiny.samples(SAMPLES)
@@ -53,6 +54,7 @@ def test_the_right_one_gives_its_models_rows(models, plugin):
     torch.testing.assert_close(found, LocalTeacher("here", models["a"]).score(samples).rows)
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("signal", SIGNALS)
 @pytest.mark.parametrize("plugin", [False, True])
 def test_other_layers_under_the_same_head_are_refused(models, signal, plugin):

@@ -105,6 +105,7 @@ def test_fewer_workers_than_ranks_are_refused(served_models):
     check_ranks(recipe, 1)
 
 
+@pytest.mark.slow
 def test_one_server_given_twice_is_refused(sglang, served_models, tmp_path):
     """To the student, by two URLs. Before it is told anything; one URL twice is refused in the recipe."""
     with ExitStack() as stack:

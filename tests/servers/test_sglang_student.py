@@ -62,6 +62,7 @@ def test_models_are_measured_on_the_server_that_the_recipe_names(sglang, served_
     assert base != teacher
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sync", [pytest.param("disk", marks=pytest.mark.long), "tensors"])
 def test_grpo_on_a_server_samples_with_what_the_trainer_holds(sglang, served_models, tmp_path, sync):
     """Every optimiser step's weights are sampled with: at every step the log-probabilities of engine and
@@ -100,6 +101,7 @@ def trained(tmp_path, served_models):
     return served_models["a"], tmp_path / "sglang/specialists/sort"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sync", "lora"),
     [
@@ -129,6 +131,7 @@ def test_a_merge_on_a_server_ends_in_the_same_student(sglang, served_models, tmp
     assert sent == {sum(tensor.nbytes for tensor in here.values())}
 
 
+@pytest.mark.slow
 def test_weights_reach_responses_that_are_being_written(sglang, served_models, tmp_path):
     """Asynchronous, with long responses: some are finished by later weights than they were begun with."""
     changes = {

@@ -174,6 +174,7 @@ def merge(recipe_changes, out):
     return done, [json.loads(line) for line in lines]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", [{"type": "full"}, {"type": "k1"}])
 def test_a_merge_with_served_teachers_is_the_same(sglang, served_models, tmp_path, loss):
     """At temperature 0.7: the first step to rounding, and every token of the run."""
@@ -200,6 +201,7 @@ def test_a_merge_with_served_teachers_is_the_same(sglang, served_models, tmp_pat
         assert 0 < other["teacher/sort/wait_share"] <= 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", ["full", pytest.param("k1", marks=pytest.mark.long)])
 def test_a_specialist_follows_a_served_teacher(sglang, served_models, tmp_path, loss, monkeypatch):
     """As one in this process; also what refills its steps, which the server is asked about as it ends."""

@@ -192,6 +192,7 @@ def test_a_port_that_another_took_first_is_left_to_it(tmp_path, monkeypatch):
             group.close()
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_nothing_is_left_when_the_run_is_ended(tmp_path, how):
     code = (
@@ -301,6 +302,7 @@ def test_servers_that_take_turns_are_awake_one_group_at_a_time(tmp_path):
         servers.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("when", ["asleep", "awake"])
 def test_a_server_that_is_killed_is_started_again_in_its_turn_alone(tmp_path, when):
     servers = Servers({"own": little(tmp_path)}, begins(tmp_path / "logs"), turns=["own"])
@@ -328,6 +330,7 @@ def test_a_server_that_is_killed_is_started_again_in_its_turn_alone(tmp_path, wh
         servers.close()
 
 
+@pytest.mark.slow
 def test_a_server_that_is_being_started_when_its_turn_ends_is_waited_for(tmp_path):
     """Turns are shorter than starts: none is ended for that, and its restarts are not used up."""
     slow = little(tmp_path, count=2, restarts=1, arguments={"slow": 1.0})
@@ -391,6 +394,7 @@ def test_a_server_is_told_its_devices_and_not_which_rank_has_started_it(monkeypa
         started_server._environment(group, 0)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("kind", "arguments", "developers"),
     [("sglang", {}, "0"), ("vllm", {}, "1"), ("vllm", {}, "0"), ("vllm", {"runner": "pooling"}, "0")],
@@ -453,6 +457,7 @@ def test_servers_answer_the_run_alone(tmp_path, kind, locked):
         servers.close()
 
 
+@pytest.mark.slow
 def test_all_processes_of_a_run_find_one_key(tmp_path):
     code = "import sys; from pathlib import Path; from opd.pipelines.launch.server_key import run_key\n"
     code += "print(run_key(Path(sys.argv[1])))"

@@ -120,6 +120,7 @@ def test_what_is_written_is_of_the_adapter_that_its_version_says(engine, little,
     assert not before.exists()
 
 
+@pytest.mark.slow
 def test_base_and_adapters_come_to_servers_that_hold_others(engine, little, folders, student):
     """Once: the second push is of adapters alone."""
     little.reload(folders["b"])
@@ -146,6 +147,7 @@ def test_layers_that_a_server_leaves_out_are_found_before_anything_is_learnt(eng
         update(engine(), student(0, size=0.0), 0)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("wrong", ["another", "none"])
 def test_a_wrong_adapter_is_found(engine, little, student, wrong, monkeypatch):
     served = engine()
@@ -172,6 +174,7 @@ def test_nothing_is_written_before_there_is_an_adapter(engine):
         served.step()
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("change", "words"),
     [

@@ -256,6 +256,7 @@ def test_what_is_packed_away_is_found_in_the_outputs(engine, little, models, mon
     assert ".reading" in little.version
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("change", "words"),
     [

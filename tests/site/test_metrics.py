@@ -49,6 +49,7 @@ def test_every_metric_that_is_named_in_the_code_has_a_row():
     assert undocumented(sorted(found for found in literals() if KEY.fullmatch(found))) == []
 
 
+@pytest.mark.some(12)
 @pytest.mark.parametrize("name", documented())
 def test_every_row_is_of_a_metric_that_the_code_names(name):
     fixed = [part for part in re.split(r"\b[A-Z]+\b", name) if part.strip("/")]

@@ -233,6 +233,7 @@ def many_switches() -> Iterator[None]:
     sys.setswitchinterval(before)
 
 
+@pytest.mark.some(4)
 @pytest.mark.usefixtures("many_switches")
 @pytest.mark.parametrize("_", range(12))
 def test_threads_share_one_cache(tmp_path: Path, _: int) -> None:

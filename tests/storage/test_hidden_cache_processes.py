@@ -117,6 +117,7 @@ print(counters.hits, counters.evictions, flush=True)
 """
 
 
+@pytest.mark.slow
 def test_processes_share_a_tight_quota_without_a_wrong_row(tmp_path: Path) -> None:
     quota = 14 * BLOCK
     HiddenStateCache(tmp_path, quota_bytes=quota).close()
@@ -175,6 +176,7 @@ for line in sys.stdin:
 """
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("quota", "durable"), [(1 << 30, True), (8 * BLOCK, False)], ids=["putting", "evicting"]
 )

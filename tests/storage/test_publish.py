@@ -181,6 +181,7 @@ print(put("large") - small, peak() - before)
 """
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_model(tmp_path):
     write_checkpoint(tmp_path / "small", hidden=1024, vocabulary=5000)
     write_checkpoint(tmp_path / "large", hidden=1024, vocabulary=25_000)

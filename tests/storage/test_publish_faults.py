@@ -56,6 +56,7 @@ def test_a_publisher_killed_anywhere_leaves_all_or_nothing(tmp_path):
     assert min(seen.values()) > 0
 
 
+@pytest.mark.slow
 def test_a_flipped_bit_in_a_shard_is_never_served(published):
     whole = read_all(published)
     rng = random.Random(0)

@@ -185,6 +185,7 @@ def test_the_least_recently_used_goes_when_another_stage_begins(tmp_path: Path) 
         assert (store == 0) == (name == "a")  # b was not used for longest when c came
 
 
+@pytest.mark.slow
 def test_two_processes_that_want_the_same_fetch_it_once(tmp_path: Path) -> None:
     published(tmp_path)
     whole = size_of(tmp_path)

@@ -148,6 +148,7 @@ def test_a_table_of_many_rows_filters_sorts_and_shuffles(tmp_path: Path) -> None
         assert table.take(np.zeros(300, bool)).uid.offsets.tolist() == [0]
 
 
+@pytest.mark.slow
 def test_a_reader_beside_the_writer_sees_what_is_sealed(tmp_path: Path) -> None:
     with TrajectoryWriter(tmp_path, fields=FIELDS, **SMALL) as writer:
         store = TrajectoryStore.open(tmp_path)

@@ -100,6 +100,7 @@ def test_what_is_not_a_store_or_newer_says_so(tmp_path: Path) -> None:
         TrajectoryStore.open(tmp_path / "a")
 
 
+@pytest.mark.slow
 def test_a_write_cut_short_is_dropped_and_damage_before_it_is_not(tmp_path: Path) -> None:
     """The state of a killed writer: the folder as it was while the store was open."""
     with TrajectoryWriter(tmp_path / "live", fields=FIELDS, **SMALL) as writer:

@@ -54,6 +54,7 @@ with TrajectoryWriter(folder, fields=FIELDS, **SMALL) as writer:
 """
 
 
+@pytest.mark.slow
 def test_a_killed_writer_loses_nothing_it_acknowledged(tmp_path: Path) -> None:
     """After each kill the store holds what was acknowledged, or one more call; a reader never sees less."""
     acknowledged: list[int] = []

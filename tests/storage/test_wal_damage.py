@@ -75,6 +75,7 @@ def test_every_flipped_byte_is_noticed_and_cuts_the_log_before_it():
                 assert contents.report.damage is not None, (name, at)
 
 
+@pytest.mark.slow
 def test_every_flipped_byte_of_a_log_that_was_not_closed_is_noticed():
     files, history = write_log(24, close=False)
     for name, data in files.items():
@@ -84,6 +85,7 @@ def test_every_flipped_byte_of_a_log_that_was_not_closed_is_noticed():
             assert state_of(contents.requests()) in history
 
 
+@pytest.mark.slow
 def test_a_file_cut_at_any_byte_is_noticed():
     files, history = write_log(24, close=True)
     last = max(files)
@@ -95,6 +97,7 @@ def test_a_file_cut_at_any_byte_is_noticed():
             assert state_of(contents.requests()) in history
 
 
+@pytest.mark.slow
 def test_a_snapshot_flipped_or_cut_anywhere_is_noticed():
     files, history = write_log(40, close=True, compact=True)
     name = next(name for name in files if name.endswith(".snapshot"))

@@ -97,6 +97,7 @@ def test_the_folders_are_relative_links_below_opd():
     assert (ROOT / "opd" / "py.typed").exists()
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     "modules", ["opd.types, opd.protocols, opd.errors", "opd.config, opd.config.load", "opd.pipelines.cli"]
 )

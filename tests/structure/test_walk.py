@@ -12,6 +12,7 @@ MOST = {"merge": (65, 8), "grpo": (52, 7)}
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("kind", MOST)
 def test_a_step_can_be_followed(kind):
     # A process of its own: here other tests' threads and what the collector closes would be on the way.

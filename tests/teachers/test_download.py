@@ -103,6 +103,7 @@ DAMAGE = {
 }
 
 
+@pytest.mark.some(8)
 @pytest.mark.parametrize("what", DAMAGE)
 def test_what_is_not_what_was_published_is_fetched_again(published, fetched, what):
     whole = {name: content(folder) for name, folder in fetched.items()}

@@ -62,6 +62,7 @@ def refusal(urls: dict[str, str], expected: dict[str, torch.Tensor]) -> str | No
     return None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shard", [0, 1])
 def test_a_bit_of_a_shard(urls, shard):
     """Stops before the gradient, or lies between two units, where nobody reads."""
@@ -85,6 +86,7 @@ def test_a_bit_of_a_shard(urls, shard):
     assert equal(gradient(urls), expected)
 
 
+@pytest.mark.slow
 def test_a_bit_of_a_head(urls):
     """The head's own bytes, every one of them: layers are read, and training has begun."""
     expected, chooser = gradient(urls), random.Random(2)
@@ -104,6 +106,7 @@ def test_a_bit_of_a_head(urls):
     assert equal(gradient(urls), expected)
 
 
+@pytest.mark.slow
 def test_a_bit_of_a_cached_blob(urls, tmp_path, caplog):
     """Is a miss: the teacher runs again."""
     expected, chooser = gradient(urls), random.Random(3)

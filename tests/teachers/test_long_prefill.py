@@ -41,6 +41,7 @@ def close(teacher) -> None:
         teacher.close()
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("kind", ["torch", "streamed"])
 def test_pieces_give_the_rows_of_the_whole(published_family, kind):
     whole, cut = (teacher_of(kind, published_family, chunk) for chunk in (None, CHUNK))

@@ -34,6 +34,7 @@ def pair(tmp_path_factory):
     return {name: models.save(model, folder / name) for name, model in made.items()}
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("family", models.FAMILIES)
 def test_logits_are_those_of_transformers(family, tmp_path):
     made = models.model(family)

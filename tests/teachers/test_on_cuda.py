@@ -34,6 +34,7 @@ def streamed(url: str, gpu: Any, **placement):
     return streamed_teachers({"t": url}, place, prefetch_bytes=4096)["t"]
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_loaded_and_streamed_give_what_they_give_on_a_cpu(gpu, published, dtype) -> None:
     checkpoint, url = published("t", num_hidden_layers=3)
@@ -98,6 +99,7 @@ def test_a_unit_is_read_while_the_one_before_is_on_its_way(pretended, published,
     model.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window", [0, 5_000, 40_000])
 def test_memory_is_written_again_when_nothing_reads_it_any_more(pretended, published, window) -> None:
     """Copies from each unit that the device has not begun when the unit is given back."""
@@ -134,6 +136,7 @@ def test_a_pass_that_is_left_early_gives_its_memory_back_when_it_is_free(pretend
     model.close()
 
 
+@pytest.mark.slow
 def test_rows_of_the_cache_reach_the_device(gpu, published, tmp_path: Path, monkeypatch) -> None:
     """What was written comes back mapped, on the CPU, and is sent to the device through pinned memory."""
     urls = {name: published(name, seed=i)[1] for i, name in enumerate(("a", "b"))}

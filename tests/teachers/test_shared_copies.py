@@ -57,6 +57,7 @@ def without(urls, tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_after_the_first_step_nothing_comes_from_the_store(urls, without, tmp_path):
     run(tmp_path / "run", urls, copies=str(tmp_path / "copies"))
     assert same(gradients(tmp_path / "run"), gradients(without))

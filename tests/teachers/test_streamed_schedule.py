@@ -122,6 +122,7 @@ def test_rows_of_the_cache_spare_the_teachers(teachers, expected, tmp_path):
         again["t0"].close()
 
 
+@pytest.mark.slow
 def test_few_rows_stay_in_memory_and_what_a_killed_step_wrote_is_found(teachers, expected, tmp_path):
     tokens, row = sum(response for _, response in ranks.LENGTHS), 4 * tiny.LLAMA["hidden_size"]
     few = 24 * row  # too few for the 16 of t3 beside those of t0 and t1

@@ -25,6 +25,7 @@ def stream(url, *, prefetch_bytes=4096, **placement):
     return streamed_teachers({"t": str(url)}, Placement(**placement), prefetch_bytes=prefetch_bytes)["t"]
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float32 by oneDNN"])
 def test_every_family_streams_to_the_same_bits(published_family, dtype, monkeypatch):
     checkpoint, url = published_family
@@ -56,6 +57,7 @@ def pair(tmp_path_factory):
     return LocalTeacher("t", checkpoint), folder / "p"
 
 
+@pytest.mark.slow
 @settings(max_examples=25)
 @given(
     lengths=st.lists(st.tuples(st.integers(1, 9), st.integers(0, 9)), max_size=6),

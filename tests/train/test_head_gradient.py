@@ -87,6 +87,7 @@ def gradients(make, form, kind="kl", *, micro_batches=1, dtype=None):
     return {name: p.grad for name, p in model.module.named_parameters() if p.grad is not None}, metrics
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("kind", ["kl", "all"])
 @pytest.mark.parametrize("micro_batches", [1, 10])
 @pytest.mark.parametrize("form", FORMS)
@@ -131,6 +132,7 @@ class LargeTensors(TorchDispatchMode):
         return found
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(("form", "sums"), [("tied", 1), ("untied", 2)])
 def test_no_second_gradient_of_the_heads_size_exists_in_a_step(form, sums):
     """What remains is `.grad` of the head, and of an embedding of its own."""

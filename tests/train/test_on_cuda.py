@@ -82,6 +82,7 @@ def two_steps(backend: TorchBackend) -> tuple[list[dict[str, float]], torch.Tens
 FORMS = [{"max_tokens": 12}, {"recompute_layers": True}, {"sequence_chunk": 4}]
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("name", "options"),
     [(name, {}) for name in TERMS] + [("full vocabulary", form) for form in FORMS],
@@ -104,6 +105,7 @@ def test_two_steps_are_those_of_a_cpu(gpu, name, options) -> None:
         assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-6)
 
 
+@pytest.mark.slow
 def test_what_learns_leaves_the_device_through_pinned_memory_without_a_wait(gpu, tmp_path) -> None:
     training = tiny.training(TERMS["policy"](None), 0.7, max_tokens=1000)
     there = TorchBackend(gpu.model(tiny.model()), training)
@@ -124,6 +126,7 @@ def test_what_learns_leaves_the_device_through_pinned_memory_without_a_wait(gpu,
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("name", TERMS)
 def test_a_micro_batch_waits_a_bounded_number_of_times(gpu, name) -> None:
     seen = []
@@ -144,6 +147,7 @@ LAUNCHES = {"layer": 138, "attended by one kernel": 119, "beside": 156, "update"
 """Of a micro-batch of full-vocabulary distillation, forward and backward, and of an update of all weights."""
 
 
+@pytest.mark.slow
 def test_launches_of_a_micro_batch_and_of_an_update(pretended) -> None:
     totals = []
     for layers in (2, 4):
@@ -164,6 +168,7 @@ def test_launches_of_a_micro_batch_and_of_an_update(pretended) -> None:
     assert totals[1][1].total() <= LAUNCHES["update"], totals[1][1]
 
 
+@pytest.mark.slow
 def test_launches_and_waits_where_attention_is_one_kernel(pretended, monkeypatch) -> None:
     pretend_kernels.install_triton(monkeypatch)
     totals, waits = [], []
@@ -183,6 +188,7 @@ def test_launches_and_waits_where_attention_is_one_kernel(pretended, monkeypatch
     assert waits[1] == waits[0]
 
 
+@pytest.mark.slow
 def test_what_is_resumed_goes_on_as_before(gpu) -> None:
     def backend() -> TorchBackend:
         terms = TERMS["policy"](None)
