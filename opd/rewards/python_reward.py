@@ -16,6 +16,7 @@ from contextlib import suppress
 from typing import Any
 
 from opd.config.rewards import PythonReward
+from opd.foreign import shown
 from opd.rewards.extract import extracted
 from opd.rewards.inside import OWN
 from opd.rewards.sandbox import Limits, find_sandbox, run_programs, run_tests
@@ -64,6 +65,9 @@ def label_fault(settings: PythonReward, label: Any) -> str | None:
             "has a test that every answer passes; assert what is expected where it is reached, and call what"
             " asserts it"
         )
+    unaskable = _unaskable([setup, *parsed])
+    if unaskable is not None:
+        return unaskable
     own = next((name for one in parsed if (name := _of_python(one, setup)) is not None), None)
     if own is not None:
         return f"tests {own}, which is Python's own whatever an answer defines; give fn_name or entry_point"
@@ -166,6 +170,23 @@ def _of_python(test: ast.Module, setup: ast.Module) -> str | None:
     if any(name not in known and not hasattr(builtins, name) for name in loads):
         return None
     return next((name for name in called if hasattr(builtins, name)), None)
+
+
+def _unaskable(parsed: Sequence[ast.Module]) -> str | None:
+    """What tests do that no answer could pass, whose code runs in another process."""
+    parts = [part for one in parsed for part in ast.walk(one)]
+    if any(isinstance(part, ast.Call) and _name_of(part) == "redirect_stdout" for part in parts):
+        return "reads what answers print by redirect_stdout, and that goes elsewhere; give inputs and outputs"
+    called = {_name_of(part) for part in parts if isinstance(part, ast.Call)}
+    kinds = [part for part in parts if isinstance(part, ast.ClassDef) and part.name in called]
+    for kind in kinds:
+        bases = [getattr(base, "id", getattr(base, "attr", "")) for base in kind.bases]
+        if not any("Test" in base or hasattr(builtins, base) for base in bases):
+            return (
+                f"makes objects of its class {shown(kind.name)}, which cannot be handed to an answer; say in"
+                " the prompt that the answer defines the class, and leave it out of the tests"
+            )
+    return None
 
 
 def _absent(parsed: Sequence[ast.Module]) -> str | None:
