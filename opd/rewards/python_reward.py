@@ -16,7 +16,6 @@ from contextlib import suppress
 from typing import Any
 
 from opd.config.rewards import PythonReward
-from opd.foreign import shown
 from opd.rewards.extract import extracted
 from opd.rewards.inside import OWN
 from opd.rewards.sandbox import Limits, find_sandbox, run_programs, run_tests
@@ -177,15 +176,23 @@ def _unaskable(parsed: Sequence[ast.Module]) -> str | None:
     parts = [part for one in parsed for part in ast.walk(one)]
     if any(isinstance(part, ast.Call) and _name_of(part) == "redirect_stdout" for part in parts):
         return "reads what answers print by redirect_stdout, and that goes elsewhere; give inputs and outputs"
-    called = {_name_of(part) for part in parts if isinstance(part, ast.Call)}
-    kinds = [part for part in parts if isinstance(part, ast.ClassDef) and part.name in called]
-    for kind in kinds:
-        bases = [getattr(base, "id", getattr(base, "attr", "")) for base in kind.bases]
-        if not any("Test" in base or hasattr(builtins, base) for base in bases):
-            return (
-                f"makes objects of its class {shown(kind.name)}, which cannot be handed to an answer; say in"
-                " the prompt that the answer defines the class, and leave it out of the tests"
-            )
+    kinds = {part.name for part in parts if isinstance(part, ast.ClassDef)}
+    defined = {part.name for part in parts if isinstance(part, _NAMED)} | set(vars(builtins))
+    made = {
+        name.id: _name_of(part.value)
+        for part in parts
+        if isinstance(part, ast.Assign) and isinstance(part.value, ast.Call)
+        for name in part.targets
+        if isinstance(name, ast.Name) and _name_of(part.value) in kinds
+    }
+    for call in (part for part in parts if isinstance(part, ast.Call) and _name_of(part) not in defined):
+        for one in call.args:
+            kind = _name_of(one) if isinstance(one, ast.Call) else made.get(getattr(one, "id", ""))
+            if kind in kinds:
+                return (
+                    f"hands an answer objects of its class {kind}, which stay where the tests are; say in the"
+                    " prompt that the answer defines the class, and leave it out of the tests"
+                )
     return None
 
 

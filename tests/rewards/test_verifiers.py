@@ -309,6 +309,7 @@ DECIDING = [
     "if add(1, 2) != 3: assert False",
     "def test_a(): assert add(1, 2) == 3\nfor test in [test_a]:\n    test()",
     "class T:\n    def __init__(self):\n        assert add(1, 2) == 3\nT()",
+    "class Pair:\n    def __init__(self, a, b): self.sum = a + b\np = Pair(1, 2)\nassert add(1, 2) == p.sum",
     {"fn_name": "add", "inputs": [[1, 2], [3, 4]], "outputs": [[3], [7]]},
     "['assert add(1, 2) == 3', 'assert add(1, 1) == 2']",
     {"test_list": ["assert add(1, 2) == 3"]},
@@ -393,7 +394,10 @@ def test_labels_that_decide_are_read_from_json_too():
         ("python", [3], "has no tests"),
         ("python", ["assert ("], "has a test that is no Python"),
         *(("python", label, "has a test that every answer passes") for label in DECIDING_NOTHING),
-        *(("python", label, f"makes objects of its class {name}") for name, label in OF_TESTS.items()),
+        *(
+            ("python", label, f"hands an answer objects of its class {name}")
+            for name, label in OF_TESTS.items()
+        ),
         ("python", PRINTED, "reads what answers print by redirect_stdout"),
         ("python", '{"inputs": [1], "outputs": ["1"]}', "inputs that are no texts"),
         ("python", "[3]", "has no tests"),
