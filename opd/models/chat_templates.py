@@ -7,6 +7,7 @@ transformers' sandbox keeps them from Python's objects, not from looping for hou
 from __future__ import annotations
 
 import os
+import random
 import re
 import threading
 from collections.abc import Collection, Mapping, Sequence
@@ -53,7 +54,8 @@ def render(
     Args:
         arguments: Of the template's own.
         answer: Whether it goes on to where the assistant's answer begins.
-        day: In place of the current time for a template that asks for it, `2020-01-01`.
+        day: In place of the current time for a template that asks for it, `2020-01-01` or
+            `2020-01-01T12:00:00`; what it draws at random is the same each time then.
 
     Raises `TemplateError`.
     """
@@ -83,6 +85,7 @@ def refuse_unread(
     """
     if tokenizer.chat_template:
         _refuse_unread_roles(tokenizer, messages)
+        _refuse_unread_turns(tokenizer, messages, arguments)
     extra: dict[str, int] = {}
     for place, one in enumerate(messages):
         for field in one.keys() - _KNOWN:
@@ -207,6 +210,40 @@ def _refuse_unread_roles(tokenizer: PreTrainedTokenizerBase, messages: Sequence[
             )
 
 
+def _refuse_unread_turns(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any]
+) -> None:
+    """Raise `UnreadError` for a message that the chat template leaves out by its place, such as all but the
+    last: tried with a conversation of the same form in which each message says what no other does.
+    """
+    if len(messages) < 2 or messages[0].get("role") not in _FIRST:
+        return  # a later part of a conversation, which a template need not be able to write
+    probes = {place: f"zebra{place}x" for place, one in enumerate(messages) if _only_speaks(one)}
+    shape = tuple((str(one.get("role")), place in probes) for place, one in enumerate(messages))
+    key, lost = (str(tokenizer.chat_template), shape), _renderer().lost
+    if key not in lost:
+        asked = [{**one, "content": probes.get(n, one.get("content"))} for n, one in enumerate(messages)]
+        try:
+            text = _ask(tokenizer, asked, arguments)[0].casefold()
+        except TemplateError:
+            return  # it is told where the conversation itself is written
+        lost[key] = next((place for place, probe in probes.items() if probe not in text), None)
+    if (place := lost[key]) is not None:
+        raise UnreadError(
+            f"the chat template leaves out message {place + 1} of {len(messages)}, which `{shape[place][0]}`"
+            " says; give model.chat_template one that writes every message"
+        )
+
+
+_FIRST = ("system", "developer", "user")
+"""Roles that begin a conversation."""
+
+
+def _only_speaks(message: Mapping[str, Any]) -> bool:
+    content = message.get("content")
+    return isinstance(content, str) and bool(content.strip()) and not message.get("tool_calls")
+
+
 def _content_form(
     template: Any, special: Mapping[str, str], role: str = "user"
 ) -> Literal["text", "parts"] | None:
@@ -256,6 +293,8 @@ class _Renderer:
         self._endless: list[Any] = []
         self.forms: dict[tuple[Any, ...], Literal["text", "parts"] | None] = {}
         """What `_find_form` has found, by template."""
+        self.lost: dict[tuple[Any, ...], int | None] = {}
+        """The place of the first message that a template leaves out, by template and form."""
 
     def render(self, request: Mapping[str, Any]) -> tuple[str, list[tuple[int, int]]]:
         said = None if request["template"] in self._endless else self.process.ask(request, SECONDS)
@@ -300,6 +339,7 @@ def answer(asked: Mapping[str, Any]) -> dict[str, Any]:
 
     day = asked["day"]
     _clock.now = datetime.now if day is None else partial(datetime.fromisoformat, day)
+    random.seed(None if day is None else 0)
     stand_in: Any = SimpleNamespace(chat_template=asked["template"], special_tokens_map=asked["special"])
     stand_in.get_chat_template = partial(PreTrainedTokenizerBase.get_chat_template, stand_in)
     if not asked["marked"]:

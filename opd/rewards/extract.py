@@ -95,15 +95,18 @@ def _last_line(text: str) -> str | None:
 
 
 def _blocks(text: str) -> list[tuple[str, str]]:
-    """(language, content) of what stands between lines of three backticks; the last may lack its end."""
+    """(language, content) of what stands between lines of three backticks or tildes; the last may lack its
+    end.
+    """
     found: list[tuple[str, list[str]]] = []
-    inside = False
+    inside = ""
     for line in text.split("\n"):
-        if line.lstrip().startswith("```"):
-            language = (line.strip().strip("`").split() or [""])[0].lower()
+        mark = line.lstrip()[:3]
+        if mark in ("```", "~~~") and inside in ("", mark):
+            language = (line.strip().strip("`~").split() or [""])[0].lower()
             if not inside or language:
                 found.append((language, []))
-            inside = not inside or bool(language)
+            inside = mark if not inside or language else ""
         elif inside:
             found[-1][1].append(line)
     return [(language, "\n".join(lines)) for language, lines in found]

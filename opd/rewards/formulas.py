@@ -21,6 +21,14 @@ _ROOT = re.compile(r"([√∛])\s*(?:\(([^()]*)\)|\{([^{}]*)\}|(\d+(?:\.\d+)?|\w
 _TYPED = str.maketrans({**_SIGNS, **{chr(a): chr(b) for a, b in _WIDE.items()}})
 _SPACES = "(?:\\\\[,; :]|\\{,\\}|[\u2009\u202f\u00a0~ '])"
 _THOUSANDS = re.compile(rf"(?<![\d.,])\d{{1,3}}(?:{_SPACES}\d{{3}})+(?!\d)")
+_BLANK_SIGN = (
+    r"(?:\s|~|\\(?:(?:q?quad|enspace|thinspace|medspace|newline)(?![a-z])|h?phantom\{[^{}]*\}|hspace\*?\{[^{}]*\}"
+    r"|[ ,;:!>]|$))"
+)
+_BEFORE_IT = re.compile(rf"^{_BLANK_SIGN}+")
+_BEHIND_IT = re.compile(rf"(?:{_BLANK_SIGN}|,|\\\\)+$")
+"""White space of LaTeX before a formula, and what ends no formula behind it."""
+_END = 60
 _MIXED = re.compile(
     r"(?<![\w.,^_/}])(\d+)(?:\s|\\[ ,]|~)+(?:(\d+)\s*/\s*(\d+)|\\[dt]?frac\{(\d+)\}\{(\d+)\})(?![\w./])"
 )
@@ -35,7 +43,7 @@ _PI = re.compile(r"(?<![\\A-Za-z])[Pp]i(?![A-Za-z])")
 _SQRT = re.compile(r"(?<![\\A-Za-z])sqrt\s*\(([^()]*)\)")
 _FUNCTION = re.compile(r"(?<![\\A-Za-z])(sin|cos|tan|ln|log|exp)(?=\s*\()")
 _APART = re.compile(
-    r"(?<=[\d)}])\s*(?:\\\\|\\&|\\q?quad\b|\bvs\.?(?=\s)|\\text\{[^{}]*\b(?:or|and)\b[^{}]*\})\s*"
+    r"(?<=[\d)}])\s*(?:\\\\|\\&|\\q?quad\b(?!\s*\\text)|\bvs\.?(?=\s)|\\text\{[^{}]*\b(?:or|and)\b[^{}]*\})\s*"
 )
 _BLANK = re.compile(r"(?<![\w.^_\\])(\d(?:[\d.,]*\d)?)\s+(?=\d)")
 _ASIDE = re.compile(
@@ -54,6 +62,11 @@ def typed(text: str) -> str:
     return text.translate(_TYPED)
 
 
+def trimmed(formula: str) -> str:
+    """`formula` without the white space of LaTeX around it, and without a comma behind it."""
+    return _BEFORE_IT.sub("", formula[:-_END] + _BEHIND_IT.sub("", formula[-_END:]))
+
+
 def _radical(found: re.Match[str]) -> str:
     inner = next((part for part in found.groups()[1:] if part is not None), "")
     return f"\\sqrt{'[3]' if found[1] == '∛' else ''}{{{inner}}}"
@@ -64,7 +77,7 @@ def as_latex(formula: str) -> str:
 
     What stands side by side without a sign becomes a list, so that it is no one number.
     """
-    text = typed(formula).strip().removesuffix(".")
+    text = trimmed(typed(formula).strip().removesuffix("."))
     text = _THOUSANDS.sub(lambda found: re.sub(r"\D", "", found[0]), text)
     text = _SCALE.sub(
         lambda found: f"{Decimal(found[1].replace(',', '')).scaleb(_ZEROS[found[2].lower()]):f}", text
@@ -89,6 +102,30 @@ def _sum(found: re.Match[str]) -> str:
     return f"({whole}+\\frac{{{parts[0]}}}{{{parts[1]}}})" if int(parts[0]) < int(parts[1]) else found[0]
 
 
+_MODULO = re.compile(r"\\(?:text|mathrm|textrm|operatorname)\s*\{\s*mod\s*\}|\\[pb]?mod|\bmod\b")
+_RESIDUE = re.compile(
+    r"\s*(?:[a-z]?\s*(?:\\equiv|≡|=)\s*)?(\d+)\s*(?:\(?\s*mod\s*(?:\{\s*([1-9]\d*)\s*\}|([1-9]\d*))\s*\)?\s*)?"
+)
+
+
+def same_residue(one: str, other: str) -> bool | None:
+    """Whether both are one number modulo another, such as `15 \\pmod{17}`, which one of them may leave out;
+    `None` if neither says a modulus, or one is no such number.
+    """
+    if max(len(one), len(other)) > 200:
+        return None
+    plain = [_MODULO.sub("mod", re.sub(_BLANK_SIGN, " ", text)) for text in (one, other)]
+    found = [_RESIDUE.fullmatch(text) for text in plain]
+    numbers = [(int(each[1]), int(each[2] or each[3] or 0)) for each in found if each is not None]
+    moduli = {modulus for _, modulus in numbers if modulus}
+    if len(numbers) < 2 or not moduli:
+        return None
+    (first, m), (second, n), modulus = *numbers, max(moduli)
+    if m and n:
+        return m == n and (first - second) % modulus == 0
+    return first == second < modulus
+
+
 _NAMES = {
     "m": "metre meter metres meters", "cm": "centimetre centimeter centimetres centimeters",
     "mm": "millimetre millimeter millimetres millimeters",
@@ -99,18 +136,21 @@ _NAMES = {
     "day": "days", "week": "weeks", "month": "months", "year": "yr years", "litre": "liter litres liters",
     "ml": "millilitre milliliter millilitres milliliters", "%": "percent \\%",
     "°": "degree degrees ^\\circ ^{\\circ}",
-    "$": "\\$ dollar dollars usd", "€": "euro euros eur", "£": "gbp", "¥": "yen jpy", "cent": "cents ¢",
-    "₹": "rupee rupees inr", "kelvin": "", "joule": "joules", "newton": "newtons", "watt": "watts",
+    "$": "\\$ dollar dollars usd", "€": "euro euros eur \\euro", "£": "gbp \\pounds", "¥": "yen jpy \\yen",
+    "₹": "rupee rupees inr", "cent": "cents ¢", "kelvin": "", "joule": "joules",
+    "newton": "newtons", "watt": "watts",
 }  # fmt: skip
 _UNITS = {name: unit for unit, names in _NAMES.items() for name in (unit, *names.split())}
 """Spelling of a unit -> the unit."""
 _NUMBER = r"[-+]?\s*(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:/\d+)?|[-+]?\s*\\[dt]?frac\{\d+\}\{\d+\}"
-_BEFORE = re.compile(rf"([-+]?)\s*(\\\$|[$€£¥₹])\s*({_NUMBER})")
+_BEFORE = re.compile(
+    rf"([-+]?)\s*(\\\$|[$€£¥₹]|\\(?:euro|pounds|yen)(?![a-z])|(?:USD|EUR|GBP|JPY|INR)\b)\s*({_NUMBER})"
+)
 _WORD = r"[A-Za-z]+(?:\^?\{?[23]\}?)?"
 _BEHIND = re.compile(
-    rf"({_NUMBER})(?:(?:\s|\\[,;: ~]|~)*(\\?%|\^\\circ|\^\{{\\circ\}}|[$€£¥₹¢]|\\\$)"
-    rf"|(?:\s|\\[,;: ~]|~)+({_WORD}(?:\s*/\s*{_WORD})?)"
-    rf"|(?:\s|\\[,;: ~]|~)*\\(?:text|mathrm|textrm|operatorname)\{{\s*([^{{}}]*?)\s*\}}(\^\{{?[23]\}}?)?)"
+    rf"({_NUMBER})(?:{_BLANK_SIGN}*(\\?%|\^\\circ|\^\{{\\circ\}}|[$€£¥₹¢]|\\\$)"
+    rf"|{_BLANK_SIGN}+({_WORD}(?:\s*/\s*{_WORD})?)"
+    rf"|{_BLANK_SIGN}*\\(?:text|mathrm|textrm|operatorname)\{{\s*([^{{}}]*?)\s*\}}(\^\{{?[23]\}}?)?)"
 )
 
 
@@ -140,11 +180,12 @@ def unit_of(spelled: str) -> str:
 
 _PROSE = re.compile(r"(?<!\\)\b[^\W\d_]{3,}\b")
 _OTHER = re.compile(
-    r"\\(?!text|textbf|mathrm|textrm|\$|%|[ ,;:!()]|d?frac)|[=^_<>|≤≥≠√π]|n['\u2019]t\b|\b(?:not?|nor|never"
-    r"|none|or|and|vs|but|except|between|from|least|most|more|less|fewer|greater|smaller|larger|than|over|under|above"
+    r"\\(?!text|textbf|mathrm|textrm|\$|%|[ ,;:!()]|[dt]?frac)|[=^_<>|≤≥≠√π]|n['\u2019]t\b|\b(?:not?|nor"
+    r"|never|none|or|and|vs|but|except|between|from|least|most|more|less|fewer|greater|smaller|larger|than|over|under|above"
     r"|below|about|around|nearly|almost|times|half|third|quarter|twice|double|triple|dozen|score|squared|cubed"
     r"|root|power|plus|minus|negative|divided|multiplied|modulo|mod|pi|sqrt|sin|cos|tan|ln|log|exp|infinity"
-    r"|undefined|hundred|thousand|million|billion|trillion)\b",
+    r"|undefined|hundred|thousand|million|billion|trillion|wrong|incorrect|false|untrue|invalid|either|neither|maybe"
+    r"|perhaps|possibly|if|unless|excluding|without)\b",
     re.IGNORECASE,
 )
 """What makes a phrase say something else than the number in it."""
@@ -158,8 +199,9 @@ def in_prose(phrase: str) -> str | None:
     if not _PROSE.search(phrase) or _OTHER.search(phrase) or measured(typed(phrase).strip()) is not None:
         return None
     plain = re.sub(r"\\(?:text(?:bf)?|mathrm|textrm)\s*\{([^{}]*)\}", r" \1 ", phrase)
+    plain = _SHORT_FRACTION.sub(r"\\\1frac{\2}{\3}", re.sub(r"\$([^$]*)\$|\\[()]", r" \1 ", plain))
     found = list(_ALONE.finditer(plain))
-    if len(found) != 1 or len(re.findall(r"\d[\d.,/]*", plain)) != 1:
+    if len(found) != 1 or re.search(r"\d", plain[: found[0].start()] + plain[found[0].end() :]):
         return None
     number, rest = found[0][0].strip(), plain[found[0].end() :]
     unit = re.match(rf"\s*(?:{_WORD}|\\?%)", rest)
@@ -172,6 +214,41 @@ _RELATION = re.compile(r"\s*(\\(?:leq?|geq?|neq?|lt|gt)(?![a-z])|<=?|>=?|!=)")
 def is_open(formula: str) -> bool:
     """Whether a formula is a relation without a left side: `<5` is no 5."""
     return _RELATION.match(typed(formula)) is not None
+
+
+_DENIES = re.compile(
+    r"\\(?:neg|lnot)(?![a-z])|¬|\\not(?=\s*[\d{(])|\\bar\s*\{?\d|n['\u2019]t\b"
+    r"|\b(?:not|never|nor|neither|wrong|incorrect|false|untrue|invalid)\b",
+    re.IGNORECASE,
+)
+
+
+def is_denied(formula: str) -> bool:
+    """Whether a formula says of a number that it is not the one: `6 \\text{ is wrong}`, `\\neg 6`."""
+    return _DENIES.search(formula) is not None and re.search(r"\d", formula) is not None
+
+
+_INNER = re.compile(r"\([^()]*\)|\[[^][]*\]|\{[^{}]*\}")
+
+
+def brackets(formula: str) -> str | None:
+    """`(` around a list in order or an interval, `{` around a set, `,` for a list without either; `None` for
+    what is no list of values.
+    """
+    text = re.sub(_JOINTS, ",", as_latex(formula))
+    text = re.sub(rf"\\(?:left|right)(?![a-z])|\\(?=[{{}}])|{_BLANK_SIGN}", "", text)
+    if "\\" in text.replace("\\frac", "").replace("\\pi", "").replace("\\sqrt", "") or "=" in text:
+        return None
+    for kind, begin, end in (("(", "([", ")]"), ("{", "{", "}")):
+        if "," in text and text[0] in begin and text[-1] in end:
+            return kind
+    for _ in range(_DEPTH):
+        text = _INNER.sub("", text)
+    return "," if "," in text else None
+
+
+_JOINTS = re.compile(r"\\text\{\s*(?:and|or)\s*\}|\b(?:and|or)\b|;")
+_DEPTH = 8
 
 
 def other_units(one: str, other: str) -> bool:

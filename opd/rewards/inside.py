@@ -42,6 +42,8 @@ class Objects:
     def __init__(self, stand_in: Callable[[int], Any] | None = None) -> None:
         self.held: list[Any] = []
         self._stand_in = stand_in
+        self._numbers: dict[int, int] = {}
+        self._standing: dict[int, Any] = {}
 
     def pack(self, value: Any) -> Any:
         """`value` for JSON: a plain one as it is, anything else as [kind, ...]."""
@@ -74,8 +76,10 @@ class Objects:
             return ["module", value.__name__]
         if self._stand_in is not None:
             raise TypeError(f"a {type(value).__name__} cannot be handed to the answer's code")
-        self.held.append(value)
-        return ["object", len(self.held) - 1]
+        if id(value) not in self._numbers:  # what is held keeps its id; the same one has one number
+            self._numbers[id(value)] = len(self.held)
+            self.held.append(value)
+        return ["object", self._numbers[id(value)]]
 
     def unpack(self, told: Any) -> Any:
         """What the other side has packed."""
@@ -85,7 +89,7 @@ class Objects:
         if kind == "own":
             return self.held[rest[0]]
         if kind == "object" and self._stand_in is not None:
-            return self._stand_in(int(rest[0]))
+            return self._standing.setdefault(int(rest[0]), self._stand_in(int(rest[0])))
         if kind == "module":  # of the same name, which compares as it always does
             return import_module(rest[0])
         if kind == "dict":

@@ -95,7 +95,9 @@ def _unknown_word(schema: Mapping[str, Any], kind: Any) -> str | None:
     known = {*kind.VALIDATORS, *_TELLING}
     for word in schema:
         near = difflib.get_close_matches(word, known, 1, 0.8) if word not in known else []
-        if near:
+        if (
+            near and near[0] not in schema
+        ):  # beside the word itself, one nearly like it is another's, as tsType
             return f"has {shown(word)}, which is no word of JSON schema; write {near[0]}"
     name = schema.get("format")
     if isinstance(name, str) and name not in _ANY_TEXT and name not in _formats(kind).checkers:
@@ -107,7 +109,7 @@ _TELLING = (
     "$schema", "$id", "id", "$anchor", "$dynamicAnchor", "$recursiveAnchor", "$comment", "$defs",
     "$vocabulary", "definitions", "title", "description", "default", "example", "examples", "readOnly",
     "writeOnly", "deprecated", "contentMediaType", "contentEncoding", "contentSchema", "then", "else",
-    "minContains", "maxContains",
+    "minContains", "maxContains", "tsType",
 )  # fmt: skip
 """Words that hold no value against anything by themselves."""
 

@@ -13,7 +13,18 @@ from typing import Any
 from opd.config.rewards import MathReward
 from opd.errors import MissingExtraError
 from opd.rewards.extract import answered, boxes, extracted
-from opd.rewards.formulas import as_latex, in_prose, is_open, other_units, typed
+from opd.rewards.formulas import (
+    as_latex,
+    brackets,
+    in_prose,
+    is_denied,
+    is_open,
+    measured,
+    other_units,
+    same_residue,
+    trimmed,
+    typed,
+)
 from opd.rewards.verifier import Answered, Score, Verifier, compared, is_missing, written_number
 from opd.rollout.prompts import plain_label
 
@@ -32,7 +43,14 @@ def require(settings: MathReward) -> None:
 def label_text(label: Any) -> str:
     """The formula of a label: what GSM8K has after `####`, what is boxed, or all of it."""
     text = label.rpartition("####")[2] if isinstance(label, str) else written_number(plain_label(label))
-    return (extracted(text, ["boxed"]) or text).strip().strip("$").strip()
+    return _bare(extracted(text, ["boxed"]) or text)
+
+
+def _bare(formula: str) -> str:
+    """`formula` without the signs of mathematics around it. The one of money stays."""
+    text = formula.strip()
+    is_money = text.count("$") == 1 and measured(typed(text)) is not None
+    return trimmed(text if is_money else text.strip("$"))
 
 
 _POWER = re.compile(r"([-+]?(?:\d[\d,]*\.?\d*|\.\d+))[eE]([-+]?\d{1,3})")
@@ -45,7 +63,7 @@ _GROUPED = re.compile(r"[-+]?\d{1,3}(?:_\d{3})+(?:\.\d+)?")
 def readings(formula: str) -> list[str]:
     """What a formula may mean: 5e-5 is 0.00005 to a program and 5 times e, less 5, to a mathematician."""
     formula = as_latex(formula)
-    text = formula.strip("$").strip()
+    text = _bare(formula)
     if _GROUPED.fullmatch(text):
         return [text.replace("_", "")]
     if (found := _POWER.fullmatch(text)) is None:
@@ -102,7 +120,7 @@ def score(settings: MathReward, answers: Sequence[Answered]) -> list[Score]:
 
 def _found(settings: MathReward, text: str) -> str | None:
     """The answer in the form in which math-verify finds it."""
-    text = _DENIED.sub(" ", text)
+    text = _OR_ELSE.sub(" or ", _DENIED.sub(" ", text))
     for way in settings.extract:
         found = _side_by_side(text) if way == "boxed" else extracted(text, [way])
         if found is not None and way in ("whole", "last_line"):
@@ -121,21 +139,41 @@ def _side_by_side(text: str) -> str | None:
         apart = begin - end > _JOINT or _BETWEEN.fullmatch(answer, end, begin) is None
         if found and apart:
             break
-        begin = start
-        if content.strip() and content.strip() not in found:
-            found.append(content.strip())
+        begin, base = start, _SUBSCRIPT.match(answer, end)
+        content = f"{content.strip()}{base[0] if base else ''}"
+        if content and content not in found:
+            found.append(content)
     return ", ".join(found[::-1]) or None
 
 
 def _in_text(text: str) -> str:
     """A text without a box: what is a formula alone, or two answers at its end, in a box."""
-    if len(text) <= _SHORT and "\n" not in text and not _WORDS.search(typed(text)):
-        return _in_a_box(text)
+    if len(text) <= _SHORT and "\n" not in text:
+        alone = in_prose(text) if _WORDS.search(typed(text)) else text
+        if alone is not None:
+            return _in_a_box(alone)
+    values = _values_at_end(text[-_SHORT:])
+    if len(values) > 1:
+        return _in_a_box(", ".join(values))
     end = list(_LAST.finditer(text[-_SHORT:]))[-1:]
     two = _TWO.search(text[-_SHORT:][: end[0].start()]) if end else None
     if two is not None:
         return _in_a_box(f"{two[1]}, {end[0][0]}")
     return _SIGNED.sub(lambda one: f"${typed(one[0])}$", text) if "$" not in text else typed(text)
+
+
+def _values_at_end(text: str) -> list[str]:
+    """The values that stand side by side last in a text, each a formula in signs of its own: `$5$ $6$`."""
+    found, begin = {}, len(text)
+    for one in list(_SPAN.finditer(text))[::-1]:
+        value = _VALUE.fullmatch(next(part for part in one.groups() if part is not None))
+        if value is None or (found and _BETWEEN.fullmatch(text, one.end(), begin) is None):
+            break
+        if found and value[1] not in found.values():
+            break
+        found[value[2].strip()] = value[1]
+        begin = one.start()
+    return list(found)[::-1]
 
 
 _JOINT, _FEW, _SHORT = 30, 8, 200
@@ -149,21 +187,45 @@ _WORDS = re.compile(
 """What a formula alone has none of."""
 _LAST = re.compile(r"[-+]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:/\d+)?")
 _TWO = re.compile(
-    r"(\d[\d.,/]*)[\s$*,;]*(?:\b(?:or|and|vs\.?|oder|und|ou|et)\b|或|和)\s*(?:(?:maybe|perhaps|possibly|even)\s+)?[$*]*$"
+    r"(\d[\d.,/]*)[\s$*,;]*(?:[a-zA-Z%]{1,12}[\s,;]{1,3})?(?:\b(?:or|and|vs\.?|oder|und|ou|et)\b|或|和)\s*(?:(?:maybe|perhaps|possibly|even)\s+)?[$*]*$"
 )
 _SIGNED = re.compile(r"[\w.^{}()/*+-]*[√∛π∞⁰¹²³⁴-⁹¼-¾⅐-⅞][^\s。\uff0c,]*(?<![.!?])")
 """A formula in a text with signs that math-verify does not find there."""
-_DENIED = re.compile(r"\b(?:answer|it)\s+(?:is\s+not|isn['\u2019]t)\s+\S+", re.IGNORECASE)
+_SPAN = re.compile(r"\$\$([^$]+)\$\$|\$([^$]+)\$|\\\((.{1,80}?)\\\)|\\\[(.{1,80}?)\\\]", re.DOTALL)
+_VALUE = re.compile(r"\s*(?:([a-zA-Z])\s*=)?(\s*-?(?=[^=]*\d)[^=+\-<>,]+)")
+"""A variable's name if there is one, and a value that is no step of a calculation."""
+_RIGHT = r"(?:(?:the|a)\s{1,3})?(?:right|correct|true|valid|answer|solution|it)"
+_DENIED = re.compile(
+    r"\b(?:answer|it)\s+(?:is\s+(?:not|never)|isn['\u2019]t|can(?:not|['\u2019]t|\s+not)\s+be)\s+\S+"
+    r"|(?:[,;]\s?|\b)(?:not|anything\s{1,3}but)\s{1,3}\$?[-+]?\d[\d.,/]*\$?"
+    r"|(?:\\boxed\{[^{}]{1,60}\}|(?<![\d.,/])\d[\d.,/]*)\$?(?:\\text\{)?\s{1,3}(?:isn['\u2019]t\s{1,3}"
+    rf"{_RIGHT}|(?:is|was|would\s{{1,3}}be)\s{{1,3}}(?:wrong|incorrect|false|invalid|not\s{{1,3}}{_RIGHT}))\b",
+    re.IGNORECASE,
+)
+"""An answer that is named and denied."""
+_OR_ELSE = re.compile(
+    r"(?:(?:</answer>)?[,;.]?\s{1,3}or|(?<=[\d)}\]$*%])[,;.]?\s{1,3}(?:alternatively|otherwise|possibly|perhaps"
+    r"|maybe|but\s{1,3}it\s{1,3}(?:could|may|might)\s{1,3}be)),?\s{1,3}(?=\S)"
+    r"(?:(?:else|it|it['\u2019]s|that|this|the|my|final|answer|result|value|is|was|could|may|might|be|equals|maybe"
+    r"|perhaps|possibly|even|also|just|rather|i|we|think|get|[a-z]|=)[:,]?\s{1,3}){0,8}(?:<answer>)?(?=[-+]?[\d$\\])",
+    re.IGNORECASE,
+)
+"""Before one answer more, in a sentence of its own."""
 _OR = re.compile(r"[;,]\s*or\s")
 """Before one answer more, of which math-verify would take the last."""
 _BASE = re.compile(r"(?<![\w_])\w+_\{?(\d{1,2})\}?(?!\w)")
 """A number in another base than ten, of which math-verify drops the base."""
+_SUBSCRIPT = re.compile(r"\s*_(?:\{[^{}]{1,40}\}|\w)")
+_NUMBERED = re.compile(
+    r"(?<![\w.])\d+\s{0,2}_(?!\{?(?:10|\\text\{ten\})\}?(?!\w))(?:\{[^{}]*\}|\d{1,2}|[a-z])(?!\w)"
+)
+"""A number with a subscript that is another base than ten."""
 _SENTENCE = re.compile(r"(?<=[\w)}\]$%*])(?:\.[*_]*\s|。)")
 """Where what is said ends, and more is said on its line."""
 
 
 def _in_a_box(formula: str) -> str:
-    return f"\\boxed{{{formula.strip().strip('$')}}}"
+    return f"\\boxed{{{_bare(formula)}}}"
 
 
 def prepare() -> None:
@@ -186,17 +248,37 @@ def answer(asked: Mapping[str, Any]) -> dict[str, Any]:
     import math_verify
 
     library: Any = math_verify
-    bases = [set(_BASE.findall(asked[one])) for one in ("label", "answer")]
-    if all(bases) and bases[0] != bases[1]:
-        return {"equal": False}
-    right = [_parsed(library, _in_a_box(one)) for one in readings(asked["label"])]
-    given = [_parsed(library, one) for one in _answers(asked["answer"])]
-    verify = partial(library.verify, float_rounding=asked["digits"], timeout_seconds=None)
     label, said = asked["label"], _content(asked["answer"])
-    if other_units(label, said) or is_open(label) != is_open(said):
+    congruent = same_residue(label, said)
+    if congruent is not None:
+        return {"equal": congruent}
+    if _differ_in_form(label, said, is_whole=said != asked["answer"]):
         return {"equal": False}
+    right = [_parsed(library, _in_a_box(one)) for one in readings(label)]
+    given = [_parsed(library, one) for one in _answers(asked["answer"])]
+    verify = partial(
+        library.verify,
+        float_rounding=asked["digits"],
+        timeout_seconds=None,
+        allow_set_relation_comp=True,
+    )
     pairs = ((label, said) for label in right for said in given)
     return {"equal": any(bool(verify(*pair)) and not _apart(*pair, asked["digits"]) for pair in pairs)}
+
+
+def _differ_in_form(label: str, said: str, is_whole: bool) -> bool:
+    """Whether what is said is no answer by its form, whatever its value: in another unit or base, denied, a
+    relation without a left side, or a list without the order that the label has. `is_whole`: whether all of
+    it is the answer, and not a text in which math-verify looks for one.
+    """
+    bases = [set(_BASE.findall(one)) for one in (label, said)]
+    if all(bases) and bases[0] != bases[1]:
+        return True
+    other_base = not bases[0] and _NUMBERED.search(said) is not None
+    if is_whole and (other_base or (is_denied(said) and not is_denied(label))):
+        return True
+    unordered = (brackets(label), brackets(said)) in (("(", ","), ("(", "{"), ("{", "("))
+    return unordered or other_units(label, said) or is_open(label) != is_open(said)
 
 
 def _answers(text: str) -> list[str]:

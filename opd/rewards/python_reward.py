@@ -64,6 +64,9 @@ def label_fault(settings: PythonReward, label: Any) -> str | None:
             "has a test that every answer passes; assert what is expected where it is reached, and call what"
             " asserts it"
         )
+    unaskable = _unaskable([setup, *parsed])
+    if unaskable is not None:
+        return unaskable
     own = next((name for one in parsed if (name := _of_python(one, setup)) is not None), None)
     if own is not None:
         return f"tests {own}, which is Python's own whatever an answer defines; give fn_name or entry_point"
@@ -166,6 +169,31 @@ def _of_python(test: ast.Module, setup: ast.Module) -> str | None:
     if any(name not in known and not hasattr(builtins, name) for name in loads):
         return None
     return next((name for name in called if hasattr(builtins, name)), None)
+
+
+def _unaskable(parsed: Sequence[ast.Module]) -> str | None:
+    """What tests do that no answer could pass, whose code runs in another process."""
+    parts = [part for one in parsed for part in ast.walk(one)]
+    if any(isinstance(part, ast.Call) and _name_of(part) == "redirect_stdout" for part in parts):
+        return "reads what answers print by redirect_stdout, and that goes elsewhere; give inputs and outputs"
+    kinds = {part.name for part in parts if isinstance(part, ast.ClassDef)}
+    defined = {part.name for part in parts if isinstance(part, _NAMED)} | set(vars(builtins))
+    made = {
+        name.id: _name_of(part.value)
+        for part in parts
+        if isinstance(part, ast.Assign) and isinstance(part.value, ast.Call)
+        for name in part.targets
+        if isinstance(name, ast.Name) and _name_of(part.value) in kinds
+    }
+    for call in (part for part in parts if isinstance(part, ast.Call) and _name_of(part) not in defined):
+        for one in call.args:
+            kind = _name_of(one) if isinstance(one, ast.Call) else made.get(getattr(one, "id", ""))
+            if kind in kinds:
+                return (
+                    f"hands an answer objects of its class {kind}, which stay where the tests are; say in the"
+                    " prompt that the answer defines the class, and leave it out of the tests"
+                )
+    return None
 
 
 def _absent(parsed: Sequence[ast.Module]) -> str | None:

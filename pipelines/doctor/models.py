@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +15,7 @@ from opd.errors import CheckpointError, ModelError
 from opd.models.token_ids import id_count
 from opd.pipelines.doctor.checks import Finding, attempt, given_teachers
 from opd.pipelines.doctor.published import look, told_together, unreachable
+from opd.pipelines.doctor.templates import check_sameness, template_findings, written
 from opd.progress import doing
 
 if TYPE_CHECKING:
@@ -348,26 +349,12 @@ def _check_turns(title: str, path: Path, tokenizer: Any, recipe: Recipe, models:
         findings.append(Finding("warning", title, f"{detail}; consider rollout.stop_ids"))
     if not models.chat:
         return findings
-    theirs, ours = (_rendered(each, model.chat_template_kwargs) for each in (tokenizer, models.tokenizer))
+    theirs, ours = (written(each, model.chat_template_kwargs) for each in (tokenizer, models.tokenizer))
     if theirs != ours and ours is not None:
         what = "has no chat template" if theirs is None else "has another chat template"
         detail = f"it {what}: prompts are written with the student's; model.chat_template can name another"
         findings.append(Finding("warning", title, detail))
     return findings
-
-
-def _rendered(tokenizer: Any, template: Mapping[str, Any], day: str = "2020-01-01") -> str | None:
-    """A conversation as the chat template writes it: templates that write the same are the same."""
-    from opd.models.chat_templates import TemplateError, render
-
-    if not tokenizer.chat_template:
-        return None
-    roles = ("user", "assistant", "user")
-    conversation = [{"role": role, "content": f"words of {role}"} for role in roles]
-    try:
-        return render(tokenizer, conversation, template, answer=True, day=day)
-    except TemplateError as error:  # equal ones raise the same
-        return str(error)
 
 
 def _check_stops(recipe: Recipe, models: Models) -> list[Finding]:
@@ -393,67 +380,7 @@ def _check_stops(recipe: Recipe, models: Models) -> list[Finding]:
         return findings
     template, strings = recipe.model.chat_template_kwargs, recipe.rollout.stop
     found = template_findings(tokenizer, template, models.stops, strings)
-    return findings + found + _check_day(recipe, tokenizer)
-
-
-@dataclass(frozen=True, slots=True)
-class Mends:
-    """What somebody can do about a model that does not end its answers: here by a recipe."""
-
-    stop: str = "add {id} to rollout.stop_ids"
-    """Where it ends them with the token `id`."""
-    endless: str = (
-        "give rollout.stop what it writes there, or model.chat_template one that ends an answer: else it goes"
-        " on to rollout.max_new_tokens"
-    )
-    header: str = "give model.chat_template one that heeds add_generation_prompt"
-
-
-def template_findings(
-    tokenizer: Any,
-    template: Mapping[str, Any],
-    stops: Sequence[int],
-    strings: Sequence[str] = (),
-    mends: Mends = Mends(),
-) -> list[Finding]:
-    """Whether answers end where the chat template ends them, and prompts go on to where the model begins.
-
-    `template`: its own arguments; `stops`, `strings`: what ends a response.
-    """
-    from opd.data.demonstrations import missing_header
-    from opd.models.tokenizers import after_answer, end_of_turn
-
-    findings, turn = [], end_of_turn(tokenizer, template)
-    after = after_answer(tokenizer, template)
-    if turn is not None and turn not in stops:
-        detail = (
-            f"the chat template ends an answer with {turn} {tokenizer.convert_ids_to_tokens(turn)!r}, at"
-            " which responses do not end"
-        )
-        findings.append(Finding("warning", "stop ids", f"{detail}; {mends.stop.format(id=turn)}"))
-    elif after is not None and not set(after) & set(stops) and not strings:
-        detail = (
-            "the chat template writes nothing after an answer at which responses end, so a model that has"
-            " learnt from it does not end them"
-        )
-        findings.append(Finding("warning", "stop ids", f"{detail}; {mends.endless}"))
-    header = missing_header(tokenizer, template)
-    if header is not None:
-        detail = (
-            f"it has no generation prompt: prompts end before {header!r}, which the model would have to write"
-        )
-        findings.append(Finding("warning", "chat template", f"{detail}; {mends.header}"))
-    return findings
-
-
-def _check_day(recipe: Recipe, tokenizer: Any) -> list[Finding]:
-    """Whether the chat template writes the same prompts tomorrow."""
-    kwargs = recipe.model.chat_template_kwargs
-    if _rendered(tokenizer, kwargs) == _rendered(tokenizer, kwargs, "2021-12-31"):
-        return []
-    detail = "it writes the date into prompts: a run that goes on on another day gives other prompts"
-    advice = "give the date in model.chat_template_kwargs (often date_string)"
-    return [Finding("warning", "chat template", f"{detail}; {advice}")]
+    return findings + found + check_sameness(tokenizer, template)
 
 
 def _check_weight_merges(title: str, recipe: Recipe, config: Any, models: Models) -> list[Finding]:

@@ -5,13 +5,15 @@ Importable without torch, as `checks.py` is.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from opd.config import Recipe
-from opd.config.rewards import PythonReward, ServedReward
+from opd.config.rewards import FunctionReward, PythonReward, ServedReward
 from opd.errors import RewardError
+from opd.foreign import shown
 from opd.pipelines.doctor.checks import Finding, attempt
 
 if TYPE_CHECKING:
@@ -26,7 +28,7 @@ def check_rewards(
 ) -> list[Finding]:
     """What each domain's reward says of an empty answer, one of one token and the label; or else of what was
     `written` by the base, each to its own prompt. A reward that raises is an error, one that says the same of
-    all these a warning.
+    all these, or that takes garbage for right, a warning.
     """
     findings: list[Finding] = []
     for name, domain in domains.items():
@@ -42,8 +44,8 @@ def check_rewards(
 
 def _simple_answers(domain: Domain) -> dict[str, str]:
     label = domain.train[0].label
-    own = {"its label": str(label)} if isinstance(label, str | int | float) else {}
-    return {"an empty answer": "", "'0'": "0"} | own
+    own = {_LABEL: str(label)} if isinstance(label, str | int | float) else {}
+    return {"an empty answer": "", _NULL: "0"} | own
 
 
 def _check_reward(
@@ -60,6 +62,8 @@ def _check_reward(
     _check_weights(recipe, domain.name, {part for _, parts in scored for part in parts})
     scores = [score for score, _ in scored]
     said = ", ".join(f"{score:g} for {name}" for name, score in zip(names, scores, strict=True))
+    if written is None and (garbage := _garbage(recipe, domain)) is not None:
+        return [Finding("warning", title, f"{said}; {garbage}")]
     if written is None or len({*scores, *(score for score, _ in _scores(recipe, domain, asked))}) > 1:
         return [Finding("ok", title, said)]
     detail = (
@@ -67,6 +71,62 @@ def _check_reward(
         " signal; look whether the reward reads answers as the model writes them"
     )
     return [Finding("warning", title, detail)]
+
+
+_GARBAGE = {"an empty answer": "", "'zxqv wkjy'": "zxqv wkjy", "'%%%'": "%%%"}
+"""Answers that nobody means."""
+_ROWS = 3
+"""Prompts that are answered with them."""
+_IS_RIGHT = 0.5
+"""An answer that is worth more is right."""
+_ZERO = re.compile(r"(?<![\d.,])[-+]?0+(?:\.0*)?(?![\d.,]*\d)")
+
+
+def _garbage(recipe: Recipe, domain: Domain) -> str | None:
+    """Say of the first row at which garbage is right, or 0 where the label is another, what it gets; `None`
+    where there is none. A server is not asked: each answer costs.
+    """
+    reward = recipe.domains[domain.name].reward
+    if isinstance(reward, ServedReward):
+        return None
+    is_own = reward is None or isinstance(reward, FunctionReward)
+    rows = [(prompt, _texts_for(prompt)) for prompt in domain.train[:_ROWS]]
+    scored = iter(_scores(recipe, domain, [(row, text) for row, texts in rows for text in texts.values()]))
+    for prompt, texts in rows:
+        scores = {name: next(scored)[0] for name in texts}
+        right = _right_garbage(scores, is_own)
+        if right:
+            said = ", ".join(f"{scores[name]:g} for {name}" for name in right)
+            own = scores.get(_LABEL)
+            label = "" if own is None else f", {own:g} for its label {shown(prompt.label, 40)}"
+            mend = f"domains.{domain.name}.reward" if reward is not None else "the checker of its source"
+            return (
+                f"at {prompt.where or 'one of its prompts'} garbage is right ({said}{label}), and a model"
+                f" would learn to write it; mend {mend}, or the labels that it reads"
+            )
+    return None
+
+
+def _right_garbage(scores: Mapping[str, float], is_own: bool) -> list[str]:
+    """The answers among `scores` that are right, as good as the label, and cannot be meant. `is_own`: whether
+    a function scores, for which a label is no pattern that 0 may fit.
+    """
+    label = scores.get(_LABEL)
+    bar = max(_IS_RIGHT, label or 0.0)
+    named = [*_GARBAGE, _NULL] if label is not None and (is_own or label > _IS_RIGHT) else _GARBAGE
+    return [name for name in named if _IS_RIGHT < scores.get(name, 0.0) >= bar]
+
+
+_LABEL, _NULL = "its label", "'0'"
+
+
+def _texts_for(prompt: Prompt) -> dict[str, str]:
+    """Garbage by name, and where the label is a text or a number the label, and 0 if it is another."""
+    label = prompt.label
+    if isinstance(label, bool) or not isinstance(label, str | int | float):
+        return dict(_GARBAGE)
+    null = {} if _ZERO.search(str(label)) else {_NULL: "0"}
+    return {**_GARBAGE, _LABEL: str(label), **null}
 
 
 def _reach(reward: object) -> None:

@@ -214,12 +214,29 @@ def test_chat_templates_that_write_the_same_are_the_same(student, tmp_path, ours
     assert all(a in b for a, b in zip(told, warnings(found, "teacher expert"), strict=True))
 
 
-def test_a_chat_template_that_writes_the_date_is_told(student, tmp_path):
-    dated = "{{ date_string or strftime_now('%d %b %Y') }}" + TEMPLATE
-    mine = with_template(student, tmp_path / "mine", dated)
-    for kwargs, told in (({}, 1), ({"date_string": "0"}, 0)):
-        recipe = chat_recipe(mine, mine, tmp_path, chat_template_kwargs=kwargs)
-        assert len(warnings(examine(recipe, thorough=False), "chat template")) == told
+@pytest.mark.parametrize(
+    ("written", "kwargs", "told"),
+    [
+        ("{{ date_string or strftime_now('%d %b %Y') }}", {}, ["the date into prompts", "as date_string"]),
+        ("{{ strftime_now('%d %b %Y') }}", {}, ["the date into prompts", "one without it"]),
+        ("{{ now_time or strftime_now('%H:%M:%S') }}", {}, ["the time of day", "as now_time"]),
+        ("{{ strftime_now('%s') }}", {}, ["the time of day", "one without it"]),
+        ("{{ ['a', 'b'] | random }}", {}, ["at random"]),
+        ("{{ range(9999)|random }}", {}, ["at random"]),
+        ("{{ lipsum(1) }}", {}, ["at random"]),
+        ("{{ range(9999)|random }}{{ strftime_now('%Y') }}", {}, ["at random", "the date into prompts"]),
+        ("{{ date_string or strftime_now('%d %b %Y') }}", {"date_string": "0"}, []),
+    ],
+)
+def test_a_chat_template_that_writes_another_prompt_each_time_is_told(
+    student, tmp_path, written, kwargs, told
+):
+    mine = with_template(student, tmp_path / "mine", written + TEMPLATE)
+    recipe = chat_recipe(mine, mine, tmp_path, chat_template_kwargs=kwargs)
+    found = warnings(examine(recipe, thorough=False), "chat template")
+    assert len(found) == sum("prompts" in one or "random" in one or "day" in one for one in told)
+    assert all(any(one in sentence for sentence in found) for one in told)
+    assert not any("date" in sentence for sentence in found) or any("date" in one for one in told)
 
 
 def test_a_chat_template_without_a_generation_prompt_is_told(student, tmp_path):

@@ -57,6 +57,12 @@ def constant(sample):
 def constants(prompts, completions):
     return [0 for _ in completions]
 
+def is_zero(sample):
+    return float(sample.text == "0")
+
+def is_written(sample):
+    return float(bool(sample.text))
+
 def divides(sample):
     return 1 / len(sample.text)
 
@@ -197,8 +203,7 @@ def test_what_a_reward_gives_is_shown():
     recipe, loaded = tiny_recipe(domains=domains(reward="early_rewards:of_length")), {}
     check_domains(recipe, loaded)
     (finding,) = check_rewards(recipe, loaded)
-    assert finding.level == "ok"
-    assert finding.detail == "0 for an empty answer, 1 for '0', 3 for its label"
+    assert finding.detail.startswith("0 for an empty answer, 1 for '0', 3 for its label")
     (of_base,) = check_rewards(recipe, loaded, {"sort": [(loaded["sort"].train[0], "12345")]})
     assert (of_base.level, of_base.detail) == ("ok", "5 for '12345'")
     assert of_base.title != finding.title
@@ -225,7 +230,8 @@ def test_a_reward_that_says_the_same_of_every_answer_is_a_warning(name, written,
     own = {} if name is None else {"reward": f"early_rewards:{name}"}
     recipe, loaded = tiny_recipe(domains=domains(**own)), {}
     check_domains(recipe, loaded)
-    assert [finding.level for finding in check_rewards(recipe, loaded)] == ["ok"], "a base may be asked yet"
+    (unasked,) = check_rewards(recipe, loaded)
+    assert "the same for" not in unasked.detail, "a base may be asked yet"
     prompt = loaded["sort"].train[0]
     findings = check_rewards(recipe, loaded, {"sort": [(prompt, text) for text in written]})
     assert [finding.level for finding in findings] == ([] if level is None else [level])
@@ -234,6 +240,55 @@ def test_a_reward_that_says_the_same_of_every_answer_is_a_warning(name, written,
             "the same for an empty answer, '0', its label: where every answer is worth the same, GRPO has no"
         )
         assert told in findings[0].detail
+
+
+ALWAYS = "1 for an empty answer, 1 for 'zxqv wkjy', 1 for '%%%'"
+WORTH = [
+    (("python", "x = [1]\nassert x[0] == 1"), "1 for 'zxqv wkjy', 1 for '%%%'"),
+    (("regex", "(?s).*"), ALWAYS),
+    (("regex", "[a-z ]+"), "1 for 'zxqv wkjy'"),
+    (
+        ({"type": "regex", "pattern": "."}, "6"),
+        "1 for 'zxqv wkjy', 1 for '%%%', 1 for '0', 1 for its label 6",
+    ),
+    (("early_rewards:constant", "6"), f"{ALWAYS}, 1 for '0', 1 for its label 6"),
+    (("early_rewards:constant", None), ALWAYS),
+    (("early_rewards:constant", ["6"]), ALWAYS),
+    (("early_rewards:of_length", "6"), "9 for 'zxqv wkjy', 3 for '%%%', 1 for '0', 1 for its label 6"),
+    (("early_rewards:is_zero", "6"), "1 for '0', 0 for its label 6"),
+    (("early_rewards:is_zero", 6), "1 for '0', 0 for its label 6"),
+    (("early_rewards:is_written", "6"), "1 for 'zxqv wkjy', 1 for '%%%', 1 for '0', 1 for its label 6"),
+    (("early_rewards:is_zero", "0"), None),
+    (("early_rewards:is_zero", "#### 0"), None),
+    (("early_rewards:constants", "6"), None),
+    (("exact", "6"), None),
+    (("exact", ["6", "six"]), None),
+    (("f1", "6 or 7"), None),
+    (("regex", r"\d+"), None),
+    (("regex", "0|6"), None),
+    (("choice", "I"), None),
+    (("math", "6"), None),
+    (("json_schema", {"type": "number"}), None),
+    (("python", "assert add(1, 2) == 3"), None),
+]
+"""Reward and label of the rows, and what garbage is worth there, if that is something."""
+
+
+@pytest.mark.parametrize("place", range(len(WORTH)))
+def test_a_reward_that_takes_garbage_for_right_is_told(tmp_path, place):
+    (reward, label), told = WORTH[place]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"{n}=", "label": label}) + "\n" for n in range(40)))
+    source = {"sort": {"source": str(path), "reward": reward}}
+    recipe, loaded = tiny_recipe(domains=source, base=None, model={"path": "/base"}), {}
+    assert [finding.level for finding in check_domains(recipe, loaded)] == ["ok"]
+    (finding,) = check_rewards(recipe, loaded)
+    if told is None:
+        assert finding.level == "ok", finding.detail
+        return
+    assert finding.level == "warning"
+    assert re.search(rf"at {re.escape(str(path))}:\d+ garbage is right \({re.escape(told)}", finding.detail)
+    assert finding.detail.endswith("mend domains.sort.reward, or the labels that it reads")
 
 
 @pytest.mark.parametrize(

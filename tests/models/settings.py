@@ -105,7 +105,7 @@ SETTINGS: dict[str, Mapping[str, dict[str, Any]]] = {
         },
     },
     "phi": SHAPES | {"normed queries": {"qk_layernorm": True}, "partial": ROPES["partial"]},
-    "phi3": ROPES | WINDOWS | {"tied": SHAPES["tied"]},
+    "phi3": WINDOWS | {"tied": SHAPES["tied"]},
     "gpt2": {
         "untied": SHAPES["untied"],
         "scaled by layer": {"scale_attn_by_inverse_layer_idx": True},
@@ -137,7 +137,10 @@ SETTINGS: dict[str, Mapping[str, dict[str, Any]]] = {
     "granite": _PLAIN | BIASES | MULTIPLIERS,
     "mixtral": WINDOWS | ROUTER | {"linear": ROPES["linear"]},
     "qwen2_moe": ROUTER | TURNED_ON | {"dense": {"mlp_only_layers": [0]}},
-    "qwen3_moe": ROUTER | TURNED_ON | {"dense": {"mlp_only_layers": [0]}},
+    # Of Qwen3-MoE with several kinds of layers transformers itself cannot generate.
+    "qwen3_moe": ROUTER
+    | {what: changes for what, changes in TURNED_ON.items() if what != "kinds of layers"}
+    | {"dense": {"mlp_only_layers": [0]}},
     "deepseek_v3": {
         "whole queries": {"q_lora_rank": None},
         "dense": {"first_k_dense_replace": 2},
@@ -162,7 +165,6 @@ SETTINGS: dict[str, Mapping[str, dict[str, Any]]] = {
         "kinds of layers": TURNED_ON["kinds of layers"],
     },
     "granitemoe": MULTIPLIERS,
-    "minicpm3": {"scale": {"logits_scaling": 3.0}},
     "gptj": {"untied": SHAPES["untied"], "rotary": {"rotary_dim": 8}},
     "gpt_bigcode": {"not multi-query": {"multi_query": False}, "not scaled": {"scale_attn_weights": False}},
 }

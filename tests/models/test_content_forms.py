@@ -7,7 +7,7 @@ import tiny
 
 from opd.errors import DataError
 from opd.models import chat_templates
-from opd.models.chat_templates import render
+from opd.models.chat_templates import refuse_unread, render
 from opd.rollout.prompts import Prompt, encode_prompt
 
 PARTS = "{% for p in m.content %}{% if p['type'] == 'text' %}{{ p['text'] }}{% endif %}{% endfor %}"
@@ -91,3 +91,42 @@ def test_each_role_is_given_the_form_that_it_is_read_in():
         + "{% endif %}{% endfor %}"
     )
     assert render(made, SAID["assistant"], {}) == "123"
+
+
+SHOWN = {
+    "the last": "{{ messages[-1].content }}",
+    "the first": "{{ messages[0].content }}",
+    "the last that users say": "{{ (messages | selectattr('role', 'equalto', 'user') | list)[-1].content }}",
+    "the last two": "{% for m in messages[-2:] %}{{ m.content }}{% endfor %}",
+    "both ends": "{{ messages[0].content }}{% if messages[1:] %}{{ messages[-1].content }}{% endif %}",
+    "up to the second": "{% for m in messages[:2] %}{{ m.content }}{% endfor %}",
+    "what users say": "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}",
+}
+
+
+@pytest.mark.parametrize("shown", SHOWN)
+def test_a_template_that_leaves_out_turns_is_refused_where_there_are_several(shown: str):
+    made = tiny.tokenizer()
+    made.chat_template = SHOWN[shown]
+    with pytest.raises(DataError, match=r"data\.jsonl:7: the chat template leaves out (message|what)"):
+        encode_prompt(Prompt.of(SAID["assistant"], None, "d", where="data.jsonl:7"), made)
+    assert encode_prompt(prompt(), made).tolist() == made("123", add_special_tokens=False)["input_ids"]
+
+
+WHOLE = {
+    "thoughts of earlier turns": "{% for m in messages %}{{ m.content.split('</think>')[-1] }}{% endfor %}",
+    "the system's first": "{% if messages[0].role == 'system' %}{{ messages[0].content }}{% endif %}"
+    "{% for m in messages if m.role != 'system' %}{{ m.content }}{% endfor %}",
+    "in turn alone": "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('in turn') }}{% endif %}{{ m.content | trim }}{% endfor %}",
+}
+
+
+@pytest.mark.parametrize("kind", WHOLE)
+def test_a_template_that_shows_every_turn_is_used(kind: str):
+    made = tiny.tokenizer()
+    made.chat_template = WHOLE[kind]
+    answers = {"assistant": "9</think>2"}
+    thought = [{**one, "content": answers.get(one["role"], one["content"])} for one in SAID["assistant"]]
+    refuse_unread(made, thought, {})
+    assert render(made, thought, {}) == ("123" if kind == "thoughts of earlier turns" else "19</think>23")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -137,7 +138,7 @@ def tiny_config(model_type: str, **changes: Any) -> PreTrainedConfig:
 
 
 def _shrunk(made: type[PreTrainedConfig], own: dict[str, Any]) -> PreTrainedConfig:
-    own = dict(own)
+    own = deepcopy(own)  # some configurations change what they are given
     default = made()
     arguments: dict[str, Any] = {}
     for name, value in _plain(made, default).items():

@@ -27,9 +27,13 @@ CASES = [
     ("last_line", "a\nb\n**c**\n", "c"),
     ("code", "x\n```python\na = 1\n```\ny\n```sh\nls\n```", "a = 1"),
     ("code", "```\nold\n```\n```py\nnew\n", "new"),
+    ("code", "~~~python\na = 1\n~~~\nb", "a = 1"),
+    ("code", "~~~\na = '```'\n```\nb = 1\n~~~", "a = '```'\n```\nb = 1"),
+    ("code", "```py\na = 1\n~~~\nb = 1\n```", "a = 1\n~~~\nb = 1"),
     ("code", "a = 1", None),
     ("json", 'so ```json {"a": 1}', '{"a": 1}'),
     ("json", 'so\n```json\n{"a": 1}\n```', '{"a": 1}'),
+    ("json", 'so\n~~~json\n{"a": 1}\n~~~', '{"a": 1}'),
     ("json", 'it is {"a": [1]} .', '{"a": [1]}'),
     ("whole", " a \n", "a"),
 ]

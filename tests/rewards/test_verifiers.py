@@ -125,6 +125,9 @@ CASES = [
         ({"name": "n", "strict": True, "schema": {"type": "integer"}}, "1", 1),
         ({"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "integer"}}}, "1.5", 0),
         ({"properties": {"name": {}, "schema": {"type": "object"}}, "required": ["name"]}, "{}", 0),
+        ({"format": "time"}, '"12:30:00Z"', 1), ({"format": "time"}, '"12:30:00"', 0),
+        ({"type": "string", "tsType": "Date"}, '"a"', 1), ({"tsType": "1", "const": 1}, "1", 1),
+        ({"type": "string", "types": "a", "maxlen": 2}, '"a"', 1),
         ({"format": "date-time"}, '"2020-12-32T00:00:00Z"', 0), ({"format": "date-time"}, '"2020-12-31"', 0),
         ({"properties": {"kids": {"items": {"$ref": "#"}}, "n": {"type": "integer"}}},
          '{"kids": [{"kids": [{"n": 0.5}]}]}', 0),
@@ -189,7 +192,7 @@ class Stack:
 def squares(n):
     for i in range(n): yield i * i
 def fails(): raise ValueError("no")
-import math, collections
+import enum, math, collections
 def count(text): return collections.Counter(text)
 def sort(x): return sorted(x)
 def sort_here(x): x.sort()
@@ -207,6 +210,10 @@ class Point:
     def __exit__(self, *raised): return True
     def __setitem__(self, key, value): setattr(self, key, value)
 def same(x): return x
+class Colour(enum.Enum):
+    RED = 1
+    BLUE = 2
+def colour(text): return Colour[text]
 Pair = collections.namedtuple("Pair", "x y")
 """
 OF_OBJECTS = [
@@ -217,6 +224,8 @@ OF_OBJECTS = [
     "assert count('aab') == {'a': 2, 'b': 1} and math.floor(2.5) == 2",
     "assert {(1, 2): b'x', 'k': {1, 2}} == sort([{(1, 2): b'x', 'k': {1, 2}}])[0]",
     *MANY,
+    "assert colour('RED') is Colour.RED and colour('RED') is not Colour.BLUE",
+    "p = Point(1)\nassert same(p) is p and same(p) is not Point(1) and same([p])[0] is p",
     "assert same(Point(1)) == Point(1, 2) != Point(2) and Point(1) <= Point(2) >= Point(1)",
     "assert Pair(1, 2).y == 2 and same(Pair(1, 2)) == (1, 2) and same([Pair(1, 2)])[0].x == 1",
     "p = Point(3)\nassert (abs(p), int(p), float(p), (-p).x) == (3, 3, 1.5, -3)",
@@ -300,6 +309,7 @@ DECIDING = [
     "if add(1, 2) != 3: assert False",
     "def test_a(): assert add(1, 2) == 3\nfor test in [test_a]:\n    test()",
     "class T:\n    def __init__(self):\n        assert add(1, 2) == 3\nT()",
+    "class Pair:\n    def __init__(self, a, b): self.sum = a + b\np = Pair(1, 2)\nassert add(1, 2) == p.sum",
     {"fn_name": "add", "inputs": [[1, 2], [3, 4]], "outputs": [[3], [7]]},
     "['assert add(1, 2) == 3', 'assert add(1, 1) == 2']",
     {"test_list": ["assert add(1, 2) == 3"]},
@@ -309,6 +319,18 @@ DECIDING = [
     '{"test": "def check(f):\\n    assert f(1, 2) == 3", "entry_point": "add"}',
 ]
 """Labels that `ADD` passes and other code does not."""
+
+
+NODE = "class {}:\n    def __init__(self, value, after=None): self.value, self.after = value, after"
+OF_TESTS = {
+    "ListNode": {"setup": NODE.format("ListNode"), "tests": ["assert last(ListNode(1, ListNode(2))) == 2"]},
+    "TreeNode": f"{NODE.format('TreeNode')}\nroot = TreeNode(1)\nassert depth(root) == 1",
+}
+"""Class -> tests that hand its objects to the answer, whose code is elsewhere."""
+PRINTED = (
+    "import io, contextlib\nout = io.StringIO()\nwith contextlib.redirect_stdout(out):\n    hello()\n"
+    "assert out.getvalue() == 'hello'"
+)
 
 
 def test_labels_that_decide_are_read_from_json_too():
@@ -372,6 +394,11 @@ def test_labels_that_decide_are_read_from_json_too():
         ("python", [3], "has no tests"),
         ("python", ["assert ("], "has a test that is no Python"),
         *(("python", label, "has a test that every answer passes") for label in DECIDING_NOTHING),
+        *(
+            ("python", label, f"hands an answer objects of its class {name}")
+            for name, label in OF_TESTS.items()
+        ),
+        ("python", PRINTED, "reads what answers print by redirect_stdout"),
         ("python", '{"inputs": [1], "outputs": ["1"]}', "inputs that are no texts"),
         ("python", "[3]", "has no tests"),
         (
