@@ -159,6 +159,7 @@ def check_words(path: str, part: str, capsys: pytest.CaptureFixture[str]) -> Non
     assert errors(capsys.readouterr().out, "error") == said
 
 
+@pytest.mark.some(6)
 @pytest.mark.parametrize("what", STUDENTS)
 @pytest.mark.filterwarnings("ignore")
 def test_a_dry_run_says_of_a_student_what_a_run_says(what: str, model, tmp_path, capsys):
@@ -168,6 +169,7 @@ def test_a_dry_run_says_of_a_student_what_a_run_says(what: str, model, tmp_path,
     check_words(recipe(tmp_path, folder, other, **changes), part, capsys)
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("what", TEACHERS)
 @pytest.mark.filterwarnings("ignore")
 def test_a_dry_run_says_of_a_teacher_what_a_run_says(what: str, model, tmp_path, capsys):

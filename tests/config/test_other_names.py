@@ -76,6 +76,7 @@ def nested(name):
     return {first: nested(rest) if dot else 1}
 
 
+@pytest.mark.some(20)
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.here[0] if row.here else row.note[:30])
 def test_a_recipe_with_the_key_is_answered_with_the_field(row, tmp_path):
     recipe = tmp_path / "recipe.yaml"

@@ -246,7 +246,7 @@ REPEATED = {"another run's checkpoints", "a stage that is gone", "measurements t
 """What costs the work of a stage."""
 
 
-@pytest.mark.some(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "what", [pytest.param(what, marks=[pytest.mark.long] * (what in REPEATED)) for what in FOLDERS]
 )
@@ -267,6 +267,7 @@ READ = {
 """What a report reads, and a kind of damage."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", READ)
 def test_a_report_reads_what_was_written_or_stops(finished, tmp_path, name):
     damage = dict(changes(finished, finished.folder / name))[READ[name]]
@@ -274,6 +275,7 @@ def test_a_report_reads_what_was_written_or_stops(finished, tmp_path, name):
     assert end == FOUND, said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["stages/evaluate/models.json", "merged/config.json"])
 def test_an_evaluation_reads_what_was_written_or_stops(finished, tmp_path, name):
     damage = dict(changes(finished, finished.folder / name))["a field changed"]
@@ -281,6 +283,7 @@ def test_an_evaluation_reads_what_was_written_or_stops(finished, tmp_path, name)
     assert end == FOUND, said
 
 
+@pytest.mark.slow
 def test_a_report_of_a_stage_in_progress_reads_its_metrics_or_stops(stopped, tmp_path, capsys):
     """A last line that was cut is no damage; anything before it is."""
     shutil.copytree(stopped.folder, tmp_path / "run")

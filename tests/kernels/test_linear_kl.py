@@ -58,6 +58,7 @@ def test_near_zero_values_keep_their_absolute_precision(problem: Problem) -> Non
     torch.testing.assert_close(run(problem).detach().double(), values, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.some(1)
 @for_each_implementation
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(

@@ -140,6 +140,7 @@ def statistics_start_once(source: str, sweeps: int) -> bool:
     return len(sums) == 3 and kept and not any(f" {name}[0] = 0x0p+0f" in sweep for name in sums)
 
 
+@pytest.mark.slow
 @needs_nvcc
 @pytest.mark.parametrize(
     ("kind", "sweeps"),
@@ -170,6 +171,7 @@ def test_a_fused_kernel_has_no_loop_over_the_vocabulary_and_uses_the_matrix_unit
     assert shared_bytes >= shape.stages * (shape.tokens + shape.columns) * shape.depth * 2
 
 
+@pytest.mark.slow
 @needs_nvcc
 def test_every_cuda_kernel_is_built_without_warp_specialization() -> None:
     assert tilelang_target.CUDA_PASSES["tl.disable_warp_specialized"] is True

@@ -43,7 +43,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
 
 
 # In bfloat16 every rank rounds its part of the hidden states' gradient, and the sum is rounded once more.
-@pytest.mark.some(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "forms", "bound"), [("float64", 3, 1e-13), ("float32", 3, 5e-6), ("bfloat16", 1, 2**-6)]
 )
@@ -62,11 +62,13 @@ def test_parts_give_what_the_whole_head_gives(
         assert {name: value for name, value in cases.items() if not value <= bound} == {}, rank
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4])
 def test_every_rank_holds_the_same_bits_twice(results, size: int) -> None:
     assert all(result["same"][str(size)] for result in results)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "words"),
     [

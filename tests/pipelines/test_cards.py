@@ -76,6 +76,7 @@ def test_a_card_says_what_the_model_is(finished: Path, name: str) -> None:
     assert "steps: 2" in sections["Settings"] or role in ("base", "baselines")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CARDS)
 def test_the_loading_lines_run_as_they_are(finished: Path, name: str) -> None:
     _, _, sections = parts(finished / name)
@@ -115,6 +116,7 @@ def test_chat_prompts_are_loaded_through_the_template(tmp_path: Path) -> None:
     np.testing.assert_array_equal(names["asked"]["input_ids"][0].numpy(), ids)
 
 
+@pytest.mark.slow
 def test_given_teachers_are_named_with_their_path(finished: Path, tmp_path: Path) -> None:
     given = {name: {"path": str(finished / "specialists" / name)} for name in ("sort", "add3")}
     recipe = tiny_recipe(model={"path": str(finished / "base")}, base=None, teachers=given)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from attempts import made_base, stop
+from attempts import stop
 from recipes import tiny_recipe
 
 from opd.config import Recipe
@@ -30,8 +30,8 @@ STAGE = "specialist-add3"
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory) -> Path:
-    return made_base(tmp_path_factory.mktemp("base") / "run", tiny_recipe())
+def base(tiny_run) -> Path:
+    return tiny_run / "base"
 
 
 def recipe_of(base: Path, changes: dict, **more) -> Recipe:
@@ -89,6 +89,7 @@ def test_a_critic_goes_on_bit_for_bit_too(base, ppo, tmp_path, after):
     assert outcome(base, tmp_path / "run", PPO, stop_after=after) == ppo
 
 
+@pytest.mark.slow
 def test_a_critic_learns_alone_first_and_then_beside_the_policy(ppo):
     _, rows = ppo
     assert "policy/kl_old" not in rows[0]

@@ -76,7 +76,7 @@ def scored(recipe, problem):
     return {name: mode(problem, sources) for name, mode in modes.items()}
 
 
-@pytest.mark.some(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["megatron TP 1", "megatron TP 2"])
 def test_every_back_end_says_the_same(scored, mode):
     for teacher, theirs in scored["torch"].items():

@@ -181,13 +181,9 @@ LONG = ("full", "own advantages", "top-k")
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory):
+def models(tiny_run):
     """A base, and a teacher of both domains that is another model."""
-    root = tmp_path_factory.mktemp("models")
-    with RunFolder.create(root / "run", tiny_recipe()) as folder:
-        run_stage(tiny_recipe(), folder, "base")
-        run_stage(tiny_recipe(), folder, "specialist-add3")
-    return {"base": str(root / "run" / "base"), "teacher": str(root / "run" / "specialists" / "add3")}
+    return {"base": str(tiny_run / "base"), "teacher": str(tiny_run / "specialists" / "add3")}
 
 
 def outcome(folder: Path, stage: str, recipe) -> tuple[str, list[dict[str, float]]]:

@@ -36,12 +36,8 @@ def recipe_with(base: Path, **rollout):
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    path = tmp_path_factory.mktemp("runs") / "whole"
-    recipe = tiny_recipe()
-    with RunFolder.create(path, recipe) as folder:
-        run_stage(recipe, folder, "base")
-    return path / "base"
+def base(tiny_run):
+    return tiny_run / "base"
 
 
 def specialist(path: Path, recipe) -> tuple[str, list[dict]]:

@@ -15,14 +15,9 @@ DISTILL = {"steps": 2, "prompts_per_domain": 6}
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory):
+def whole(tiny_run):
     """A base and its two specialists."""
-    path = tmp_path_factory.mktemp("runs") / "whole"
-    recipe = tiny_recipe()
-    with RunFolder.create(path, recipe) as folder:
-        for stage in ("specialist-sort", "specialist-add3"):
-            run_stage(recipe, folder, stage)
-    return path
+    return tiny_run
 
 
 def run(path: Path, stage: str, **settings) -> list[dict]:

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from attempts import made_base
 from recipes import tiny_recipe
 from safetensors.torch import load_file, save_file
 
@@ -35,9 +34,9 @@ Rows = list[dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory) -> Path:
+def base(tiny_run) -> Path:
     """Right about half of the time, in four tokens."""
-    return made_base(tmp_path_factory.mktemp("base") / "run", tiny_recipe())
+    return tiny_run / "base"
 
 
 def recipe_of(base: Path, reward: str | None = None, **changes: Any) -> Recipe:
@@ -120,6 +119,7 @@ def collapsed(base, tmp_path_factory) -> tuple[set[str], Rows, Path]:
     return *flags_of(path, recipe_of(base, "many_ones", specialist=own)), path / "specialists" / "add3"
 
 
+@pytest.mark.slow
 def test_entropy_collapse(collapsed):
     fired, rows, _ = collapsed
     assert "entropy_collapse" in fired

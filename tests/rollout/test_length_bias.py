@@ -29,6 +29,7 @@ def test_a_restart_favours_short_responses(reference: arms.Outcome) -> None:
     assert found.lengths.mean() == pytest.approx(predicted, abs=4 * found.lengths.std() / COUNT**0.5)
 
 
+@pytest.mark.slow
 def test_a_resume_does_not(reference: arms.Outcome, tmp_path: Path) -> None:
     model = arms.build_model()
     requests = arms.build_requests(model, COUNT, 2)
