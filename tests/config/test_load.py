@@ -272,8 +272,16 @@ def test_missing_and_unreadable_files(tmp_path: Path):
     assert "no recipe was given" in refusal([])
     (tmp_path / "list.yaml").write_text("- 1\n")
     assert "a mapping of keys to values" in refusal([tmp_path / "list.yaml"])
-    (tmp_path / "empty.yaml").write_text("")
-    assert "`name` is missing" in refusal([tmp_path / "empty.yaml"])
+
+
+@pytest.mark.parametrize(
+    "text", ["", "\n", "# later\n", "---\n", "---\n...\n", "{}", "{ }  # later\n", "null", "~"]
+)
+def test_an_empty_file_is_told_wherever_it_stands(write, text, tmp_path):
+    empty, recipe = tmp_path / "empty.yaml", write(MINIMAL)
+    empty.write_text(text)
+    for files in ([empty], [recipe, empty], [empty, recipe], [recipe, empty, recipe]):
+        assert "empty.yaml: the recipe is empty; write lines" in refusal(files)
 
 
 def test_a_teacher_nobody_has_is_named(write):
