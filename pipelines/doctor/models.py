@@ -186,12 +186,13 @@ def _check_student(recipe: Recipe, domains: Mapping[str, Domain], models: Models
 
 def require_folders(model: ModelConfig) -> None:
     """Raise `ModelError` for a folder that `model` names and that is none."""
+    from opd.models.hf_folder import folder_fault
+
     for key, what in (("path", "model"), ("tokenizer", "tokenizer")):
         folder = getattr(model, key)
-        if folder is not None and not Path(folder).is_dir():
-            raise ModelError(
-                f"model.{key}: {folder} is not a folder; download the {what} first and give its path."
-            )
+        fault = None if folder is None else folder_fault(Path(folder), what)
+        if fault is not None:
+            raise ModelError(f"model.{key}: {fault}.")
 
 
 def _look_at_values(folder: Path, models: Models) -> None:
