@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from opd.config import DistillConfig, FullVocabularyKL, LocalLaunch, RayLaunch, Recipe, TopKKL
-from opd.config.load import complete, dump_recipe, load_recipe, merge
+from opd.config.load import complete, dump_recipe, load_recipe, located, merge
 from opd.config.teachers import MegatronTeacherEntry
 from opd.errors import ConfigError
 
@@ -465,3 +465,9 @@ def test_served_log_probabilities_at_another_temperature_are_refused(write, kind
         load_recipe([write(yaml.safe_dump(recipe))], [])
     recipe["rollout"] = {"temperature": 1.0}
     assert load_recipe([write(yaml.safe_dump(recipe))], []).rollout.temperature == 1.0
+
+
+def test_the_home_of_a_models_folder_is_written_out(write, monkeypatch):
+    monkeypatch.setenv("HOME", "/somewhere")
+    recipe = located(load_recipe([write(MINIMAL)], ["--model.tokenizer", "~/model", "--run_dir", "~/run"]))
+    assert (recipe.model.tokenizer, recipe.run_dir) == ("/somewhere/model", "~/run")
