@@ -268,8 +268,8 @@ def _check_streams(recipe: Recipe, models: Models, lost: Collection[str]) -> lis
         keys = [*own, "distill.teachers"][: max(len(own), 1)]
         found = attempt(f"teacher {', '.join(names)}", lambda s=source: _stream_names(recipe, s, models))
         advice = (
-            f"set {', '.join(keys)} to local, which keeps whole models in memory, if `opd sample` answers from"
-            " this one, else choose another"
+            f"set {', '.join(keys)} to local, which keeps whole models in memory, if `opd sample` answers"
+            " from this one, else choose another"
         )
         findings += [replace(one, detail=f"{one.detail.partition(';')[0]}; {advice}") for one in found]
     return findings
