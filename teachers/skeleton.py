@@ -403,8 +403,8 @@ class Skeleton:
 
     def _unusable(self, reason: str) -> TeacherError:
         return TeacherError(
-            f"a published {type(self._decoder).__name__} cannot be streamed: {reason}; give its folder"
-            " to a teacher of type local."
+            f"a published {type(self._decoder).__name__} cannot be streamed: {reason}; if `opd sample`"
+            " answers from its folder, give that to a teacher of type local, else choose another model."
         )
 
 

@@ -26,6 +26,8 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 _CACHED = re.compile(r"(models|datasets)--(.+)--(.+)")
 _LOCAL = (".jinja", ".jsonl", ".parquet", ".json", ".yaml", ".safetensors", ".gguf")
 """How files end that are no repositories."""
+_RUNS = "runs/"
+"""Where runs are written, unless a recipe says otherwise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +74,7 @@ def hub_name(text: str) -> HubName | None:
     named = _MODEL.fullmatch(text)
     if named is None or not _is_repo(named["repo"]) or ".." in (named["revision"] or ""):
         return None
-    if named["scheme"] is None and (text.endswith(_LOCAL) or _is_here(text)):
+    if named["scheme"] is None and (text.startswith(_RUNS) or text.endswith(_LOCAL) or _is_here(text)):
         return None
     return HubName(named["repo"], named["revision"] or "main")
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import logging
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args, get_origin
@@ -242,6 +243,8 @@ def located(recipe: Recipe) -> Recipe:
         given = holder[last]
         if given and (*parents, last) in of_models and hub_name(given) is not None:
             continue
+        if given and (*parents, last) in of_models:
+            given = os.path.expanduser(given)
         if given and given.strip() and "://" not in given and not given.startswith("~"):
             holder[last] = str(Path(given).absolute())
     return Recipe.model_validate(data)

@@ -187,15 +187,16 @@ def _unknown(path: tuple[int | str, ...], schema: Any, data: Any) -> str:
     nested = _other_within(path, _at(data, path))
     if nested is not None:
         return nested
-    elsewhere = other_name(dotted(path)) or (None if begins else other_name(last))
+    deeper = [inner for inner in key_paths(parent, None) if inner[-1] == last]
+    ours = begins or (parents and deeper)
+    elsewhere = other_name(dotted(path)) or (None if ours else other_name(last))
     if elsewhere is not None:
         return f"`{dotted(path)}` {elsewhere}"
     section = other_section(last) if not parents else None
     if section is not None:
         return f"`{last}` {section}"
-    if close is None:
-        deeper = [inner for inner in key_paths(parent, None) if inner[-1] == last]
-        close = dotted(min(deeper, key=len)) if deeper else None
+    if close is None and deeper:
+        close = dotted(min(deeper, key=len))
     if close is None:
         return f"unknown key `{dotted(path)}`; valid keys here are {', '.join(here)}"
     return f"unknown key `{dotted(path)}`; did you mean `{dotted((*parents, close))}`?"

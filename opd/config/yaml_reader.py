@@ -96,15 +96,17 @@ class _Dumper(yaml.SafeDumper):
 def read_yaml(path: Path, kind: str = "recipe") -> tuple[dict[str, Any], dict[KeyPath, str]]:
     """Content of a file of this `kind`, and where each key stands as `FILE:LINE`.
 
-    Raises `ConfigError` if the file cannot be read, is not YAML, repeats a key or is not a mapping.
+    Raises `ConfigError` if the file cannot be read, is not YAML, repeats a key, is not a mapping or is empty.
     """
     text = _text(path, kind)
     try:
         data, places = _build(text, str(path))
     except yaml.YAMLError as error:
         raise ConfigError(f"{_place(path, text, error)}: {complaint(error)}") from None
-    if data is None:
-        return {}, {}
+    if data is None or data == {}:
+        raise ConfigError(
+            f"{path}: the {kind} is empty; write lines of the form `KEY: VALUE`, or leave the file out"
+        )
     if not isinstance(data, dict):
         raise ConfigError(
             f"{path}: a {kind} is a mapping of keys to values, not a {type(data).__name__};"

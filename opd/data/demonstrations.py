@@ -22,13 +22,14 @@ from opd.data.load import (
     naming,
     refuse_beside_text,
     refuse_media,
+    refuse_unshown,
     rows_of,
     said_in,
     template_arguments,
     with_system,
 )
 from opd.data.messages import WEIGHTS, learnt, refuse_learnt
-from opd.data.other_columns import rename_hint
+from opd.data.other_columns import SHOWN, THOUGHT, rename_hint
 from opd.errors import DataError, reason_of
 from opd.models.chat_templates import TemplateError, UnreadError, refuse_unread, render, render_marked
 from opd.models.token_ids import encode_text
@@ -104,6 +105,7 @@ def demonstrations(source: str, domain: str | None, found: set[str]) -> Iterator
 
 _TOKENS = ("assistant_masks", "assistant_mask", "completion_mask", "loss_mask", "labels", "input_ids")
 """Columns in which others say what counts by token."""
+_PARTS = (*SHOWN, *THOUGHT)
 _OTHERS = {
     "segments": "write its parts as messages, with `train: false` where nothing is learnt",
     "chosen": "rename it to `completion` (or to `messages`, where it has the question too)",
@@ -180,7 +182,7 @@ def _of_texts(where: str, row: dict[str, Any], domain: str, asked: str, answer: 
     for column, text in (("prompt", asked), ("completion", answer)):
         check_text(where, text, column)
     refuse_beside_text(where, row)
-    _refuse_unlearnt(where, row, "prompt", f"{asked}{answer}")
+    refuse_unshown(where, row, "prompt", f"{asked}\n{answer}", _PARTS)
     return Demonstration(Prompt.of(asked, None, domain, where=where), completion=answer)
 
 
@@ -208,31 +210,12 @@ def _conversation(
     for place in learns:
         if messages[place].keys() <= {"role", "content"}:
             _refuse_empty(where, messages[place]["content"])
-    _refuse_unlearnt(where, row, column, "\n".join(text for one in messages for text in _texts(one)))
+    refuse_unshown(where, row, column, messages, _PARTS)
     first = asked or learns[0]
     arguments = template_arguments(where, row)
     prompt = Prompt.of(messages[:first], None, domain, where=where, arguments=arguments)
     unlearnt = [place for place in answers if place > first and place not in learns]
     return Demonstration(prompt, messages=messages, unlearnt=unlearnt)
-
-
-_BESIDE = ("instruction", "input", "context", "thinking", "reasoning", "reasoning_content", "thoughts")
-"""Columns in which others have a part of what is asked or answered."""
-
-
-def _texts(message: Mapping[str, Any]) -> list[str]:
-    return [text for text in (message["content"], message.get("reasoning_content")) if isinstance(text, str)]
-
-
-def _refuse_unlearnt(where: str, row: Mapping[str, Any], column: str, said: str) -> None:
-    """Raise `DataError` for a column of which nothing stands in `said`, what is read and learnt of a row."""
-    for name in _BESIDE:
-        text = row.get(name)
-        if isinstance(text, str) and text.strip() not in said:
-            raise DataError(
-                f"{where}: it has `{name}` beside `{column}`, which would be neither read nor learnt; write"
-                f" it into `{column}`, or give the column another name."
-            )
 
 
 def _refuse_empty(where: str, answer: Any) -> None:

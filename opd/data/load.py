@@ -6,7 +6,7 @@ Files are .jsonl or .parquet: columns `prompt`, `label`, and `domain` if several
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -316,26 +316,38 @@ def prompt_of(where: str, row: dict[str, Any], domain: str) -> Prompt:
     else:
         check_text(where, content)
         refuse_beside_text(where, row)
-    _refuse_unshown(where, row, content)
+    refuse_unshown(where, row, "prompt", content)
     _refuse_no_label(where, row.get("label"))
     # `messages` are a prompt's own, and what tells rewards and reports that it is a conversation.
     metadata = {key: value for key, value in row.items() if key not in _OWN}
     return Prompt.of(content, row.get("label"), domain, metadata, where, arguments)
 
 
-def _refuse_unshown(where: str, row: Mapping[str, Any], content: str | list[Message]) -> None:
-    """Raise `DataError` for a column with a part of what is asked that the prompt lacks: nobody sees it."""
-    said = content if isinstance(content, str) else " ".join(str(one.get("content")) for one in content)
-    for name in SHOWN:
-        parts = row.get(name)
-        texts = [
-            one.strip() for one in (parts if isinstance(parts, list) else [parts]) if isinstance(one, str)
-        ]
-        if any(text not in said for text in texts):
+def refuse_unshown(
+    where: str, row: Mapping[str, Any], column: str, said: str | list[Message], parts: Collection[str] = SHOWN
+) -> None:
+    """Raise `DataError` for a column among `parts` with a text that is not in what is `said`, the row's
+    `column`: no model sees it.
+    """
+    if not isinstance(said, str):
+        said = "\n".join(
+            str(one[key]) for one in said for key in ("content", "reasoning_content") if key in one
+        )
+    for name in row:
+        if name.strip().lower() in parts and any(text.strip() not in said for text in _texts(row[name])):
             raise DataError(
-                f"{where}: it has `{name}` beside `prompt`, which the model would not be shown; write it into"
-                " `prompt`, or give the column another name."
+                f"{where}: it has `{name}` beside `{column}`, which the model would not be shown; write it"
+                f" into `{column}`, or give the column another name."
             )
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """The texts of a column: itself, or those in its lists and in what its objects call a text."""
+    if isinstance(value, str):
+        yield value
+    within = [value.get(key) for key in ("text", "content", "value")] if isinstance(value, dict) else value
+    for one in within if isinstance(within, list) else ():
+        yield from _texts(one)
 
 
 def _refuse_no_label(where: str, label: Any) -> None:

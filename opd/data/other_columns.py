@@ -35,6 +35,8 @@ _SAID = (
 _NAMES = {"prompt": _ASKED, "label": _RIGHT, "completion": _SAID}
 SHOWN = ("instruction", "input", "context", "passage", "history", "choices", "options")
 """Columns in which others have a part of what is asked."""
+THOUGHT = ("thinking", "reasoning", "reasoning_content", "thoughts")
+"""And a part of what is answered."""
 SPOKEN = ("messages", "conversations", "conversation", "dialogue", "dialog", "chat", "turns")
 """Columns of conversations."""
 

@@ -25,6 +25,7 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
+from transformers.pytorch_utils import Conv1D
 
 from opd.config.train import USUAL_TARGETS, LoRAConfig
 from opd.errors import CheckpointError, MissingExtraError, ModelError, reason_of, writing
@@ -198,21 +199,31 @@ def target_layers(module: Any, targets: Iterable[str] | None = None) -> list[str
     last = {name: name.rpartition(".")[2] for name in there}
     wanted = set(USUAL_TARGETS if targets is None else targets)
     absent = wanted.difference(last.values())
+    found = [name for name in there if not _CHOOSES.search(name)]
+    if not there or (targets is None and not found):
+        raise ModelError(
+            f"model.lora has nothing to adapt: {_unadapted(module)}; leave model.lora out, and all weights"
+            " are trained."
+        )
     if targets is None and absent:
-        found = [name for name in there if not _CHOOSES.search(name)]
-        if not found:
-            raise ModelError(
-                f"model.lora has nothing to adapt: the decoder layers of {type(module).__name__} have no"
-                " linear layer; leave model.lora out, and all weights are trained."
-            )
         return found
     if absent:
         raise ModelError(
             f"model.lora.targets names {min(absent)!r}, but no decoder layer of {type(module).__name__} has a"
-            f" linear layer of that name; take some of {', '.join(sorted(set(last.values()))) or 'none'}, or"
+            f" linear layer of that name; take some of {', '.join(sorted(set(last.values())))}, or"
             " leave targets out for the usual ones."
         )
     return [name for name in there if last[name] in wanted]
+
+
+def _unadapted(module: Any) -> str:
+    """Why there is no linear layer in the decoder's layers."""
+    name, layers = type(module).__name__, layers_of(module.get_decoder())
+    if not layers:
+        return f"the decoder of {name} has no list of layers, or several, in which linear ones are looked for"
+    if any(isinstance(part, Conv1D) for layer in layers for part in layer.modules()):
+        return f"the decoder layers of {name} are Conv1D of transformers, and adapters go on nn.Linear alone"
+    return f"the decoder layers of {name} have no linear layer"
 
 
 _CHOOSES = re.compile(r"(^|\.)(\w*router\w*|(shared_expert_)?gate|\w*indexer\w*)(\.|$)")

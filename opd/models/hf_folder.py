@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 
+from opd.config.hub_names import hub_name
 from opd.errors import CheckpointError, ModelError, reason_of
 from opd.foreign import shown
 from opd.models.config_values import refuse_values
@@ -67,8 +68,26 @@ def check_folder(folder: Path, *, digests: bool = True) -> None:
 
 def require_folder(folder: Path) -> None:
     """Raise `CheckpointError` if there is no folder at `folder`."""
-    if not folder.is_dir():
-        raise CheckpointError(f"{folder} is not a folder; download the model first and give its path.")
+    fault = folder_fault(folder)
+    if fault is not None:
+        raise CheckpointError(f"{fault}.")
+
+
+def folder_fault(folder: Path, what: str = "model") -> str | None:
+    """Why no `what` can be read at `folder`, and what to do; `None` for a folder."""
+    if folder.is_dir():
+        return None
+    if any(part.endswith(":") for part in folder.parts[:1]):
+        return f"{folder} is not a folder but a URL; give a folder of this machine"
+    if hub_name(str(folder)) is not None:
+        return f"{folder} is not a folder; download the {what} first and give its path"
+    there = next(place for place in (folder, *folder.parents, Path()) if place.exists())
+    if there == folder or not there.is_dir():
+        return f"{folder} is not a folder: {there} is a file; give the folder that holds the {what}"
+    missing = next((place for place in reversed(folder.parents) if not place.exists()), folder)
+    what_is = "nothing is there" if missing == folder else f"there is no {missing}"
+    named = "; names on the Hub are written org/name" if folder.absolute().parent == Path.cwd() else ""
+    return f"{folder} is not a folder: {what_is}; check the path{named}"
 
 
 def check_small_files(folder: Path) -> None:

@@ -20,7 +20,14 @@ from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBas
 from opd.errors import CheckpointError, ModelError, is_of_library, reason_of
 from opd.foreign import shown
 from opd.models.chat_templates import render
-from opd.models.hf_folder import above_models, check_small_files, described_in, read_object, refuse_code
+from opd.models.hf_folder import (
+    above_models,
+    check_small_files,
+    described_in,
+    folder_fault,
+    read_object,
+    refuse_code,
+)
 from opd.models.token_ids import id_count
 
 PAD, EOS = "<pad>", "<eos>"
@@ -63,8 +70,9 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     is none, if it cannot be read, or if it names code of its own.
     """
     folder = Path(path)
-    if not folder.is_dir():
-        raise ModelError(f"{folder} is not a folder; give one that holds a tokenizer.")
+    absent = folder_fault(folder, "tokenizer")
+    if absent is not None:
+        raise ModelError(f"{absent}.")
     folder = folder if has_tokenizer(folder) else described_in(folder)
     above = None if has_tokenizer(folder) else above_models(folder)
     if above is not None:

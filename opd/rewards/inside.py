@@ -313,6 +313,7 @@ class Answer:
     def __init__(self, read: int, write: int) -> None:
         self._told, self._asked = os.fdopen(read, "rb"), os.fdopen(write, "wb")
         self._objects = Objects(lambda number: Remote(number, self.ask))
+        self._same: dict[Any, Any] = {}
 
     def names(self) -> dict[str, Any]:
         """What the code has defined. Names of Python's own are not taken: `all` stays what it is, and so does
@@ -338,9 +339,13 @@ class Answer:
         for one, left in zip(arguments, said["changed"], strict=True):
             if left is not None and isinstance(one, _CHANGED):
                 _fill(one, self._objects.unpack(left))
-        return self._objects.unpack(said["value"])
+        value = self._objects.unpack(said["value"])
+        # A member of an enumeration of numbers or texts comes as one, and is asked for by `is`.
+        short = type(value) is int or (type(value) is str and len(value) < _SHORT)
+        return self._same.setdefault(value, value) if short else value
 
 
+_SHORT = 200
 _ENDS = (StopIteration, StopAsyncIteration)
 
 

@@ -176,6 +176,12 @@ def _unaskable(parsed: Sequence[ast.Module]) -> str | None:
     parts = [part for one in parsed for part in ast.walk(one)]
     if any(isinstance(part, ast.Call) and _name_of(part) == "redirect_stdout" for part in parts):
         return "reads what answers print by redirect_stdout, and that goes elsewhere; give inputs and outputs"
+    caught = _caught(parts)
+    if caught is not None:
+        return (
+            f"catches {caught}, an exception of the answer's own, which comes from another process as"
+            " RuntimeError; catch Exception"
+        )
     kinds = {part.name for part in parts if isinstance(part, ast.ClassDef)}
     defined = {part.name for part in parts if isinstance(part, _NAMED)} | set(vars(builtins))
     made = {
@@ -194,6 +200,23 @@ def _unaskable(parsed: Sequence[ast.Module]) -> str | None:
                     " prompt that the answer defines the class, and leave it out of the tests"
                 )
     return None
+
+
+def _caught(parts: Sequence[ast.AST]) -> str | None:
+    """An exception that tests catch by a name which they neither define nor have from Python."""
+    known = {one.name for one in parts if isinstance(one, _NAMED)} | set(vars(builtins))
+    known |= {one.id for one in parts if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store)}
+    known |= {one.arg for one in parts if isinstance(one, ast.arg)}
+    known |= {one.asname or one.name for one in parts if isinstance(one, ast.alias)}
+    kinds = [part.type for part in parts if isinstance(part, ast.ExceptHandler)]
+    kinds += [part.args[0] for part in parts if isinstance(part, ast.Call) and part.args and _catches(part)]
+    each = [one for kind in kinds for one in (kind.elts if isinstance(kind, ast.Tuple) else [kind])]
+    names = [one.id for one in each if isinstance(one, ast.Name) and one.id not in known]
+    return names[0] if names and "*" not in known else None
+
+
+def _catches(call: ast.Call) -> bool:
+    return _name_of(call) in ("assertRaises", "assertRaisesRegex", "suppress")
 
 
 def _absent(parsed: Sequence[ast.Module]) -> str | None:

@@ -186,12 +186,13 @@ def _check_student(recipe: Recipe, domains: Mapping[str, Domain], models: Models
 
 def require_folders(model: ModelConfig) -> None:
     """Raise `ModelError` for a folder that `model` names and that is none."""
+    from opd.models.hf_folder import folder_fault
+
     for key, what in (("path", "model"), ("tokenizer", "tokenizer")):
         folder = getattr(model, key)
-        if folder is not None and not Path(folder).is_dir():
-            raise ModelError(
-                f"model.{key}: {folder} is not a folder; download the {what} first and give its path."
-            )
+        fault = None if folder is None else folder_fault(Path(folder), what)
+        if fault is not None:
+            raise ModelError(f"model.{key}: {fault}.")
 
 
 def _look_at_values(folder: Path, models: Models) -> None:
@@ -266,7 +267,10 @@ def _check_streams(recipe: Recipe, models: Models, lost: Collection[str]) -> lis
         own = [f"teachers.{name}.type" for name in names if name in recipe.teachers]
         keys = [*own, "distill.teachers"][: max(len(own), 1)]
         found = attempt(f"teacher {', '.join(names)}", lambda s=source: _stream_names(recipe, s, models))
-        advice = f"set {', '.join(keys)} to local, which keeps whole models in memory"
+        advice = (
+            f"set {', '.join(keys)} to local, which keeps whole models in memory, if `opd sample` answers"
+            " from this one, else choose another"
+        )
         findings += [replace(one, detail=f"{one.detail.partition(';')[0]}; {advice}") for one in found]
     return findings
 

@@ -198,12 +198,9 @@ def test_what_is_not_there_yet_is_a_warning(model, tmp_path, capsys):
     out, err = capsys.readouterr()
     assert "name: dry" in out
     [student, teacher] = errors(err, "opd: warning:")
-    assert student == (
-        f"student: model.path: {tmp_path}/none is not a folder; download the model first and give its path."
-    )
-    assert teacher == (
-        f"teacher sort: {tmp_path}/neither is not a folder; download the model first and give its path."
-    )
+    nothing = "is not a folder: nothing is there; check the path."
+    assert student == f"student: model.path: {tmp_path}/none {nothing}"
+    assert teacher == f"teacher sort: {tmp_path}/neither {nothing}"
 
 
 def test_a_sound_recipe_is_printed_without_reading_weights(model, tmp_path, capsys, monkeypatch):

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from opd.config import DistillConfig, FullVocabularyKL, LocalLaunch, RayLaunch, Recipe, TopKKL
-from opd.config.load import complete, dump_recipe, load_recipe, merge
+from opd.config.load import complete, dump_recipe, load_recipe, located, merge
 from opd.config.teachers import MegatronTeacherEntry
 from opd.errors import ConfigError
 
@@ -273,8 +273,16 @@ def test_missing_and_unreadable_files(tmp_path: Path):
     assert "no recipe was given" in refusal([])
     (tmp_path / "list.yaml").write_text("- 1\n")
     assert "a mapping of keys to values" in refusal([tmp_path / "list.yaml"])
-    (tmp_path / "empty.yaml").write_text("")
-    assert "`name` is missing" in refusal([tmp_path / "empty.yaml"])
+
+
+@pytest.mark.parametrize(
+    "text", ["", "\n", "# later\n", "---\n", "---\n...\n", "{}", "{ }  # later\n", "null", "~"]
+)
+def test_an_empty_file_is_told_wherever_it_stands(write, text, tmp_path):
+    empty, recipe = tmp_path / "empty.yaml", write(MINIMAL)
+    empty.write_text(text)
+    for files in ([empty], [recipe, empty], [empty, recipe], [recipe, empty, recipe]):
+        assert "empty.yaml: the recipe is empty; write lines" in refusal(files)
 
 
 def test_a_teacher_nobody_has_is_named(write):
@@ -459,3 +467,9 @@ def test_served_log_probabilities_at_another_temperature_are_refused(write, kind
         load_recipe([write(yaml.safe_dump(recipe))], [])
     recipe["rollout"] = {"temperature": 1.0}
     assert load_recipe([write(yaml.safe_dump(recipe))], []).rollout.temperature == 1.0
+
+
+def test_the_home_of_a_models_folder_is_written_out(write, monkeypatch):
+    monkeypatch.setenv("HOME", "/somewhere")
+    recipe = located(load_recipe([write(MINIMAL)], ["--model.tokenizer", "~/model", "--run_dir", "~/run"]))
+    assert (recipe.model.tokenizer, recipe.run_dir) == ("/somewhere/model", "~/run")

@@ -17,6 +17,7 @@ import pytest
 from opd.config import DomainConfig
 from opd.data.demonstrations import read_demonstrations
 from opd.data.load import load_domain, prompt_of
+from opd.data.other_columns import SHOWN, THOUGHT
 from opd.errors import DataError
 from opd.rewards.kinds import check_labels
 from opd.rollout.prompts import Prompt
@@ -150,8 +151,8 @@ TALK = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
         ({"problem": "a", "completion": "b"}, "rename `problem` to `prompt`"),
         ({"prompt": "a", "chosen": "b", "rejected": "c"}, "of `chosen`: rename it to `completion`"),
         *[
-            ({**form, name: "Think"}, f"it has `{name}` beside `{column}`, which would be neither read nor")
-            for name in ("instruction", "input", "context", "reasoning", "thinking")
+            ({**form, name: "Think"}, f"it has `{name}` beside `{column}`, which the model would not")
+            for name in (*SHOWN, *THOUGHT)
             for column, form in (("messages", {"messages": TALK}), ("prompt", {"prompt": "a", "completion": "b"}))
         ],
         *[
@@ -234,8 +235,39 @@ def test_a_part_of_what_is_asked_is_shown_or_refused(row, told):
 
 
 @pytest.mark.parametrize(
+    "value",
+    [
+        "more",
+        ["a", "more"],
+        [["a", "more"]],
+        {"text": ["more"], "label": ["A"]},
+        [{"role": "user", "content": "more"}],
+    ],
+    ids=["text", "list", "pairs", "object", "messages"],
+)
+@pytest.mark.parametrize("name", [*SHOWN, "Input", " Context"])
+def test_no_door_leaves_out_a_part_of_what_is_asked(name, value, tmp_path):
+    refused = (
+        rf"rows\.jsonl:1: it has `{name}` beside `(prompt|messages)`, which the model would not be shown"
+    )
+    path = tmp_path / "rows.jsonl"
+    for form in (
+        {"messages": TALK},
+        {"prompt": "a", "completion": "b"},
+        {"prompt": TALK[:1], "completion": "b"},
+    ):
+        path.write_text(json.dumps({**form, name: value}))
+        with pytest.raises(DataError, match=refused):
+            read_demonstrations(str(path), None)
+    for asked in ("a", TALK[:1]):
+        with pytest.raises(DataError, match=refused):
+            prompt_of("rows.jsonl:1", {"prompt": asked, "label": "1", name: value}, "d")
+
+
+@pytest.mark.parametrize(
     "row",
     [
+        {"prompt": "a", "label": "1", "reasoning": "of the solution", "choices": [3, 4]},
         {"prompt": "Which? red or blue", "label": "A", "choices": ["red", "blue"]},
         {"prompt": "a", "label": "1", "input": "", "context": None, "source": "there"},
         {"prompt": [{"role": "user", "content": "a b"}], "label": "1", "input": "b"},

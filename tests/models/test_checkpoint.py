@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from opd.errors import CheckpointError, ModelError, StorageError
 from opd.models.causal_lm import CausalLM
 from opd.models.checkpoint import model_card, save_checkpoint
-from opd.models.hf_folder import read_config
+from opd.models.hf_folder import read_config, require_folder
 from opd.models.hf_weights import quiet
 from opd.models.tokenizers import fingerprint, load_tokenizer
 from opd.storage.weight_folder import read_headers
@@ -232,6 +232,34 @@ def test_a_malformed_index_is_told_in_one_sentence(folder: Path, index: dict, to
         with pytest.raises((CheckpointError, StorageError), match=re.escape(told)) as caught:
             read(folder)
         assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("path", "told"),
+    [
+        ("runs/none/merged", "is not a folder: there is no runs; check the path."),
+        ("here/none/merged", "is not a folder: there is no here/none; check the path."),
+        ("here/merged", "is not a folder; download the model first and give its path."),
+        ("runs/merged", "is not a folder: there is no runs; check the path."),
+        ("../none/merged", "is not a folder: there is no ../none; check the path."),
+        ("{0}/none", "is not a folder: nothing is there; check the path."),
+        ("{0}/a/b/c", "is not a folder: there is no {0}/a; check the path."),
+        ("~/a/b", "is not a folder: there is no ~; check the path."),
+        ("gpt2", "is not a folder: nothing is there; check the path; names on the Hub are written org/name."),
+        ("here/file", "is not a folder: here/file is a file; give the folder that holds the model."),
+        ("here/file/x/y", "is not a folder: here/file is a file; give the folder that holds the model."),
+        ("s3:/bucket/model", "is not a folder but a URL; give a folder of this machine."),
+        ("org/name", "is not a folder; download the model first and give its path."),
+    ],
+)
+def test_a_folder_that_is_not_there_is_named(path, told, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "file").touch()
+    path, told = (one.replace("{0}", str(tmp_path / "here")) for one in (path, told))
+    with pytest.raises(CheckpointError) as caught:
+        require_folder(Path(path))
+    assert str(caught.value) == f"{path} {told}"
 
 
 def test_a_missing_folder_and_a_missing_configuration_are_named(folder: Path):

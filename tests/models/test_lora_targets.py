@@ -108,7 +108,19 @@ def test_layers_that_are_adapted_already_are_found_by_their_names(tmp_path: Path
     assert target_layers(AdaptedLM(plain, LoRAConfig(rank=2), folder).module) == before
 
 
-def test_a_model_without_a_linear_layer_is_refused(tmp_path: Path) -> None:
-    folder = tiny_types.write_folder("gpt2", tmp_path / "gpt2")
-    with pytest.raises(ModelError, match=r"model\.lora has nothing to adapt"):
-        AdaptedLM(CausalLM.from_pretrained(folder), LoRAConfig(), folder)
+@pytest.mark.parametrize("targets", [None, ["c_attn"]], ids=["usual", "named"])
+@pytest.mark.parametrize(
+    ("model_type", "cause"),
+    [
+        ("gpt2", "layers of GPT2LMHeadModel are Conv1D of transformers, and adapters go on nn.Linear alone"),
+        ("bert-generation", "BertGenerationDecoder has no list of layers, or several"),
+        ("gemma3n_text", "Gemma3nForCausalLM has no list of layers, or several"),
+    ],
+)
+def test_a_model_without_a_linear_layer_is_refused_with_its_cause(model_type, cause, targets, tmp_path):
+    folder = tiny_types.write_folder(model_type, tmp_path / model_type)
+    lora = LoRAConfig(targets=targets)
+    with pytest.raises(
+        ModelError, match=rf"^model\.lora has nothing to adapt: .*{cause}.*; leave model\.lora"
+    ):
+        AdaptedLM(CausalLM.from_pretrained(folder), lora, folder)

@@ -9,10 +9,11 @@ import pytest
 import tiny
 
 from opd.config.recipe import DomainConfig
-from opd.config.rewards import VERIFIERS
+from opd.config.rewards import VERIFIERS, PythonReward
 from opd.data.load import load_domain
 from opd.errors import DataError, MissingExtraError, RewardError
 from opd.rewards.kinds import check_labels, own_reward, reward_of, scored_by, verifier_of
+from opd.rewards.python_reward import label_fault
 from opd.rewards.verifier import Answered, side_by_side
 from opd.rollout.prompts import Prompt
 from opd.rollout.rewards import RewardRunner
@@ -214,8 +215,33 @@ class Colour(enum.Enum):
     RED = 1
     BLUE = 2
 def colour(text): return Colour[text]
+class Code(enum.IntEnum):
+    LOW = 1
+    HIGH = 70000
+class Word(enum.StrEnum):
+    ON = "switched on"
+    OFF = "switched off"
+def member(kind, name): return kind[name]
+class Broken(ValueError): pass
+def breaks(): raise Broken("no")
 Pair = collections.namedtuple("Pair", "x y")
 """
+CATCHING = [
+    "try:\n    f()\n    assert False\nexcept Broken:\n    pass",
+    "try:\n    f()\n    assert False\nexcept (ValueError, Broken) as error:\n    assert str(error)",
+    "import contextlib\nwith contextlib.suppress(Broken):\n    f()\n    assert False",
+    "import unittest\nclass T(unittest.TestCase):\n    def test(self):\n"
+    "        with self.assertRaises(Broken):\n            f()\nunittest.main()",
+    {"test": "def check(f):\n    try:\n        f(0)\n        assert 0\n    except Broken:\n        pass", "entry_point": "f"},  # noqa: E501
+    {"tests": ["check()"], "setup": "def check():\n    try:\n        f()\n    except Broken:\n        return\n    assert 0"},  # noqa: E501
+]  # fmt: skip
+CAUGHT = [
+    "class Broken(Exception): pass\ntry:\n    assert f(1)\n    raise Broken\nexcept Broken:\n    pass",
+    "import json\nfrom json import JSONDecodeError as Bad\ntry:\n    f()\n    assert 0\n"
+    "except (Bad, json.JSONDecodeError, KeyError):\n    pass",
+    "Broken = (ValueError, KeyError)\ntry:\n    f()\n    assert 0\nexcept Broken:\n    pass",
+]
+"""Python's own, or the tests' own."""
 OF_OBJECTS = [
     "s = Stack()\ns.push(1).push(2)\nassert len(s) == 2 and s.items == [1, 2] and isinstance(s, Stack)",
     "assert Stack().push(1) == Stack().push(1) and Stack() != Stack().push(1)",
@@ -225,6 +251,9 @@ OF_OBJECTS = [
     "assert {(1, 2): b'x', 'k': {1, 2}} == sort([{(1, 2): b'x', 'k': {1, 2}}])[0]",
     *MANY,
     "assert colour('RED') is Colour.RED and colour('RED') is not Colour.BLUE",
+    "assert member(Code, 'HIGH') is Code.HIGH is not Code.LOW and Code.HIGH == 70000",
+    "assert member(Word, 'ON') is Word.ON is not Word.OFF and Word.ON == 'switched on'",
+    "try:\n    breaks()\n    assert 0\nexcept Exception as error:\n    assert str(error) == 'no'",
     "p = Point(1)\nassert same(p) is p and same(p) is not Point(1) and same([p])[0] is p",
     "assert same(Point(1)) == Point(1, 2) != Point(2) and Point(1) <= Point(2) >= Point(1)",
     "assert Pair(1, 2).y == 2 and same(Pair(1, 2)) == (1, 2) and same([Pair(1, 2)])[0].x == 1",
@@ -398,6 +427,7 @@ def test_labels_that_decide_are_read_from_json_too():
             ("python", label, f"hands an answer objects of its class {name}")
             for name, label in OF_TESTS.items()
         ),
+        *(("python", label, "catches Broken, an exception of the answer's own") for label in CATCHING),
         ("python", PRINTED, "reads what answers print by redirect_stdout"),
         ("python", '{"inputs": [1], "outputs": ["1"]}', "inputs that are no texts"),
         ("python", "[3]", "has no tests"),
@@ -442,6 +472,11 @@ def test_rows_without_labels_are_found_when_the_domain_is_opened(tmp_path):
     loaded = load_domain("d", config, seed=0, held_out_prompts=10)
     with pytest.raises(DataError, match=r"data\.jsonl:13: the label, .* is missing"):
         reward_of(config, loaded)
+
+
+@pytest.mark.parametrize("label", CAUGHT)
+def test_tests_may_catch_what_they_know(label):
+    assert label_fault(PythonReward(type="python"), label) is None
 
 
 def test_a_wrong_definition_and_a_missing_library_are_sentences(monkeypatch):
