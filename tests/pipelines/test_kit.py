@@ -178,6 +178,7 @@ def test_a_policy_learns_from_a_critics_advantages(base, tmp_path):
     assert "frac_reward_zero_std" not in rows[0]
 
 
+@pytest.mark.slow
 def test_the_coefficient_follows_what_was_measured(whole):
     _, rows = whole
     coef = KIT["reference_kl"]["coef"]
@@ -189,6 +190,7 @@ def test_the_coefficient_follows_what_was_measured(whole):
     assert rows[1]["reference_kl/coef"] == pytest.approx(0.08)  # a fifth of it down, as far below the target
 
 
+@pytest.mark.slow
 def test_epochs_are_more_updates_of_the_same_batch(base, whole, tmp_path):
     digest, rows = outcome(base, tmp_path / "run", {"epochs": 1})
     assert digest != whole[0]

@@ -90,6 +90,7 @@ def test_every_back_end_says_the_same(scored, mode):
         assert apart.within(1e-4)
 
 
+@pytest.mark.slow
 def test_the_reference_is_plain_softmax_over_the_tokenizers_tokens(recipe, problem, scored):
     """Against transformers' own logits: padding rows take no probability, the temperature divides logits."""
     from opd.models.causal_lm import CausalLM
@@ -117,6 +118,7 @@ def test_the_reference_is_plain_softmax_over_the_tokenizers_tokens(recipe, probl
             torch.testing.assert_close(mode["qwen"].kl[t].double(), torch.cat(kl), atol=1e-4, rtol=0)
 
 
+@pytest.mark.slow
 def test_the_noise_floor_is_rounding(scored):
     for scores in scored.values():
         assert max(float(values.abs().max()) for values in scores[ITSELF].kl.values()) <= 1e-5
