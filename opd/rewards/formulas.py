@@ -11,14 +11,14 @@ _SIGNS = {
     "÷": r"\div ", "·": r"\cdot ", "\u222a": r"\cup ", "∩": r"\cap ", "∅": r"\emptyset ", "±": r"\pm ",
     "°": r"^\circ ", "\u2212": "-", "。": ".", "、": ",", "\u2044": "/", "\u200b": "",
 }  # fmt: skip
-_WIDE = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)}
+WIDE = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)}
 """Full-width forms of ASCII, as Chinese and Japanese text has them."""
 _RAISED = "⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻"
 _SUPERSCRIPT = re.compile(f"[{_RAISED}]+")
 _DIGITS = str.maketrans(_RAISED, "0123456789+-")
 _FRACTION = re.compile("[¼-¾⅐-⅞]")
 _ROOT = re.compile(r"([√∛])\s*(?:\(([^()]*)\)|\{([^{}]*)\}|(\d+(?:\.\d+)?|\w))")
-_TYPED = str.maketrans({**_SIGNS, **{chr(a): chr(b) for a, b in _WIDE.items()}})
+_TYPED = str.maketrans({**_SIGNS, **{chr(a): chr(b) for a, b in WIDE.items()}})
 _SPACES = "(?:\\\\[,; :]|\\{,\\}|[\u2009\u202f\u00a0~ '])"
 _THOUSANDS = re.compile(rf"(?<![\d.,])\d{{1,3}}(?:{_SPACES}\d{{3}})+(?!\d)")
 _BLANK_SIGN = (

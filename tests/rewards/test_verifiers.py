@@ -39,6 +39,16 @@ HEDGED = [
         "A) x\nB) y\nC) z\nD) w",
     ),
     *("D-day was in 1944", "D'oh", "A's fine", "B vitamins matter", "C++ is a language", "vitamin C helps"),
+    *(
+        "Thus, A or B.",
+        "I'd say B or A",
+        "Thus not B.",
+        "I'd never say B.",
+        "I cannot say B",
+        "Thus, vitamin B.",
+    ),
+    *("It is not A, not B", "It isn't B, not A", "The wrong one is B.", "So A, B.", "It is B or A, not C"),
+    *("```\nA\nB\n```", "```python\nB = 3\n```", "不选B", "排除B", "A、B", "选A和B", "I'd say B vitamins"),
     *("Answer: A man", "The answer is A good question", "A man chose", "I gave A a cake", "I am not sure"),
 ]
 """Answers that name no letter, several, or one that they deny."""
@@ -52,6 +62,22 @@ CHOSEN = [
     *(("The answer would be C", "C"), ("Answer: C Paris", "C"), ("C. Paris", "C"), ("**C**: water", "C")),
     *(("Answer: C. A is wrong because of x", "C"), ("Answer: A, because B is wrong", "A"), ("b. 4", "B")),
     *(("Answer: C is right, not D", "C"), ("The correct answer is option B.", "B"), ("Option C", "C")),
+]
+CHOSEN += [
+    (text, "B")
+    for text in (
+        *("The correct answer is therefore B.", "Thus, B.", "So B.", "Therefore: B", "Hence, option B"),
+        *("The answer is, therefore, B.", "It's clearly B.", "I'd say B.", "I would say B", "I believe B."),
+        *("It is B, not A", "It is B, and not A.", "B, not A", "Answer: B (not A)", "It is B rather than A"),
+        *(
+            "It is B instead of option A.",
+            "\uff22",
+            "\uff08\uff22\uff09",
+            "```\nB\n```",
+            "So:\n~~~text\n(B)\n~~~",
+        ),
+        *("选B", "故选\uff22。", "正确答案是B", "```\nA\n```\nNo, it is B"),
+    )
 ]
 CASES = [
     ("math", r"so \boxed{\frac{1}{2}}", "0.5", 1),
