@@ -470,14 +470,21 @@ class TeacherSchedule:
                 f"teacher {name} returned {type(targets).__name__} for {sum(counts)} response tokens,"
                 " but one hidden state per token is needed; check its back end."
             )
-        if not torch.isfinite(targets.rows).all():
-            raise TeacherError(
-                f"teacher {name} returned hidden states that are not finite; check its weights and dtype."
-            )
+        check_finite(targets.rows, f"teacher {name}")
         rows = list(targets.rows.split(counts))
         if cache is not None:
             rows = cache.store(teacher, mine, rows)
         self._rows |= {(name, sample.uid): own for sample, own in zip(mine, rows, strict=True)}
+
+
+def check_finite(rows: Tensor, whose: str) -> None:
+    """Raise `TeacherError` if hidden states `rows` `[N, D]` hold NaN or infinity."""
+    if not torch.isfinite(rows).all():
+        dtype = str(rows.dtype).removeprefix("torch.")
+        raise TeacherError(
+            f"{whose} returned hidden states in {dtype} that are not finite; check its weights and dtype"
+            " (bfloat16 has the range of float32)."
+        )
 
 
 def _turn_of(teacher: Teacher) -> AbstractContextManager[None] | None:

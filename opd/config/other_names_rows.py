@@ -251,7 +251,8 @@ ROWS = (
          nemo_rl="loss_fn.use_on_policy_kl_approximation loss_fn.force_on_policy_ratio",
          areal="actor.recompute_logprob actor.prox_logp_method"),
     _row("specialist.reference_kl.coef",
-         "the weight of the teachers' divergence in the merge is `distill.kl_coef`",
+         "the weight of the teachers' divergence in the merge is `distill.kl_coef`, and the mixture of a"
+         " generalised Jensen-Shannon divergence `distill.loss.beta` with kind jsd",
          slime="kl-loss-coef kl-coef", trl="beta", verl="@actor.kl_loss_coef algorithm.kl_ctrl.kl_coef",
          openrlhf="init_kl_coef algo.kl.init_coef", nemo_rl="loss_fn.reference_policy_kl_penalty",
          areal="actor.kl_ctl"),

@@ -6,7 +6,7 @@ Files are .jsonl or .parquet: columns `prompt`, `label`, and `domain` if several
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -240,6 +240,13 @@ def _without_nulls(value: Any) -> Any:
     return {key: _without_nulls(one) for key, one in value.items() if one is not None or key == "content"}
 
 
+def _refuse_twice(path: Path, names: Sequence[str]) -> None:
+    """Raise `DataError` if two columns have one name: a row would hold the last."""
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise DataError(f"{path}: the column {twice!r} is there twice; take one of them out.")
+
+
 def _parquet_rows(path: Path) -> Iterator[Row]:
     try:
         import pyarrow
@@ -249,6 +256,7 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
     number = 0
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
+            _refuse_twice(path, file.schema_arrow.names)
             narrow = {
                 field.name: np.float16 if field.type == pyarrow.float16() else np.float32
                 for field in file.schema_arrow

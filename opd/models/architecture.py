@@ -102,6 +102,8 @@ def _cause(module: Any) -> str | None:
     decoder, head = module.get_decoder(), module.get_output_embeddings()
     if not isinstance(head, nn.Linear):
         return f"it has no linear output head; {ANOTHER}"
+    if getattr(module.config.get_text_config(), "is_causal", None) is False:  # read where masks are made
+        return f"its configuration says is_causal false, so it sees tokens to come; {ANOTHER}"
     recorder = Recorder(PackedAttention([0, _TOKENS]))
     ids = torch.zeros(1, _TOKENS, dtype=torch.int64, device="meta")
     placed = "position_ids" in inspect.signature(decoder.forward).parameters
@@ -155,6 +157,8 @@ def _head_cause(module: Any) -> str | None:
     """
     decoder, head = module.get_decoder(), module.get_output_embeddings()
     scale, softcap = head_form(module.config.get_text_config())
+    if softcap is not None and not softcap > 0:
+        return f"its logits are divided by a softcap of {softcap:g}; write null in its place for none"
     hidden = torch.linspace(-1, 1, head.in_features)[None].repeat(_TOKENS, 1)
     weight = torch.linspace(-1, 1, _TOKENS)[:, None].repeat(1, head.in_features) * hidden[:1].sign()
     weight *= 40 / (abs(scale) * float((hidden @ weight.T).abs().max()))  # where a softcap shows
@@ -287,7 +291,15 @@ def check_attention(model: CausalLM) -> None:
             f"{type(model.module).__name__} cannot run a few tokens: {reason_of(error)}; check its"
             f" configuration, or {ANOTHER}."
         ) from error
-    apart = _apart(model, packed, torch.cat(alone))
+    expected = torch.cat(alone)
+    if not torch.isfinite(expected).all():
+        dtype = str(expected.dtype).removeprefix("torch.")
+        mend = "use bfloat16, whose range is that of float32" if dtype == "float16" else "check its weights"
+        raise ModelError(
+            f"{type(model.module).__name__} gives hidden states in {dtype} that are not finite (NaN or"
+            f" infinity) by its own code; {mend}, or what its configuration multiplies and divides by."
+        )
+    apart = _apart(model, packed, expected)
     if apart is not None:
         raise ModelError(
             f"{type(model.module).__name__} gives other hidden states for packed sequences than one by one"

@@ -24,6 +24,7 @@ queries are the last `C` of the `S` positions, unless a call says where the firs
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -114,6 +115,12 @@ def opd_attention(
             " another architecture."
         )
     scaling = options.get("scaling")
+    for what, number in (("multiplies scores by", scaling), ("caps scores at", options.get("softcap"))):
+        if number is not None and not 0 < number < math.inf:
+            raise ModelError(
+                f"its {type(module).__name__} {what} {number:g}, which no trained model does; mend its"
+                " configuration."
+            )
     call = AttentionCall(
         layer_index=int(getattr(module, "layer_idx", 0)),
         query=query,

@@ -11,6 +11,7 @@ from typing import Any
 
 from opd.config.rewards import ChoiceReward
 from opd.rewards.extract import answered, extracted
+from opd.rewards.formulas import WIDE
 from opd.rewards.verifier import Answered, Verifier, each, is_missing
 from opd.rollout.prompts import plain_label
 
@@ -18,16 +19,21 @@ _FORM = re.compile(r"\\(?:text|math)[a-z]*\s*\{|\\boxed\s*\{|\\(?:bf|rm|it)\b")
 _CALLED = r"(?i:(?:the\s+)?(?:(?:correct|right|best)\s+)?(?:option|choice|answer|letter)\b(?:\s+is\b)?)?"
 _END = r"(?![^\W_]|['\u2019\-][^\W_]|\+\+|#)"
 """Behind a letter that is no part of a word, and of no name such as C++."""
-_LETTER = re.compile(rf"[\W_]*{_CALLED}[\W_]*(?:([A-Z])|([a-z])(?=\W*$|[).:])){_END}")
+_LEAD = (
+    r"(?:(?i:therefore|thus|so|hence|consequently|accordingly|clearly|obviously|definitely|then)\b[\W_]*"
+    r"|(?:因此|所以|故)?(?:正确)?(?:答案)?(?:应该?)?(?:选择|选|是|为)\s*)?"
+)
+"""Words before a letter that only lead to it."""
+_LETTER = re.compile(rf"[\W_]*{_LEAD}{_CALLED}[\W_]*(?:([A-Z])|([a-z])(?=\W*$|[).:])){_END}")
 _LABEL = re.compile(rf"[\W_]*{_CALLED}[\W_]*([A-Za-z])[\W_]*")
 _ALONE = re.compile(rf"(?<![\w'\u2019\-])([A-Z]){_END}")
 
 _NEXT = re.compile(
-    r"[\W_]*(?:\b(?:or|and)\b|[,/;&|])[\W_]*(?i:option\s+|choice\s+)?([A-Za-z])(?![\w'\u2019])"
+    r"[\W_]*(?:\b(?:or|and)\b|[,/;&|、或和与及])[\W_]*(?i:option\s+|choice\s+)?([A-Za-z])(?![\w'\u2019])"
 )
 """Behind a letter: another one that may be meant as well."""
 _LETTERS_ALONE = re.compile(r"(?:[\W_]*[A-Z](?![^\W_]))+[\W_]*")
-_NOT = r"(?:not|never|n['\u2019]t|wrong|incorrect|false|excluded|ruled\s+out)"
+_NOT = r"(?:not|never|n['\u2019]t|wrong|incorrect|false|excluded|ruled\s+out|cannot)"
 _DENIED = re.compile(
     rf"[\W_]*(?:(?:is|was|are|can|seems|looks)\s*(?:clearly\s+|also\s+)?)?{_NOT}\b", re.IGNORECASE
 )
@@ -36,16 +42,29 @@ _DENIES = re.compile(rf"\b{_NOT}\b|n['\u2019]t\b|\bexcept\b", re.IGNORECASE)
 _GOES_ON = re.compile(
     r"\s+(?:because|since|as|is|was|are|seems|looks|must|should|would|by|due|for|from|and|or|with|which)\b"
 )
+_SPEAKS = re.compile(r"\s+(?:must|should|would|was)\b")
+"""Behind an I that is no letter of a choice."""
 _WORD = re.compile(r"\s+[a-z]")
 """Behind a letter: a word of its own sentence, which makes A an article and B a name (`B vitamins`)."""
 _SAYS = re.compile(
-    r"(?i:\b(?:is|be|choose|chose|pick|select|with|option|choice|answer)\s+(?:option\s+|choice\s+)?)"
+    r"(?i:\b(?:is|be|it['\u2019]s|choose|chose|pick|select|say|believe|think|leaves|with|option|choice|answer)"
+    r"(?:[\s,]+(?:therefore|thus|then|hence|clearly|obviously|definitely))?[\s,]+(?:option\s+|choice\s+)?)"
     rf"[^\w\s]*([A-Z]){_END}[\W_]*$"
 )
 """A sentence that ends with a letter."""
 _PRAISES = re.compile(
     rf"(?<![\w'\u2019\-])([A-Z]){_END}\W*\s+(?:is|must be|looks)\s+(?:the\s+)?(?:correct|right|best)\b"
 )
+_BESIDES = re.compile(
+    r"[\s,;(]+(?:and\s+|but\s+)?(?:not|rather\s+than|instead\s+of)\s+(?:option\s+|choice\s+)?[*(]*[A-Z][\W_]*$"
+)
+"""At the end: a letter that is not the one before it."""
+_FENCED = re.compile(
+    r"^[ \t]*(```|~~~)(?:te?xt|plaintext|markdown)?[ \t]*\n([^\w\n]{0,9}[A-Za-z][^\w\n]{0,9})\n\s*\1[ \t]*$",
+    re.M,
+)
+"""A block of code that holds one letter."""
+_TAIL = 60
 _ITEM = re.compile(r"[\W_]*([A-Z])\s*[).:]")
 
 
@@ -59,7 +78,8 @@ def letter(text: str, choices: int, *, prose: bool = False) -> str | None:
     if found is None or said is None:
         return None
     rest = text[found.end() :]
-    word = _WORD.match(rest) and not _GOES_ON.match(rest) and (prose or said in "AI")
+    goes_on = _GOES_ON.match(rest) and not (said == "I" and _SPEAKS.match(rest))
+    word = _WORD.match(rest) and not goes_on and (prose or said in "AI")
     return None if word or _DENIED.match(rest) or _hedges(said, rest, choices) else said
 
 
@@ -83,7 +103,11 @@ def _of_label(label: Any, choices: int) -> str | None:
         label = int(label.strip().partition(".")[0]) if len(label) < 20 else -1
     if isinstance(label, int) and not isinstance(label, bool):
         return string.ascii_uppercase[label] if 0 <= label < choices else None
-    found = _LABEL.fullmatch(_FORM.sub("", label[:200]).strip()) if isinstance(label, str) else None
+    found = (
+        _LABEL.fullmatch(_FORM.sub("", label[:200]).translate(WIDE).strip())
+        if isinstance(label, str)
+        else None
+    )
     return _known(found[1], choices) if found else None
 
 
@@ -106,10 +130,12 @@ def score(settings: ChoiceReward, answer: Answered) -> float:
 
 def chosen(settings: ChoiceReward, text: str) -> str | None:
     """The letter that a response chooses; `None` where none is found."""
+    text = _FENCED.sub(r"\2", text.translate(WIDE))
     for way in settings.extract:
         found = extracted(text, [way])
         if found is None or (way == "last_line" and _lists(text)):
             continue
+        found = f"{found[:-_TAIL]}{_BESIDES.sub('', found[-_TAIL:])}"
         said = letter(found, settings.choices, prose=way in ("last_line", "whole"))
         said = said or _in_sentence(found, settings.choices)
         if said is not None:

@@ -11,14 +11,14 @@ _SIGNS = {
     "÷": r"\div ", "·": r"\cdot ", "\u222a": r"\cup ", "∩": r"\cap ", "∅": r"\emptyset ", "±": r"\pm ",
     "°": r"^\circ ", "\u2212": "-", "。": ".", "、": ",", "\u2044": "/", "\u200b": "",
 }  # fmt: skip
-_WIDE = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)}
+WIDE = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)}
 """Full-width forms of ASCII, as Chinese and Japanese text has them."""
 _RAISED = "⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻"
 _SUPERSCRIPT = re.compile(f"[{_RAISED}]+")
 _DIGITS = str.maketrans(_RAISED, "0123456789+-")
 _FRACTION = re.compile("[¼-¾⅐-⅞]")
 _ROOT = re.compile(r"([√∛])\s*(?:\(([^()]*)\)|\{([^{}]*)\}|(\d+(?:\.\d+)?|\w))")
-_TYPED = str.maketrans({**_SIGNS, **{chr(a): chr(b) for a, b in _WIDE.items()}})
+_TYPED = str.maketrans({**_SIGNS, **{chr(a): chr(b) for a, b in WIDE.items()}})
 _SPACES = "(?:\\\\[,; :]|\\{,\\}|[\u2009\u202f\u00a0~ '])"
 _THOUSANDS = re.compile(rf"(?<![\d.,])\d{{1,3}}(?:{_SPACES}\d{{3}})+(?!\d)")
 _BLANK_SIGN = (
@@ -168,7 +168,7 @@ def measured(formula: str) -> tuple[str, str] | None:
         return None
     unit = next((part for part in behind.groups()[1:] if part), "")
     made = unit_of(unit)
-    if not _is_known(made):  # of other words math-verify knows many, and `5 x` is five times x
+    if not is_known(made):  # of other words math-verify knows many, and `5 x` is five times x
         return None
     return behind[1], made + (behind[5] or "")
 
@@ -185,7 +185,7 @@ _OTHER = re.compile(
     r"|below|about|around|nearly|almost|times|half|third|quarter|twice|double|triple|dozen|score|squared|cubed"
     r"|root|power|plus|minus|negative|divided|multiplied|modulo|mod|pi|sqrt|sin|cos|tan|ln|log|exp|infinity"
     r"|undefined|hundred|thousand|million|billion|trillion|wrong|incorrect|false|untrue|invalid|either|neither|maybe"
-    r"|perhaps|possibly|if|unless|excluding|without)\b",
+    r"|perhaps|possibly|if|unless|excluding|without|base|octal|binary|hexadecimal)\b",
     re.IGNORECASE,
 )
 """What makes a phrase say something else than the number in it."""
@@ -255,8 +255,9 @@ def other_units(one: str, other: str) -> bool:
     """Whether both formulas are numbers with units that are known, and these are not the same."""
     found = [measured(typed(formula).strip().removesuffix(".")) for formula in (one, other)]
     units = [each[1].replace("{", "").replace("}", "") for each in found if each is not None]
-    return len(units) == 2 and units[0] != units[1] and all(_is_known(unit) for unit in units)
+    return len(units) == 2 and units[0] != units[1] and all(is_known(unit) for unit in units)
 
 
-def _is_known(unit: str) -> bool:
+def is_known(unit: str) -> bool:
+    """Whether `unit` is one of the units here, or a quotient or power of them."""
     return all(re.sub(r"\^?[23]$", "", part) in _NAMES for part in unit.split("/"))

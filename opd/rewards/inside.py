@@ -22,7 +22,7 @@ from collections import namedtuple
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from importlib import import_module
-from types import ModuleType
+from types import CoroutineType, ModuleType
 from typing import Any, BinaryIO
 
 if __name__ == "__main__":  # where it is imported, a folder of opd must not stand before packages of its name
@@ -79,7 +79,7 @@ class Objects:
         if id(value) not in self._numbers:  # what is held keeps its id; the same one has one number
             self._numbers[id(value)] = len(self.held)
             self.held.append(value)
-        return ["object", self._numbers[id(value)]]
+        return ["coroutine" if isinstance(value, CoroutineType) else "object", self._numbers[id(value)]]
 
     def unpack(self, told: Any) -> Any:
         """What the other side has packed."""
@@ -88,8 +88,9 @@ class Objects:
         kind, *rest = told
         if kind == "own":
             return self.held[rest[0]]
-        if kind == "object" and self._stand_in is not None:
-            return self._standing.setdefault(int(rest[0]), self._stand_in(int(rest[0])))
+        if kind in ("object", "coroutine") and self._stand_in is not None:
+            stands = self._standing.setdefault(int(rest[0]), self._stand_in(int(rest[0])))
+            return stands if kind == "object" else _awaited(stands)
         if kind == "module":  # of the same name, which compares as it always does
             return import_module(rest[0])
         if kind == "dict":
@@ -244,6 +245,19 @@ def _asked(remote: Remote, *words: Any, **named: Any) -> Any:
     return ask(object.__getattribute__(remote, "_number"), *words, **named)
 
 
+async def _awaited(coroutine: Remote) -> Any:
+    """In the tests, a coroutine of the answer's: it runs to its end over there when it is awaited."""
+    return _asked(coroutine, "await")
+
+
+def _await(coroutine: Any) -> Any:
+    asyncio = import_module("asyncio")
+    if not _LOOPS:  # one for all, as what coroutines share belongs to it
+        _LOOPS.append(asyncio.new_event_loop())
+    return _LOOPS[0].run_until_complete(coroutine)
+
+
+_LOOPS: list[Any] = []
 _STOP = object()
 
 
@@ -261,6 +275,7 @@ _DOES: dict[str, Callable[..., Any]] = {
     "float": float, "enter": lambda value: value.__enter__(),
     "exit": lambda value: value.__exit__(None, None, None), "setitem": operator.setitem,
     "add": lambda a, b: a + b, "sub": lambda a, b: a - b, "mul": lambda a, b: a * b,
+    "await": _await,
     "isinstance": lambda kind, value: isinstance(value, kind),
 }  # fmt: skip
 

@@ -25,6 +25,7 @@ from opd.rewards.formulas import (
     trimmed,
     typed,
 )
+from opd.rewards.notation import renoted, union, without_remarks
 from opd.rewards.verifier import Answered, Score, Verifier, compared, is_missing, written_number
 from opd.rollout.prompts import plain_label
 
@@ -43,6 +44,7 @@ def require(settings: MathReward) -> None:
 def label_text(label: Any) -> str:
     """The formula of a label: what GSM8K has after `####`, what is boxed, or all of it."""
     text = label.rpartition("####")[2] if isinstance(label, str) else written_number(plain_label(label))
+    text = renoted(text)
     return _bare(extracted(text, ["boxed"]) or text)
 
 
@@ -62,6 +64,8 @@ _GROUPED = re.compile(r"[-+]?\d{1,3}(?:_\d{3})+(?:\.\d+)?")
 
 def readings(formula: str) -> list[str]:
     """What a formula may mean: 5e-5 is 0.00005 to a program and 5 times e, less 5, to a mathematician."""
+    if (intervals := union(formula)) is not None:
+        return [intervals]
     formula = as_latex(formula)
     text = _bare(formula)
     if _GROUPED.fullmatch(text):
@@ -120,7 +124,7 @@ def score(settings: MathReward, answers: Sequence[Answered]) -> list[Score]:
 
 def _found(settings: MathReward, text: str) -> str | None:
     """The answer in the form in which math-verify finds it."""
-    text = _OR_ELSE.sub(" or ", _DENIED.sub(" ", text))
+    text = _OR_ELSE.sub(" or ", _DENIED.sub(" ", renoted(text)))
     for way in settings.extract:
         found = _side_by_side(text) if way == "boxed" else extracted(text, [way])
         if found is not None and way in ("whole", "last_line"):
@@ -128,7 +132,8 @@ def _found(settings: MathReward, text: str) -> str | None:
         if found is not None and way == "answer":
             found = _OR.sub(" or ", _SENTENCE.split(found, maxsplit=1)[0])
         if found is not None:
-            return _in_a_box(in_prose(found) or found) if len(found) <= _MOST else None
+            said = without_remarks(found[:_MOST])
+            return _in_a_box(in_prose(said) or said) if len(found) <= _MOST else None
     return None
 
 
@@ -149,6 +154,7 @@ def _side_by_side(text: str) -> str | None:
 def _in_text(text: str) -> str:
     """A text without a box: what is a formula alone, or two answers at its end, in a box."""
     if len(text) <= _SHORT and "\n" not in text:
+        text = without_remarks(text)
         alone = in_prose(text) if _WORDS.search(typed(text)) else text
         if alone is not None:
             return _in_a_box(alone)

@@ -182,6 +182,11 @@ def _unaskable(parsed: Sequence[ast.Module]) -> str | None:
             f"catches {caught}, an exception of the answer's own, which comes from another process as"
             " RuntimeError; catch Exception"
         )
+    if _hands_function(parts):
+        return (
+            "hands an answer a function, which stays where the tests are, so that no answer passes; hand over"
+            " plain values, or a name that the answer defines"
+        )
     kinds = {part.name for part in parts if isinstance(part, ast.ClassDef)}
     defined = {part.name for part in parts if isinstance(part, _NAMED)} | set(vars(builtins))
     made = {
@@ -202,12 +207,65 @@ def _unaskable(parsed: Sequence[ast.Module]) -> str | None:
     return None
 
 
-def _caught(parts: Sequence[ast.AST]) -> str | None:
-    """An exception that tests catch by a name which they neither define nor have from Python."""
-    known = {one.name for one in parts if isinstance(one, _NAMED)} | set(vars(builtins))
+def _hands_function(parts: Sequence[ast.AST]) -> bool:
+    """Whether tests call what an answer defines with a function, or with an iterator, of their own."""
+    own = {one.name for one in parts if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef)}
+    answers = _names_of_answers(parts)
+    for call in (part for part in parts if isinstance(part, ast.Call) and _calls(part.func, answers)):
+        given = [*call.args, *(one.value for one in call.keywords)]
+        if any(_is_function(one, own, answers) for value in given for one in _items(value)):
+            return True
+    return False
+
+
+def _is_function(one: ast.expr, own: set[str], answers: set[str]) -> bool:
+    if not isinstance(one, ast.Name):
+        return isinstance(one, ast.Lambda | ast.GeneratorExp)
+    return one.id not in answers and (one.id in own or callable(getattr(builtins, one.id, None)))
+
+
+def _calls(called: ast.expr, answers: set[str]) -> bool:
+    """Whether what is called is a function of the answer's, or a method of an object that it makes there."""
+    if isinstance(called, ast.Attribute) and isinstance(called.value, ast.Call):
+        kind = called.value.func
+        return isinstance(kind, ast.Name) and kind.id in answers and kind.id[:1].isupper()
+    return isinstance(called, ast.Name) and called.id in answers
+
+
+def _items(value: ast.expr) -> list[ast.expr]:
+    """`value`, or what stands in it where it is a list, a tuple or a dictionary."""
+    if isinstance(value, ast.List | ast.Tuple | ast.Set):
+        return [one for item in value.elts for one in _items(item)]
+    return [one for item in value.values for one in _items(item)] if isinstance(value, ast.Dict) else [value]
+
+
+def _names_of_answers(parts: Sequence[ast.AST]) -> set[str]:
+    """Names that tests call and do not define, and those of the parameters to which they hand such."""
+    known = _known(parts) | set(vars(builtins))
+    if "*" in known:
+        return set()
+    called = [part for part in parts if isinstance(part, ast.Call) and isinstance(part.func, ast.Name)]
+    answers = {_name_of(one) for one in called} - known
+    loaded = {one.id for one in parts if isinstance(one, ast.Name)} - known
+    functions = {one.name: one.args.args for one in parts if isinstance(one, ast.FunctionDef)}
+    for call in called:
+        for one, parameter in zip(call.args, functions.get(_name_of(call), []), strict=False):
+            if isinstance(one, ast.Name) and (one.id in loaded or one.id.startswith(OWN)):
+                answers.add(parameter.arg)
+    return answers
+
+
+def _known(parts: Sequence[ast.AST]) -> set[str]:
+    """Names that tests define or import."""
+    known = {one.name for one in parts if isinstance(one, _NAMED)}
     known |= {one.id for one in parts if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store)}
     known |= {one.arg for one in parts if isinstance(one, ast.arg)}
-    known |= {one.asname or one.name for one in parts if isinstance(one, ast.alias)}
+    return known | {one.asname or one.name for one in parts if isinstance(one, ast.alias)}
+
+
+def _caught(parts: Sequence[ast.AST]) -> str | None:
+    """An exception that tests catch by a name which they neither define nor have from Python."""
+    known = _known(parts) | set(vars(builtins))
     kinds = [part.type for part in parts if isinstance(part, ast.ExceptHandler)]
     kinds += [part.args[0] for part in parts if isinstance(part, ast.Call) and part.args and _catches(part)]
     each = [one for kind in kinds for one in (kind.elts if isinstance(kind, ast.Tuple) else [kind])]

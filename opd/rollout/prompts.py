@@ -199,6 +199,11 @@ def encode_prompt(
             raise
         shown = repr(prompt.text if prompt.text is not None else prompt.messages)
         where = prompt.where or f"domain {prompt.domain}"
+        if "TemplateSyntaxError" in reason_of(error):
+            raise DataError(
+                f"{where}: the chat template is no template that Jinja reads ({reason_of(error)}); mend"
+                " model.chat_template, or the tokenizer's own where the recipe gives none."
+            ) from error
         raise DataError(
             f"{where}: the tokenizer cannot encode the prompt {shown[:80]} "
             f"({reason_of(error)}); give another model.tokenizer or model.chat_template, or mend "

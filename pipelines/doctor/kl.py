@@ -134,6 +134,7 @@ def mean_kl(
     import torch
 
     from opd.kernels.ops import linear_kl
+    from opd.teachers.schedule import check_finite
     from opd.train.packing import pack_tokens
 
     with torch.no_grad():
@@ -141,6 +142,8 @@ def mean_kl(
         hidden = student.hidden(ids, positions, cu_seqlens)[rows]
         targets = teacher.score(samples)
         assert isinstance(targets, HiddenStates)  # of a teacher in this process
+        check_finite(hidden, "the student")
+        check_finite(targets.rows, f"teacher {teacher.name}")
         divergence = linear_kl(
             hidden, student.head(vocabulary), targets.rows, teacher.load_head(), temperature=temperature
         )

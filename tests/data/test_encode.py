@@ -42,8 +42,12 @@ def test_what_cannot_be_encoded_names_domain_and_prompt() -> None:
     tokenizer = character_tokenizer("0123456789=")
     with pytest.raises(DataError, match="domain sort: the tokenizer cannot encode the prompt '12a'"):
         encode_prompt(Prompt.of("12a", "", "sort"), tokenizer)
+    messages = [{"role": "user", "content": "31"}]
     with pytest.raises(DataError, match="chat"):
-        encode_prompt(Prompt.of([{"role": "user", "content": "31"}], "", "sort"), tokenizer)
+        encode_prompt(Prompt.of(messages, "", "sort"), tokenizer)
+    tokenizer.chat_template = "{% for m in messages %}"
+    with pytest.raises(DataError, match=r"no template that Jinja reads .*; mend model\.chat_template"):
+        encode_prompt(Prompt.of(messages, "", "sort"), tokenizer)
 
 
 def test_data_and_rewards_need_no_torch() -> None:

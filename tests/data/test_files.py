@@ -203,6 +203,15 @@ def test_missing_file_unknown_source_and_unknown_parameter(tmp_path: Path) -> No
         _load(_jsonl(tmp_path / "a.jsonl", ROWS), params={"digits": 8})
 
 
+def test_a_parquet_column_that_is_there_twice_is_refused(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
+    pytest.importorskip("pyarrow.parquet")
+    table = pyarrow.table([["a", "b"], ["c", "d"], ["1", "2"]], names=["prompt", "prompt", "label"])
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(DataError, match=r"a\.parquet: the column 'prompt' is there twice"):
+        _load(tmp_path / "a.parquet")
+
+
 def test_parquet_without_pyarrow_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = _touch(tmp_path / "a.parquet")
     monkeypatch.setitem(sys.modules, "pyarrow", None)

@@ -13,6 +13,7 @@ import torch
 from settings import ROPES, SETTINGS
 from transformers import PreTrainedConfig
 
+from opd.errors import ModelError
 from opd.models.architecture import check_architecture, head_form
 
 PAIRS = [(model_type, what) for model_type, flips in SETTINGS.items() for what in flips]
@@ -78,8 +79,6 @@ def test_a_setting_of_another_family_changes_no_head():
 def test_a_head_of_another_form_is_refused_without_weights(monkeypatch: pytest.MonkeyPatch):
     from transformers import LlamaForCausalLM
 
-    from opd.errors import ModelError
-
     plain = LlamaForCausalLM.forward
 
     def scaled(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -90,4 +89,21 @@ def test_a_head_of_another_form_is_refused_without_weights(monkeypatch: pytest.M
     monkeypatch.setattr(LlamaForCausalLM, "forward", scaled)
     config: PreTrainedConfig = tiny_types.tiny_config("llama")
     with pytest.raises(ModelError, match=r"here is of class LlamaForCausalLM, .* its head is not of a known"):
+        check_architecture(config, "here")
+
+
+@pytest.mark.parametrize(
+    ("model_type", "settings", "words"),
+    [
+        ("llama", {"is_causal": False}, "says is_causal false, so it sees tokens to come"),
+        ("gemma2", {"final_logit_softcapping": 0.0}, "logits are divided by a softcap of 0"),
+        ("gemma2", {"attn_logit_softcapping": 0.0}, "caps scores at 0"),
+        ("granite", {"attention_multiplier": 0.0}, "multiplies scores by 0"),
+    ],
+)
+def test_settings_of_no_trained_decoder_are_refused_without_weights(model_type, settings, words):
+    config = tiny_types.tiny_config(model_type)
+    for name, value in settings.items():
+        setattr(config, name, value)
+    with pytest.raises(ModelError, match=words):
         check_architecture(config, "here")

@@ -224,6 +224,60 @@ RIGHT += [
     }.items()
     for text in texts
 ]  # fmt: skip
+RIGHT += [
+    (text, label)
+    for label, texts in {
+        "42": ["Answer: 42 (since 6*7)", "The answer is 42 (6 boxes of 7)",
+            "The answer is 42 (6 boxes of 7).",
+            "Answer: 42 (6 times 7 is 42)", "Answer: $42$ (since $6*7$)", "Answer: 42 (not 43)",
+            "#### 42 (6 of 7)",
+            "The answer is 42 (6 boxes of 7), since it is so.", r"\boxed{42 (since 6*7)}", "42 (since 6*7)",
+            r"\boxed{42 \text{ (since 6*7)}}", r"\boxed{42} (since 6*7)", "Answer: 42 (since f(3) = 7)",
+            "Answer: 42 (= 6 * 7)", "Answer: 42 [6 boxes of 7]", "<answer>42 (6 boxes of 7)</answer>"],
+        "18": ["Answer: 18 (9 eggs at $2)", "Answer: $18 (9 eggs at $2 each)",
+            "Answer: 18 dollars (9 eggs at $2)"],
+        "-5": ["Answer: -5 (since 3 - 8)"], "1/2": ["Answer: 1/2 (2 of 4)", r"Answer: \frac12 (or 0.5)"],
+        r"\sqrt{2}": [r"Answer: \sqrt{2} (about 1.41)"], "1, 2": ["Answer: 1, 2 (two roots)"],
+        "5 m": ["Answer: 5 (metres)", "Answer: 5 (in m)"], "2x+2": ["Answer: 2(x+1)"],
+        "14": ["Answer: 2 (3 + 4)"],
+        "0.5": [r"\boxed{\sin 30^\circ}", r"\boxed{\cos 60^\circ}", r"\boxed{\sin 30°}", r"\boxed{sin(30°)}",
+            r"\boxed{\sin\left(30^{\circ}\right)}", r"\boxed{\sin{30^\circ}}", r"\boxed{\sin 30\degree}",
+            r"\boxed{\sin 30 \text{ degrees}}", r"$\sin 30^\circ$", r"The value is $\sin 30^\circ$."],
+        "1/4": [r"\boxed{\sin^2 30^\circ}", r"\boxed{\sin^{2} 30^\circ}"],
+        "2": [r"\boxed{2\sin 30^\circ + 1}"],
+        r"\frac{\sqrt3}{2}": [r"\boxed{\sin(45^\circ + 15^\circ)}"],
+        "1": [r"\boxed{\cot 45^\circ}", r"\boxed{\frac{\sin 30^\circ}{\cos 60^\circ}}",
+            r"\boxed{0.\overline{9}}"],
+        r"\sin 150^\circ": [r"\boxed{\sin 30^\circ}"], r"\sin 70^\circ": [r"\boxed{\cos 20^\circ}"],
+        r"\sin x^\circ": [r"\boxed{\sin x^\circ}"], r"\sin 30": [r"\boxed{\sin 30}"],
+        r"\emptyset": [r"\boxed{\varnothing}", r"\boxed{\emptyset}", r"\boxed{∅}"],
+        r"\varnothing": [r"\boxed{\emptyset}"],
+        r"(-\infty,3)\cup(5,\infty)": [r"\boxed{x<3 \text{ or } x>5}", "x<3 or x>5", "Answer: $x<3$ or $x>5$",
+            r"\boxed{x>5 \text{ or } x<3}", r"\boxed{x<3 \lor x>5}", r"\boxed{3 > x \text{ or } x > 5}",
+            r"\boxed{(-\infty,3) \text{ or } (5,\infty)}", r"\boxed{x \lt 3\text{ or }x \gt 5}"],
+        r"(-\infty,3]\cup[5,\infty)": [r"\boxed{x \le 3 \text{ or } x \ge 5}", "x ≤ 3 or x ≥ 5"],
+        r"(-\infty,3)\cup(5,7]": [r"\boxed{x<3 \text{ or } 5<x\le 7}", r"\boxed{x<3 \text{ or } 7\ge x>5}"],
+        r"x<3 \text{ or } x>5": [r"\boxed{(-\infty,3)\cup(5,\infty)}", r"\boxed{x<3 \text{ or } x>5}"],
+        "A, C": [r"\boxed{\text{A, C}}", r"\boxed{\text{A,C}}", r"\boxed{\text{A and C}}",
+            r"\boxed{\mathrm{A, C}}"],
+        r"\text{A, C}": [r"\boxed{A, C}"],
+        "(1,2)": [r"\boxed{\langle 1,2\rangle}", r"\boxed{\left\langle 1,2\right\rangle}"],
+        r"\langle 1,2\rangle": [r"\boxed{(1,2)}"],
+        "1/3": [r"\boxed{0.\overline{3}}", r"\boxed{0.\bar{3}}", r"\boxed{0.\bar3}", r"\boxed{0.\dot{3}}",
+            r"The value is $0.\overline{3}$."],
+        "-1/3": [r"\boxed{-0.\overline{3}}"], "1/6": [r"\boxed{0.1\overline{6}}"],
+        "7/3": [r"\boxed{2.\overline{3}}"],
+        r"0.\overline{142857}": [r"\boxed{\frac17}"],
+        "3": [r"\boxed{\color{red}{3}}", r"\boxed{\color{red}3}", r"\boxed{{\color{blue} 3}}",
+            r"\boxed{\textcolor{red}{3}}", r"\boxed{\color[rgb]{1,0,0}3}", r"\boxed{\colorbox{red}{3}}",
+            r"\boxed{\#3}", r"\boxed{#3}", "Answer: #3", r"\boxed{\begin{aligned}3\end{aligned}}",
+            r"\boxed{\begin{aligned}&3\end{aligned}}", r"\boxed{\begin{aligned}x&=3\end{aligned}}",
+            r"\boxed{\begin{align*}3\end{align*}}", r"\boxed{\begin{array}{c}3\end{array}}",
+            r"\boxed{\begin{gathered}3\end{gathered}}", r"\boxed{\begin{split}3\end{split}}"],
+    }.items()
+    for text in texts
+]  # fmt: skip
+"""Answers that are explained in brackets, and notation of other books."""
 WRONG = [
     (r"\boxed{5 \& 6}", "6"),
     ("The answer is at least 15.", "15"),
@@ -356,6 +410,37 @@ WRONG += [
         "€5": ["$5", r"\$5", "5 dollars"],
         "5 EUR": ["5 USD"],
         "5 dollars": ["5 euros"],
+    }.items()
+    for text in texts
+]  # fmt: skip
+WRONG += [
+    (text, label)
+    for label, texts in {
+        "6": ["Answer: 42 (since 6*7)", "The answer is 42 (6 boxes of 7)", "Answer: 6 (mod 5)",
+            "Answer: 6 (base 5)",
+            "Answer: 6 (in base seven)", "Answer: 6 (wrong)", "Answer: 6 (squared)", "Answer: 6 (thousand)",
+            "Answer: 6 (not sure)", "Answer: 6 (maybe 7)", "Answer: 6 (7 is possible)",
+            "Answer: 6 (times two)"],
+        "7": ["Answer: 42 (since 6*7)", "The answer is 42 (6 boxes of 7)", "42 (since 6*7)"],
+        "2": ["Answer: 18 (9 eggs at $2)", "Answer: 2 (x+1)"], "9": ["Answer: 18 (9 eggs at $2)"],
+        "42": ["Answer: 42 (or 43)", "Answer: 42 (43 is also possible)", "Answer: 42 (alternatively 43)"],
+        "43": ["Answer: 42 (or 43)", "Answer: 42 (6*7 = 43)"],
+        "5 km": ["Answer: 5 (metres)", "Answer: 5 (in m)"],
+        r"\sin 30": [r"\boxed{\sin 30^\circ}", r"The value is $\sin 30^\circ$."],
+        r"\sin x": [r"\boxed{\sin x^\circ}"],
+        r"\sin 30^\circ": [r"\boxed{\sin 30}", r"\boxed{\cos 30^\circ}"],
+        r"30^\circ": [r"\boxed{\sin 30^\circ}"],
+        r"\varnothing": [r"\boxed{0}", r"\boxed{\{0\}}"], "A, C": [r"\boxed{\text{A}}",
+            r"\boxed{\text{A, B}}"],
+        "A": [r"\boxed{\text{A and C}}", r"\boxed{\text{A, C}}"],
+        r"(-\infty,3)\cup(5,\infty)": [r"\boxed{x<3 \text{ and } x>5}", r"\boxed{x<3}",
+            r"\boxed{x<3 \text{ or } y>5}",
+            r"\boxed{x \le 3 \text{ or } x \ge 5}", r"\boxed{x>3 \text{ or } x<5}"],
+        "(1,2)": [r"\boxed{\langle 2,1\rangle}"], r"\langle 1,2\rangle": [r"\boxed{1,2}", r"\boxed{\{1,2\}}"],
+        "[1,2]": [r"\boxed{\langle 1,2\rangle}"], "0.3": [r"\boxed{0.\overline{3}}"],
+        "3": [r"\boxed{0.\overline{3}}", r"\boxed{\overline{3}}", r"\boxed{\color{red}{4}}", r"\boxed{\#4}",
+            r"\boxed{\begin{aligned}3\\4\end{aligned}}", r"\boxed{\begin{array}{cc}3&4\end{array}}"],
+        "4": [r"\boxed{\begin{aligned}3\\4\end{aligned}}"],
     }.items()
     for text in texts
 ]  # fmt: skip

@@ -39,6 +39,16 @@ HEDGED = [
         "A) x\nB) y\nC) z\nD) w",
     ),
     *("D-day was in 1944", "D'oh", "A's fine", "B vitamins matter", "C++ is a language", "vitamin C helps"),
+    *(
+        "Thus, A or B.",
+        "I'd say B or A",
+        "Thus not B.",
+        "I'd never say B.",
+        "I cannot say B",
+        "Thus, vitamin B.",
+    ),
+    *("It is not A, not B", "It isn't B, not A", "The wrong one is B.", "So A, B.", "It is B or A, not C"),
+    *("```\nA\nB\n```", "```python\nB = 3\n```", "不选B", "排除B", "A、B", "选A和B", "I'd say B vitamins"),
     *("Answer: A man", "The answer is A good question", "A man chose", "I gave A a cake", "I am not sure"),
 ]
 """Answers that name no letter, several, or one that they deny."""
@@ -52,6 +62,22 @@ CHOSEN = [
     *(("The answer would be C", "C"), ("Answer: C Paris", "C"), ("C. Paris", "C"), ("**C**: water", "C")),
     *(("Answer: C. A is wrong because of x", "C"), ("Answer: A, because B is wrong", "A"), ("b. 4", "B")),
     *(("Answer: C is right, not D", "C"), ("The correct answer is option B.", "B"), ("Option C", "C")),
+]
+CHOSEN += [
+    (text, "B")
+    for text in (
+        *("The correct answer is therefore B.", "Thus, B.", "So B.", "Therefore: B", "Hence, option B"),
+        *("The answer is, therefore, B.", "It's clearly B.", "I'd say B.", "I would say B", "I believe B."),
+        *("It is B, not A", "It is B, and not A.", "B, not A", "Answer: B (not A)", "It is B rather than A"),
+        *(
+            "It is B instead of option A.",
+            "\uff22",
+            "\uff08\uff22\uff09",
+            "```\nB\n```",
+            "So:\n~~~text\n(B)\n~~~",
+        ),
+        *("选B", "故选\uff22。", "正确答案是B", "```\nA\n```\nNo, it is B"),
+    )
 ]
 CASES = [
     ("math", r"so \boxed{\frac{1}{2}}", "0.5", 1),
@@ -225,6 +251,15 @@ def member(kind, name): return kind[name]
 class Broken(ValueError): pass
 def breaks(): raise Broken("no")
 Pair = collections.namedtuple("Pair", "x y")
+import asyncio
+async def slow(x):
+    await asyncio.sleep(0)
+    return 1 // x
+class Slow:
+    async def add(self, x): return x + 1
+line = asyncio.Queue()
+async def put(x): await line.put(x)
+async def take(): return await line.get()
 """
 CATCHING = [
     "try:\n    f()\n    assert False\nexcept Broken:\n    pass",
@@ -235,7 +270,24 @@ CATCHING = [
     {"test": "def check(f):\n    try:\n        f(0)\n        assert 0\n    except Broken:\n        pass", "entry_point": "f"},  # noqa: E501
     {"tests": ["check()"], "setup": "def check():\n    try:\n        f()\n    except Broken:\n        return\n    assert 0"},  # noqa: E501
 ]  # fmt: skip
+HANDING = [
+    "assert f(lambda v: v + 1, 1) == 2",
+    "assert f(1, key=lambda v: v) == 2",
+    "assert f([lambda v: v]) == 2",
+    "def up(v): return v + 1\nassert f(up, 1) == 2",
+    "assert f(len, 'a') == 1",
+    "assert f(v for v in [1]) == 1",
+    "assert Solution().f(lambda v: v + 1, 1) == 2",
+    {"test": "def check(candidate):\n    assert candidate(lambda v: v + 1, 1) == 2", "entry_point": "f"},
+    {"tests": ["check(f)"], "setup": "def check(g):\n    assert g(str, 1) == '1'"},
+]
+"""Functions of the tests' own, which are handed to an answer."""
 CAUGHT = [
+    "assert sorted(f(1), key=lambda v: -v) == [2, 1]",
+    "got = f(1)\ngot.sort(key=lambda v: v)\nassert got == [1]",
+    "assert all(map(lambda v: f(v) == v, [1]))",
+    "def check(g):\n    assert g(1) == 1\ncheck(f)\ncheck(lambda v: 1)",
+    "assert f(step, 1) == 2",
     "class Broken(Exception): pass\ntry:\n    assert f(1)\n    raise Broken\nexcept Broken:\n    pass",
     "import json\nfrom json import JSONDecodeError as Bad\ntry:\n    f()\n    assert 0\n"
     "except (Bad, json.JSONDecodeError, KeyError):\n    pass",
@@ -258,6 +310,11 @@ OF_OBJECTS = [
     "assert same(Point(1)) == Point(1, 2) != Point(2) and Point(1) <= Point(2) >= Point(1)",
     "assert Pair(1, 2).y == 2 and same(Pair(1, 2)) == (1, 2) and same([Pair(1, 2)])[0].x == 1",
     "p = Point(3)\nassert (abs(p), int(p), float(p), (-p).x) == (3, 3, 1.5, -3)",
+    "import asyncio\nassert asyncio.run(slow(1)) == 1 and asyncio.run(Slow().add(1)) == 2",
+    "import asyncio, inspect\nc = slow(1)\nassert inspect.iscoroutine(c) and asyncio.run(c) == 1",
+    "import asyncio\ntry:\n    asyncio.run(slow(0))\n    assert 0\nexcept ZeroDivisionError:\n    pass",
+    "import asyncio\nasync def both():\n    assert await asyncio.gather(slow(1), slow(2)) == [1, 0]\n"
+    "    await put(3)\n    assert await take() == 3\nasyncio.run(both())",
     "p = Point(3)\nwith p as x:\n    assert x == 3\np['x'] = 4\nassert p.x == 4",
     *(
         f"{imported}\nassert same({value}) == {value} and same([{value}]) != [{other}]"
@@ -291,6 +348,10 @@ OF_OBJECTS = [
             "assert F(1) == 2",
         ),
         ("class F:\n    def __eq__(self, other): return True", "assert F() == 2"),
+        (
+            "class F:\n    def __eq__(self, other): return True\nasync def f(): return F()",
+            "import asyncio\nassert asyncio.run(f()) == 2",
+        ),
         ("class F:\n    def __le__(self, other): return True", "assert F() <= 2"),
     ],
 )
@@ -427,6 +488,7 @@ def test_labels_that_decide_are_read_from_json_too():
             ("python", label, f"hands an answer objects of its class {name}")
             for name, label in OF_TESTS.items()
         ),
+        *(("python", label, "hands an answer a function") for label in HANDING),
         *(("python", label, "catches Broken, an exception of the answer's own") for label in CATCHING),
         ("python", PRINTED, "reads what answers print by redirect_stdout"),
         ("python", '{"inputs": [1], "outputs": ["1"]}', "inputs that are no texts"),
