@@ -28,7 +28,7 @@ from opd.kernels.head import Head
 from opd.kernels.ops import linear_logprobs
 from opd.protocols import Teacher
 from opd.teachers.layer_stream import Staging, naming_lost_ranks
-from opd.teachers.score_cache import GivenLogprobs, Piecewise, ScoreCache, cuts, resident_parts
+from opd.teachers.score_cache import GivenLogprobs, Piecewise, ScoreCache, check_finite, cuts, resident_parts
 from opd.train.teacher_views import ScoredView, TeacherView, View
 from opd.types import HiddenStates, MicroBatch, RolloutBatch, Sample, TokenLogprobs, TopKLogprobs
 
@@ -475,16 +475,6 @@ class TeacherSchedule:
         if cache is not None:
             rows = cache.store(teacher, mine, rows)
         self._rows |= {(name, sample.uid): own for sample, own in zip(mine, rows, strict=True)}
-
-
-def check_finite(rows: Tensor, whose: str) -> None:
-    """Raise `TeacherError` if hidden states `rows` `[N, D]` hold NaN or infinity."""
-    if not torch.isfinite(rows).all():
-        dtype = str(rows.dtype).removeprefix("torch.")
-        raise TeacherError(
-            f"{whose} returned hidden states in {dtype} that are not finite; check its weights and dtype"
-            " (bfloat16 has the range of float32)."
-        )
 
 
 def _turn_of(teacher: Teacher) -> AbstractContextManager[None] | None:

@@ -326,6 +326,16 @@ class Weighing(Protocol):
         ...
 
 
+def check_finite(rows: Tensor, whose: str) -> None:
+    """Raise `TeacherError` if hidden states `rows` `[N, D]` hold NaN or infinity."""
+    if not torch.isfinite(rows).all():
+        dtype = str(rows.dtype).removeprefix("torch.")
+        raise TeacherError(
+            f"{whose} returned hidden states in {dtype} that are not finite; check its weights and dtype"
+            " (bfloat16 has the range of float32)."
+        )
+
+
 def unusable(name: str, sample: Sample, rows: int) -> TeacherError:
     """The error for a teacher that gave `rows` rows so far, too few or many, or some not finite."""
     return TeacherError(

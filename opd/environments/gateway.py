@@ -130,9 +130,10 @@ class Gateway:
             server = self._runner.server
             held: list[Any] = [] if server is None else list(server.connections)
             await self._runner.cleanup()
-            for transport in [one.transport for one in held if one.transport is not None]:
-                transport.abort()  # what its client does not read keeps it open
-            for _ in range(2):  # the loop closes sockets in its next round
+            for _ in range(5):  # the loop closes sockets in its next round, and may have accepted some more
+                late: list[Any] = [] if server is None else list(server.connections)
+                for transport in [one.transport for one in (*held, *late) if one.transport is not None]:
+                    transport.abort()  # what its client does not read keeps it open
                 await asyncio.sleep(0)
 
     def _connection(self, loop: asyncio.AbstractEventLoop) -> asyncio.Protocol:

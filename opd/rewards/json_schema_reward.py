@@ -135,7 +135,7 @@ def _formats(kind: Any) -> Any:
     from jsonschema import FormatChecker
 
     made = FormatChecker(())
-    own = {"date-time": _is_moment, "uri": _is_uri, "duration": _is_duration}
+    own = {"date-time": _is_moment, "time": _is_time, "uri": _is_uri, "duration": _is_duration}
     made.checkers = {
         **kind.FORMAT_CHECKER.checkers,
         **{name: (check, ValueError) for name, check in own.items()},
@@ -173,6 +173,11 @@ def _is_moment(value: object) -> bool:
     if not isinstance(value, str):
         return True
     return _MOMENT.fullmatch(value) is not None and bool(datetime.fromisoformat(value))
+
+
+def _is_time(value: object) -> bool:
+    """Whether a text is a time of RFC 3339, which has a zone; what is no text has no format."""
+    return not isinstance(value, str) or _is_moment(f"1970-01-01T{value}")
 
 
 _MOMENT = re.compile(r"\d{4}-\d\d-\d\d[Tt]\d\d:\d\d:\d\d(\.\d+)?([Zz]|[+-]\d\d:\d\d)", re.ASCII)

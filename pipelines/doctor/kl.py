@@ -134,7 +134,7 @@ def mean_kl(
     import torch
 
     from opd.kernels.ops import linear_kl
-    from opd.teachers.schedule import check_finite
+    from opd.teachers.score_cache import check_finite
     from opd.train.packing import pack_tokens
 
     with torch.no_grad():
