@@ -44,8 +44,9 @@ PROBE_LOGIT = 40.0
 _PROBED_ROWS = 1 << 13
 
 
-def head_of(module: Any, config: Any, vocab_size: int | None = None) -> Head:
-    """The head of `module`, sharing its parameters, over its first `vocab_size` tokens.
+def head_of(module: Any, form: tuple[float, float | None], vocab_size: int | None = None) -> Head:
+    """The head of `module` with scale and softcap `form`, sharing its parameters, over its first `vocab_size`
+    tokens.
 
     Raises `ModelError` if the output embedding is missing, is not linear, or is smaller than `vocab_size`.
     """
@@ -60,7 +61,7 @@ def head_of(module: Any, config: Any, vocab_size: int | None = None) -> Head:
             f"the head of {type(module).__name__} has {linear.weight.shape[0]} rows, fewer than the"
             f" {vocab_size} tokens asked for; use the tokenizer the model was made for."
         )
-    scale, softcap = head_form(config)
+    scale, softcap = form
     return Head(linear.weight, bias=linear.bias, scale=scale, softcap=softcap, vocab_size=vocab_size)
 
 
@@ -71,7 +72,7 @@ def check_head(model: CausalLM) -> None:
     The last hidden states are scaled up inside the probe so that the largest logit is about `PROBE_LOGIT`:
     a softcap that is missing or extra then shows even at random weights. Raises `ModelError` if they differ.
     """
-    head = head_of(model.module, model.config)
+    head = head_of(model.module, model.head_form)
     ids = torch.arange(8, device=model.device) % model.vocab_size
     positions = torch.arange(8, device=model.device)
     hidden = model.run(ids, positions, PackedAttention([0, 8]))
@@ -295,6 +296,7 @@ class CausalLM:
         self.module = module.eval()
         self.decoder = module.get_decoder()
         self.config = module.config.get_text_config()
+        self.head_form = head_form(self.config)
         self.vocabulary: int | None = None
         """Tokens the tokenizer has; set it where a model pads its head, so that padding is never sampled."""
         self.kv_numbers = 0
@@ -433,7 +435,7 @@ class CausalLM:
     def head(self, vocab_size: int | None = None) -> Head:
         """The head over the first `vocab_size` tokens (default: `vocabulary`, or all): a live view, so
         gradients reach the parameters."""
-        return head_of(self.module, self.config, vocab_size or self.vocabulary)
+        return head_of(self.module, self.head_form, vocab_size or self.vocabulary)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor of the state in the module's order, detached, without copying; tied weights once."""
