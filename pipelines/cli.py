@@ -98,10 +98,10 @@ def _dry_run(recipe: Recipe) -> int:
     """Print `recipe`, unless the folders of its models give a run to refuse."""
     from opd.pipelines.doctor.examine import examine_folders
 
-    findings = examine_folders(located(recipe))
-    if not any(finding.level == "error" for finding in findings):
-        print(dump_recipe(recipe), end="")
-    return 0 if _told(findings) else ERROR
+    if not _told(examine_folders(located(recipe))):
+        return ERROR
+    print(dump_recipe(recipe), end="")
+    return 0
 
 
 def _doctor(recipe: Recipe, options: argparse.Namespace) -> int:

@@ -393,7 +393,6 @@ def visits(
     last.
     """
     check_signal(name, settings, recipe)
-    check_temperature(name, settings, recipe.rollout.temperature)
     if settings.servers is not None or settings.path is None:
         yield f"the run starts its servers itself ({settings.servers})"
         return

@@ -241,9 +241,9 @@ def located(recipe: Recipe) -> Recipe:
         for key in parents:
             holder = holder[key]
         given = holder[last]
-        if given and (*parents, last) in of_models and hub_name(given) is not None:
-            continue
         if given and (*parents, last) in of_models:
+            if hub_name(given) is not None:
+                continue
             given = os.path.expanduser(given)
         if given and given.strip() and "://" not in given and not given.startswith("~"):
             holder[last] = str(Path(given).absolute())

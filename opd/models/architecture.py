@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 ANOTHER = "choose a model of another architecture"
 """What is left where an architecture is at fault."""
 _TOKENS = 5
+PROBE_LOGIT = 40.0
+"""Size of the largest logit in probes: large enough that a missing softcap shows at random weights."""
 _DIVISORS = ("logits_scaling",)  # Granite, MiniCPM 3
 _FACTORS = ("logit_scale", "lm_head_multiplier", "output_multiplier")  # Cohere, Falcon H1, Muse Spark
 _SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap")  # Gemma 2/3, RecurrentGemma
@@ -161,7 +163,7 @@ def _head_cause(module: Any) -> str | None:
         return f"its logits are divided by a softcap of {softcap:g}; write null in its place for none"
     hidden = torch.linspace(-1, 1, head.in_features)[None].repeat(_TOKENS, 1)
     weight = torch.linspace(-1, 1, _TOKENS)[:, None].repeat(1, head.in_features) * hidden[:1].sign()
-    weight *= 40 / (abs(scale) * float((hidden @ weight.T).abs().max()))  # where a softcap shows
+    weight *= PROBE_LOGIT / (abs(scale) * float((hidden @ weight.T).abs().max()))
 
     def multiplied(given: Tensor, *_: Any, **__: Any) -> Tensor:
         return given @ weight.T

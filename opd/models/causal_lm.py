@@ -25,7 +25,13 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 from opd.errors import ModelError, reason_of
 from opd.kernels.head import Head
 from opd.kernels.projection import speed_up
-from opd.models.architecture import check_architecture, check_attention, check_pieces, head_form
+from opd.models.architecture import (
+    PROBE_LOGIT,
+    check_architecture,
+    check_attention,
+    check_pieces,
+    head_form,
+)
 from opd.models.attention import ATTENTION_NAME, Attend, PackedAttention
 from opd.models.hf_folder import check_folder, read_config, scratch_config
 from opd.models.hf_weights import load_module, unpadded
@@ -39,8 +45,6 @@ from opd.models.long_sequence import (
     recomputed,
 )
 
-PROBE_LOGIT = 40.0
-"""Size of the largest logit in the probe: large enough that a missing softcap shows at random weights."""
 _PROBED_ROWS = 1 << 13
 
 

@@ -187,6 +187,17 @@ def _unaskable(parsed: Sequence[ast.Module]) -> str | None:
             "hands an answer a function, which stays where the tests are, so that no answer passes; hand over"
             " plain values, or a name that the answer defines"
         )
+    kind = _kind_handed(parts)
+    if kind is not None:
+        return (
+            f"hands an answer objects of its class {kind}, which stay where the tests are; say in the"
+            " prompt that the answer defines the class, and leave it out of the tests"
+        )
+    return None
+
+
+def _kind_handed(parts: Sequence[ast.AST]) -> str | None:
+    """A class of the tests' own of which they hand an answer an object."""
     kinds = {part.name for part in parts if isinstance(part, ast.ClassDef)}
     defined = {part.name for part in parts if isinstance(part, _NAMED)} | set(vars(builtins))
     made = {
@@ -200,10 +211,7 @@ def _unaskable(parsed: Sequence[ast.Module]) -> str | None:
         for one in call.args:
             kind = _name_of(one) if isinstance(one, ast.Call) else made.get(getattr(one, "id", ""))
             if kind in kinds:
-                return (
-                    f"hands an answer objects of its class {kind}, which stay where the tests are; say in the"
-                    " prompt that the answer defines the class, and leave it out of the tests"
-                )
+                return kind
     return None
 
 

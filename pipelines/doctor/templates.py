@@ -89,12 +89,13 @@ def check_sameness(tokenizer: Any, template: Mapping[str, Any]) -> list[Finding]
             "it draws what it writes at random (`random`, `lipsum`): whoever writes a prompt again, such as a"
             " run that goes on, writes another; give model.chat_template one that does not"
         )
-    if written(tokenizer, template) != written(tokenizer, template, "2020-01-01T23:59:59"):
+    now = written(tokenizer, template)
+    if now != written(tokenizer, template, "2020-01-01T23:59:59"):
         said.append(
             "it writes the time of day (`strftime_now`) into prompts, so that no two are written alike;"
             f" {_mend_of_time(tokenizer, template)}"
         )
-    elif written(tokenizer, template) != written(tokenizer, template, "2021-12-31"):
+    elif now != written(tokenizer, template, "2021-12-31"):
         said.append(
             "it writes the date into prompts: a run that goes on on another day gives other prompts;"
             f" {_mend_of_time(tokenizer, template)}"
