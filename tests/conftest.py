@@ -30,6 +30,7 @@ settings.load_profile("opd")
 LEFT_OUT = ("slow", "long", "check")
 """Markers of tests that a run without `--full` leaves out, unless `-m` names the marker or `::` the test."""
 FIRST = ("train", "pipelines", "servers", "crash", "examples")
+"""Folders with the files that take longest."""
 left_out = pytest.StashKey[int]()
 
 

@@ -66,12 +66,16 @@ def said(place: Path, name: str) -> list[dict]:
 
 @pytest.mark.parametrize("name", [name for name in TASKS if name != "bfloat16"])
 def test_ranks_write_the_tokens_of_one_process(place, name):
-    task = TASKS[name]
+    assert_written(place, TASKS[name], said(place, name))
+
+
+def assert_written(place: Path, task: dict, results: list[dict]) -> None:
+    """Every rank has the tokens that one process writes."""
     engine = sharded_engine_ranks.whole_engine(place, task)
     given = sharded_engine_ranks.prompts(task["prompts"])
     groups = sharded_engine_ranks.answered(engine, given, task["each"], task["most"]) if given else []
     expected = sharded_engine_ranks.told(groups)
-    for result in said(place, name):
+    for result in results:
         assert "error" not in result, result
         assert [one["uid"] for one in result["said"]] == [one["uid"] for one in expected]
         for mine, theirs in zip(result["said"], expected, strict=True):

@@ -53,7 +53,11 @@ def ranks(tmp_path_factory):
     ],
 )
 def test_ranks_that_share_sequences_or_weights_make_the_step_of_one(ranks, world, case):
-    folder = ranks(world)
+    assert_step_of_one(ranks(world), world, case)
+
+
+def assert_step_of_one(folder: Path, world: int, case: str) -> None:
+    """What `world` ranks have left in `folder` is the step of one process."""
     expected, metrics = context_step.step(case, TorchBackend, whole=True)
     first = load_file(folder / f"{case}-0.safetensors")
     assert first.keys() == expected.keys()

@@ -113,12 +113,17 @@ def said(place: Path, name: str, world: int = 4) -> list[dict]:
 @pytest.mark.parametrize("name", [*ALIKE, *(pytest.param(name, marks=pytest.mark.long) for name in MORE)])
 def test_a_model_that_is_read_in_parts_is_the_one_that_is_read_whole(place, name):
     for result in said(place, f"alike {name}"):
-        assert result.get("error") is None, result
-        assert result["differing"] == []
-        assert result["tensors"] > 4
-        one, other = result["metrics"]
-        assert one == other
-        assert len(set(result["digests"])) == 1
+        assert_read_alike(result)
+
+
+def assert_read_alike(result: dict) -> None:
+    """A rank that has read a model in parts has the one that is read whole."""
+    assert result.get("error") is None, result
+    assert result["differing"] == []
+    assert result["tensors"] > 4
+    one, other = result["metrics"]
+    assert one == other
+    assert len(set(result["digests"])) == 1
 
 
 def test_ranks_load_and_train_a_model_larger_than_the_memory_of_each(place):
@@ -159,7 +164,12 @@ def test_memory_that_does_not_hold_a_share_is_one_sentence(place):
 
 
 def test_a_changed_file_is_refused_by_every_rank(place):
-    sentences = [result["message"] for result in said(place, "altered")]
+    assert_refused_by_all(said(place, "altered"))
+
+
+def assert_refused_by_all(results: list[dict]) -> None:
+    """The rank that has read it says so, and the others name that rank."""
+    sentences = [result["message"] for result in results]
     [own] = {sentence for sentence in sentences if not sentence.startswith("on rank ")}
     assert "altered/model.safetensors does not have the sha256" in own
     rank = sentences.index(own)

@@ -102,8 +102,15 @@ def test_a_checkpoint_takes_a_share_of_memory_on_every_rank(tmp_path, monkeypatc
 
 @pytest.mark.parametrize("damage", ["remove", "truncate", "flip"])
 def test_a_piece_that_is_missing_or_changed_is_named(place, tmp_path, damage, caplog):
-    shutil.copytree(place / "of small", tmp_path / "c")
-    victim = tmp_path / "c" / "step_3" / "optimizer-00002-of-00004.safetensors"
+    assert_damage_is_named(
+        place / "of small", "optimizer-00002-of-00004.safetensors", damage, tmp_path, caplog
+    )
+
+
+def assert_damage_is_named(checkpoints: Path, name: str, damage: str, tmp_path: Path, caplog) -> None:
+    """A copy of `checkpoints` is not used once its file `name` is damaged, which is said."""
+    shutil.copytree(checkpoints, tmp_path / "c")
+    victim = tmp_path / "c" / "step_3" / name
     data = bytearray(victim.read_bytes())
     data[-1] ^= 1
     victim.unlink()
@@ -111,7 +118,7 @@ def test_a_piece_that_is_missing_or_changed_is_named(place, tmp_path, damage, ca
         victim.write_bytes(data if damage == "flip" else data[: len(data) // 2])
     assert CheckpointStore(tmp_path / "c").latest() is None
     [message] = caplog.messages
-    assert "optimizer-00002-of-00004.safetensors" in message
+    assert name in message
     assert message.endswith("an older checkpoint is used, or the stage starts again")
 
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import math
 import shutil
+from functools import partial
 from pathlib import Path
 
 import backend_ranks
 import context_step
 import pytest
 import ring_ranks
-import sharded_engine_ranks
 import sharded_ranks
 import tiny
 import torch
@@ -19,6 +18,11 @@ import two_ranks
 from backend_ranks import assert_same, assert_same_gradients, read_state
 from rank_processes import run_ranks
 from safetensors.torch import load_file
+from test_context_parallel import assert_step_of_one
+from test_sharded import assert_read_alike, assert_refused_by_all
+from test_sharded import said as said_by
+from test_sharded_checkpoints import assert_alike, assert_damage_is_named
+from test_sharded_engine import assert_written
 
 from opd.models.checkpoint import save_checkpoint
 from opd.storage.checkpoints import CheckpointStore
@@ -66,9 +70,7 @@ def place(tmp_path_factory) -> Path:
     return root
 
 
-def said(place: Path, name: str) -> list[dict]:
-    """What each rank said of a task."""
-    return [json.loads((place / f"{name}-{rank}.json").read_text()) for rank in range(2)]
+said = partial(said_by, world=2)
 
 
 @pytest.mark.parametrize("name", BACKENDS)
@@ -92,16 +94,7 @@ def test_steps_and_state_are_those_of_one_process(place, name):
 
 @pytest.mark.parametrize("case", CASES)
 def test_ranks_that_share_sequences_or_weights_make_the_step_of_one(place, case):
-    expected, metrics = context_step.step(case, TorchBackend, whole=True)
-    first, other = (load_file(place / f"{case}-{rank}.safetensors") for rank in range(2))
-    assert first.keys() == expected.keys()
-    for name, tensor in expected.items():
-        scale = float(tensor.abs().max())
-        torch.testing.assert_close(first[name], tensor, rtol=1e-4, atol=2e-5 * max(scale, 0.1), msg=name)
-    found, _ = said(place, case)
-    assert found.pop("context_parallel", None) == context_step.CHOSEN.get(case, (None, None))[1]
-    assert found == pytest.approx(metrics, rel=1e-3, abs=1e-6)
-    assert all(torch.equal(other[name], tensor) for name, tensor in first.items())
+    assert_step_of_one(place, 2, case)
 
 
 @pytest.mark.parametrize("case", ring_ranks.CASES)
@@ -114,12 +107,8 @@ def test_the_ring_attends_as_ranks_with_all_keys_and_values_do(place, case):
 @pytest.mark.parametrize("name", ALIKE)
 def test_a_model_that_is_read_in_parts_is_the_one_that_is_read_whole(place, name):
     for result in said(place, f"alike {name}"):
-        assert result["differing"] == []
-        assert result["tensors"] > 4
+        assert_read_alike(result)
         assert result["kept"] < 0.1  # of the model, once a back end is closed
-        one, other = result["metrics"]
-        assert one == other
-        assert len(set(result["digests"])) == 1
 
 
 def test_one_process_goes_on_with_the_pieces_of_two(place):
@@ -129,44 +118,23 @@ def test_one_process_goes_on_with_the_pieces_of_two(place):
     assert files == [f"model-{rank:05d}-of-00002.safetensors" for rank in range(2)]
     alone = TorchBackend(tiny.model(seed=5), sharded_ranks.plain_training())
     alone.load_state({file: checkpoint.load(file) for file in ("model", "optimizer")})
-    for mine, theirs in zip(
-        sharded_ranks.learn(alone, 3, 5), said(place, "saved")[0]["metrics"], strict=True
-    ):
-        assert mine == pytest.approx(theirs, rel=5e-5, abs=5e-5)
+    assert_alike(sharded_ranks.learn(alone, 3, 5), said(place, "saved")[0]["metrics"])
 
 
 @pytest.mark.parametrize("damage", ["remove", "truncate", "flip"])
 def test_a_piece_that_is_missing_or_changed_is_named(place, tmp_path, damage, caplog):
-    shutil.copytree(place / "checkpoints", tmp_path / "c")
-    victim = tmp_path / "c" / "step_3" / "optimizer-00001-of-00002.safetensors"
-    data = bytearray(victim.read_bytes())
-    data[-1] ^= 1
-    victim.unlink()
-    if damage != "remove":
-        victim.write_bytes(data if damage == "flip" else data[: len(data) // 2])
-    assert CheckpointStore(tmp_path / "c").latest() is None
-    [message] = caplog.messages
-    assert "optimizer-00001-of-00002.safetensors" in message
+    assert_damage_is_named(
+        place / "checkpoints", "optimizer-00001-of-00002.safetensors", damage, tmp_path, caplog
+    )
 
 
 def test_a_changed_file_is_refused_by_both(place):
-    sentences = [result["message"] for result in said(place, "altered")]
-    [own] = {sentence for sentence in sentences if not sentence.startswith("on rank ")}
-    assert "altered/model.safetensors does not have the sha256" in own
-    assert {*sentences} == {own, f"on rank {sentences.index(own)}: {own}"}
+    assert_refused_by_all(said(place, "altered"))
 
 
 def test_ranks_that_share_a_model_write_the_tokens_of_one_process(place):
-    alone = sharded_engine_ranks.whole_engine(place, WRITES)
-    given = sharded_engine_ranks.prompts(WRITES["prompts"])
-    answered = sharded_engine_ranks.answered(alone, given, WRITES["each"], WRITES["most"])
-    expected = sharded_engine_ranks.told(answered)
     results = said(place, "writes")
-    for result in results:
-        for mine, theirs in zip(result["said"], expected, strict=True):
-            assert (mine["uid"], mine["ids"]) == (theirs["uid"], theirs["ids"])
-            for a, b in zip(mine["logprobs"], theirs["logprobs"], strict=True):
-                assert math.isclose(a, b, rel_tol=1e-4, abs_tol=1e-4)
+    assert_written(place, WRITES, results)
     assert sum(result["held"] for result in results) == results[0]["of"]
 
 

@@ -2,33 +2,17 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 
 import backend_ranks
-import context_step
+import context_ranks
 import ring_ranks
 import sharded_engine_ranks
 import sharded_ranks
 import torch.distributed as dist
 from rank_processes import do_tasks
-from safetensors.torch import save_file
 
 from opd.ranks import Ranks
-from opd.train.fsdp_backend import ContextBackend, FSDPBackend
-
-
-def whole_step(rank: int, task: dict, folder: Path) -> dict:
-    """A step on shared sequences, or on shared weights."""
-    ranks, case = Ranks(dist.group.WORLD), task["case"]
-    make = (
-        partial(FSDPBackend, data=ranks)
-        if case in context_step.SHARDED
-        else partial(ContextBackend, ranks=ranks, together="auto" if case in context_step.CHOSEN else 2)
-    )
-    tensors, metrics = context_step.step(case, make)
-    save_file(tensors, folder / f"{case}-{rank}.safetensors")
-    return metrics
 
 
 def one_task(rank: int, task: dict, folder: Path) -> dict:
@@ -38,7 +22,7 @@ def one_task(rank: int, task: dict, folder: Path) -> dict:
         backend_ranks.run_task(task, folder, Ranks(dist.group.WORLD))
         return {}
     if kind == "step":
-        return whole_step(rank, task, folder)
+        return context_ranks.make_step(task["case"], rank, folder, dist.group.WORLD)
     if kind == "ring":
         return ring_ranks.compare(dist.group.WORLD, ring_ranks.CASES[task["case"]])
     if kind == "engine":
