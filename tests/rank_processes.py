@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import json
 import os
 import runpy
@@ -58,6 +59,7 @@ def _lead(script: str, world: int, folder: Path, seconds: float) -> int | None:
     """
     runpy.run_path(script, run_name="imported")
     assert len(os.listdir("/proc/self/task")) == 1, f"importing {script} starts threads, which no fork has"
+    gc.freeze()  # a rank that looks for what is held does not look at what was imported
     ranks: dict[int, int] = {}
     for rank in range(world):
         pid = os.fork()

@@ -17,9 +17,11 @@ from rank_processes import do_tasks
 from safetensors.torch import save_file
 
 from opd.kernels import vocab_parallel
+from opd.megatron.module import megatron_core
 from opd.teachers.kinds import Placement
 from opd.teachers.megatron_teacher import MegatronTeacher, cut_like, megatron_teachers
 
+megatron_core()  # once for all ranks, which are forks: it imports a compiler
 VOCABULARY = 13
 """Of the tokenizer; the heads have 15 rows, so both ranks hold padding or tokens that are cut off."""
 TEMPERATURE = 0.7

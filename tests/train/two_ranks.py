@@ -12,7 +12,10 @@ import sharded_ranks
 import torch.distributed as dist
 from rank_processes import do_tasks
 
+from opd.megatron.module import megatron_core
 from opd.ranks import Ranks
+
+megatron_core()  # once for both: it imports a compiler
 
 
 def one_task(rank: int, task: dict, folder: Path) -> dict:
