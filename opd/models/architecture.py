@@ -43,6 +43,8 @@ _DIVISORS = ("logits_scaling",)  # Granite, MiniCPM 3
 _FACTORS = ("logit_scale", "lm_head_multiplier", "output_multiplier")  # Cohere, Falcon H1, Muse Spark
 _SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap")  # Gemma 2/3, RecurrentGemma
 _MULTIPLY_BY_LOGITS_SCALING = ("hyperclovax",)
+_causes: dict[tuple[type, str], str | None] = {}
+"""What `check_architecture` has found: a run asks of the same configurations again and again."""
 
 
 def check_architecture(config: PreTrainedConfig, where: str | Path) -> Any:
@@ -51,7 +53,10 @@ def check_architecture(config: PreTrainedConfig, where: str | Path) -> Any:
     Raises `ModelError`, the same for whoever asks, if it could not be run, trained or sampled here.
     """
     module = empty_model(config, where, torch.bfloat16)  # in which experts are multiplied without numbers
-    cause = _cause(module) or _head_cause(module)
+    asked = type(module), repr(config.to_dict())  # all that the answer depends on
+    if asked not in _causes:
+        _causes[asked] = _cause(module) or _head_cause(module)
+    cause = _causes[asked]
     if cause is not None:
         name = type(module).__name__
         raise ModelError(f"{where} is of class {name}, which cannot be used here: {cause}.")
