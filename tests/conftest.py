@@ -12,6 +12,7 @@ os.environ.setdefault("KMP_BLOCKTIME", "0")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+import full
 import left_over
 import pytest
 import torch
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 torch.set_num_threads(1)
 # The first call of a kernel warms caches, and shared machines pause: a deadline would test the machine.
-settings.register_profile("opd", deadline=None, derandomize=True, max_examples=30)
+settings.register_profile("opd", deadline=None, derandomize=True, max_examples=10)
 settings.register_profile("full", settings.get_profile("opd"), max_examples=100)
 settings.load_profile("opd")
 
@@ -41,6 +42,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=bool(os.environ.get("OPD_FULL_TESTS")),
         help="run the tests marked `slow`, `long` and `check` too, and more cases of generated ones",
     )
+    parser.addoption(
+        "--record",
+        action="store_true",
+        help="of whole folders with --full: write what became of their tests into tests/full.json",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -53,6 +59,11 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--full"):
         os.environ["OPD_FULL_TESTS"] = "1"
         settings.load_profile("full")
+    if config.getoption("--record") and not hasattr(config, "workerinput"):
+        try:
+            config.pluginmanager.register(full.Recorder(config))
+        except ValueError as wrong:
+            raise pytest.UsageError(str(wrong)) from None
     config.stash[left_out] = 0
     left_over.end_with_this_process()
 

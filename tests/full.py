@@ -1,5 +1,85 @@
-"""Whether a run of the tests tries everything (`--full`), for helpers and child processes, too."""
+"""Whether a run of the tests tries everything (`--full`), and what such a run of whole folders recorded.
 
+bash tests/run.sh storage --full --record     # counts, commit and machine into tests/full.json
+python tests/full.py                          # the table of the tests' page from it
+"""
+
+from __future__ import annotations
+
+import json
 import os
+import platform
+import re
+import subprocess
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import pytest
 
 FULL = "OPD_FULL_TESTS" in os.environ
+
+
+def cases(count: int) -> int:
+    """`count` of generated cases, kills or places with `--full`, and a fourth of them without."""
+    return count if FULL else max(3, count // 4)
+
+
+RECORD = Path(__file__).with_name("full.json")
+OUTCOMES = ("passed", "failed", "skipped")
+HEAD = ["folder", *OUTCOMES, "seconds", "commit"]
+
+
+class Recorder:
+    """Counts what becomes of each folder's tests, and writes it at the end of the run."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        tests = RECORD.parent
+        named = [Path(config.invocation_params.dir, argument).resolve() for argument in config.args]
+        whole = all(path == tests or path.parent == tests for path in named)
+        if not whole or not config.getoption("--full") or config.getoption("-k") or config.getoption("-m"):
+            raise ValueError("--record is for whole folders with --full, without -k and -m: leave it out")
+        if _git("status", "--porcelain"):
+            raise ValueError("--record names a commit: commit what `git status` shows, or leave it out")
+        self.counts: dict[str, Counter[str]] = {}
+        self.seconds: Counter[str] = Counter()
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        """A test that fails in its set-up or after its end has failed, one that is skipped has no call."""
+        folder = report.nodeid.split("/")[1]
+        self.seconds[folder] += report.duration
+        if report.outcome != "passed" or report.when == "call":
+            self.counts.setdefault(folder, Counter())[report.outcome] += 1
+
+    def pytest_sessionfinish(self) -> None:
+        """Add the folders that ran to those of earlier runs."""
+        written = json.loads(RECORD.read_text("utf-8")) if RECORD.exists() else {}
+        for folder, counts in self.counts.items():
+            found = {outcome: counts[outcome] for outcome in OUTCOMES}
+            found |= {"seconds": round(self.seconds[folder]), "commit": _git("rev-parse", "--short", "HEAD")}
+            written[folder] = {**found, "machine": _machine()}
+        RECORD.write_text(json.dumps(dict(sorted(written.items())), indent=1) + "\n", encoding="utf-8")
+
+
+def table() -> str:
+    """The rows of `full.json` as Markdown."""
+    rows = [HEAD, ["---"] * len(HEAD)]
+    for folder, found in json.loads(RECORD.read_text("utf-8")).items():
+        rows.append([f"`{folder}/`", *(f"{found[key]:,}" for key in HEAD[1:-1]), found["commit"]])
+    return "".join("| " + " | ".join(row) + " |\n" for row in rows)
+
+
+def _git(*words: str) -> str:
+    done = subprocess.run(["git", *words], cwd=RECORD.parent, check=True, capture_output=True, text=True)
+    return done.stdout.strip()
+
+
+def _machine() -> str:
+    info = Path("/proc/cpuinfo")
+    name = re.search(r"model name\s*: (.+)", info.read_text("utf-8")) if info.exists() else None
+    return f"{os.cpu_count()} cores, {name[1] if name else platform.processor()}"
+
+
+if __name__ == "__main__":
+    print(table(), end="")

@@ -67,7 +67,7 @@ def load_format(name: str, path: Path) -> dict[str, Any]:
     if name == "torch.save":
         import torch
 
-        return torch.load(path, weights_only=True)
+        return torch.load(path, weights_only=True)  # noqa: TID251
     if name == "npz":
         with np.load(path) as file:
             return {key: file[key] for key in file.files}

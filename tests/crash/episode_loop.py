@@ -3,11 +3,11 @@
     PYTHONPATH=tests/crash:examples/length_bias python tests/crash/episode_loop.py --kills 1000 \\
         [--episodes 5120] [--seed 0] [--json FILE]
 
-A process writes episodes in batches of 64, says each token once it was given out, and retires a batch when it
-is whole. It is killed before an operation of either log (an append is then half written), or at a moment that
-another process chooses. The next one goes on, *with other noise*: what it writes anew is another draw, so the
-distribution has to come out as if nobody had been killed, and a token that was given out has to stay. Each
-start of a command is noted outside its sandbox.
+A process writes episodes in batches of 64, or of all of them if there are fewer, says each token once it was
+given out, and retires a batch when it is whole. It is killed before an operation of either log (an append is
+then half written), or at a moment that another process chooses. The next one goes on, *with other noise*:
+what it writes anew is another draw, so the distribution has to come out as if nobody had been killed, and a
+token that was given out has to stay. Each start of a command is noted outside its sandbox.
 
 Then the episodes are compared with those of undisturbed processes: turns, tokens, success. As a control they
 are written undisturbed twice; and as a control that has to fail restarted from scratch: a process that dies
@@ -521,6 +521,8 @@ def main() -> None:
     parser.add_argument("--folder")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    global BATCH
+    BATCH = min(BATCH, options.episodes)
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(dir=options.folder, ignore_cleanup_errors=True) as folder:
         for found in run(Path(folder), options.kills, options.episodes, options.seed, options.shards):

@@ -6,6 +6,7 @@ import json
 import string
 
 import pytest
+from full import cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -127,7 +128,7 @@ def test_of_texts_the_completion_counts_and_the_end_of_sequence(tmp_path):
     assert shown(own, own.encode(row)) == "2+2={4<eos>}"
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=cases(25), deadline=None)
 @given(st.lists(st.text(string.ascii_letters + " \n", min_size=1).filter(str.strip), min_size=2, max_size=6))
 def test_marks_and_the_delta_say_the_same(tmp_path_factory, texts):
     turns = [(("user", "assistant")[i % 2], text) for i, text in enumerate(texts[: len(texts) // 2 * 2])]

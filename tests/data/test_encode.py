@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from full import cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -119,7 +120,7 @@ FRAMES = {"none": ("", ""), "bos": ("<x>", ""), "eos": ("", "<eos>"), "both": ("
 
 
 @pytest.mark.parametrize("frame", FRAMES)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=cases(60), deadline=None)
 @given(st.lists(st.sampled_from(["0", "1", "a", "=", "<x>", "<eos>"]), max_size=8).map("".join))
 def test_a_text_has_what_the_tokenizer_puts_before_it_and_nothing_behind(frame, text):
     before, behind = FRAMES[frame]

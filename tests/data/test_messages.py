@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from full import cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -202,7 +203,7 @@ def otherwise(messages: list[dict[str, Any]], choices: list[int]) -> list[dict[s
     return found
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=cases(40), deadline=None)
 @given(TOLD, st.lists(st.integers(0, 7), min_size=1, max_size=4), st.booleans())
 def test_files_and_requests_are_rendered_as_transformers_renders_the_plain_form(messages, choices, tools):
     own = tokenizer()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from full import cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kl_problems import (
@@ -26,7 +27,7 @@ from opd.kernels.ops import linear_kl, score_kl
 
 @pytest.mark.some(1)
 @for_each_implementation
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=cases(150), deadline=None, derandomize=True)
 @given(problem=problems())
 def test_values_and_gradients_for_any_upstream_gradient(problem: Problem) -> None:
     exact, values = problem.exact(), run(problem)
@@ -41,7 +42,7 @@ def test_values_and_gradients_for_any_upstream_gradient(problem: Problem) -> Non
 
 @pytest.mark.some(1)
 @for_each_implementation
-@settings(max_examples=80, deadline=None, derandomize=True)
+@settings(max_examples=cases(80), deadline=None, derandomize=True)
 @given(problem=problems(), multiple=st.sampled_from([1.0, -0.3, 0.0, 1024.0]))
 def test_gradients_for_a_multiple_of_the_declared_weight(problem: Problem, multiple: float) -> None:
     problem.upstream = problem.token_weight * multiple
@@ -51,7 +52,7 @@ def test_gradients_for_a_multiple_of_the_declared_weight(problem: Problem, multi
 
 @pytest.mark.some(1)
 @for_each_implementation
-@settings(max_examples=80, deadline=None, derandomize=True)
+@settings(max_examples=cases(80), deadline=None, derandomize=True)
 @given(problem=problems(dtypes=(torch.float32, torch.bfloat16), similar=True))
 def test_near_zero_values_keep_their_absolute_precision(problem: Problem) -> None:
     values = problem.exact().values
@@ -60,7 +61,7 @@ def test_near_zero_values_keep_their_absolute_precision(problem: Problem) -> Non
 
 @pytest.mark.some(1)
 @for_each_implementation
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=cases(60), deadline=None, derandomize=True)
 @given(
     kind=st.sampled_from(KINDS),
     beta=st.sampled_from([0.01, 0.5, 0.99]),
@@ -88,7 +89,7 @@ def test_extreme_logits_stay_finite_and_exact(kind: str, beta: float, seed: int,
 
 
 # The fused kernels are compiled for a width: tests/kernels/test_tilelang_fused.py has a sweep of their own.
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=cases(60), deadline=None, derandomize=True)
 @given(problem=problems(), name=st.sampled_from(["chunked", "reference"]))
 def test_scores_alone(problem: Problem, name: str) -> None:
     problem.token_weight = torch.ones_like(problem.token_weight)

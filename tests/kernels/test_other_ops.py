@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from full import cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kl_problems import DTYPES, for_each_implementation
@@ -48,7 +49,7 @@ def assert_gradients(loss: Tensor, exact_loss: Tensor, leaves: list[Tensor]) -> 
 
 @pytest.mark.some(1)
 @for_each_implementation
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=cases(100), deadline=None, derandomize=True)
 @given(
     seed=st.integers(0, 2**31),
     dtype=st.sampled_from(DTYPES),
@@ -108,7 +109,7 @@ def test_only_one_of_the_two_results_may_get_a_gradient(kernels: str) -> None:
 
 
 @for_each_implementation
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=cases(60), deadline=None, derandomize=True)
 @given(
     seed=st.integers(0, 2**31),
     dtype=st.sampled_from(DTYPES),
@@ -146,7 +147,7 @@ def test_topk_of_given_logits(kernels: str, tokens: int, dtype: torch.dtype) -> 
 
 @pytest.mark.some(1)
 @for_each_implementation
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=cases(60), deadline=None, derandomize=True)
 @given(
     seed=st.integers(0, 2**31),
     dtype=st.sampled_from(DTYPES),

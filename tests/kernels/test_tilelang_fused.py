@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from full import cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -55,7 +56,7 @@ def check(arguments, options, atol=1e-5, rtol=1e-5):
 
 
 @pytest.mark.slow
-@settings(max_examples=40)
+@settings(max_examples=cases(40))
 @given(
     seed=st.integers(0, 2**31),
     tokens=st.integers(1, 20),

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from full import cases
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -32,7 +33,7 @@ def logits(seed, rows, vocabulary, scale, distance, dtype=torch.float32):
 
 
 @pytest.mark.slow
-@settings(max_examples=120)
+@settings(max_examples=cases(120))
 @given(
     seed=st.integers(0, 2**31),
     rows=st.integers(1, 5),

@@ -6,6 +6,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from full import cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from packed import bounds, make_call, reference
@@ -28,7 +29,7 @@ lengths_of = st.one_of(
 )
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=cases(80), deadline=None)
 @given(
     lengths=lengths_of,
     kv_heads=st.sampled_from([1, 2, 4]),
@@ -54,7 +55,7 @@ def test_values_and_gradients_equal_the_masked_softmax(lengths, kv_heads, head_m
         torch.testing.assert_close(mine, exact, atol=2e-5, rtol=1e-4)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=cases(60), deadline=None)
 @given(
     tokens=st.integers(1, 90),
     cuts=st.sets(st.integers(1, 89), max_size=4),
@@ -90,7 +91,7 @@ def test_keys_that_come_in_parts_and_in_any_order_give_the_same(
         torch.testing.assert_close(mine[None], exact, atol=2e-5, rtol=1e-4)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=cases(100), deadline=None)
 @given(st.lists(st.integers(1, 4000), min_size=1, max_size=40))
 def test_buckets_hold_every_row_once_and_at_most_double_the_memory(lengths):
     buckets, places = buckets_of(lengths, torch.device("cpu"))

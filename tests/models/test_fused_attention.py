@@ -9,6 +9,7 @@ import numpy as np
 import pretend_kernels
 import pytest
 import torch
+from full import cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from packed import bounds, make_call, off, reference, results
@@ -59,7 +60,7 @@ def test_flex_attention_is_the_masked_softmax_and_its_gradient(
 
 
 @pytest.mark.slow
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=cases(150), deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 500), min_size=1, max_size=9),
     window=st.one_of(st.none(), st.integers(1, 600)),

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
+from full import cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -86,7 +87,7 @@ def test_whole_sequences_that_fit_a_piece_are_run_as_they_were():
     assert [piece.bounds for piece in pieces_of([0, 4, 8, 11, 16, 18], 8)] == [(0, 4, 8), (0, 3, 8), (0, 2)]
 
 
-@settings(max_examples=100)
+@settings(max_examples=cases(100))
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=8), st.integers(1, 16))
 def test_pieces_cover_every_token_once_and_cut_only_long_sequences(lengths, chunk):
     bounds = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
@@ -103,7 +104,7 @@ def test_pieces_cover_every_token_once_and_cut_only_long_sequences(lengths, chun
             assert piece.sequence[1] - piece.sequence[0] > chunk
 
 
-@settings(max_examples=60)
+@settings(max_examples=cases(60))
 @given(
     count=st.integers(1, 70),
     before=st.integers(0, 90),

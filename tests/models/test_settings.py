@@ -42,7 +42,7 @@ def check_uses(model_type: str, what: str, room: Path) -> None:
     assert (outcome["student"], outcome["streamed"]) != ("refused", "right"), found
 
 
-@pytest.mark.some(4)
+@pytest.mark.some(2)
 @pytest.mark.parametrize(("model_type", "what"), SOME)
 @pytest.mark.filterwarnings("ignore")
 def test_settings_give_what_transformers_gives_or_are_refused(model_type: str, what: str, tmp_path: Path):

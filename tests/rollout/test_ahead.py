@@ -7,6 +7,7 @@ import time
 
 import numpy as np
 import pytest
+from full import cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -75,7 +76,7 @@ WAYS = ("whole", "apart", "joined")
 """Batches of one version each; new weights in the middle; and of several batches at once."""
 
 
-@settings(max_examples=12)
+@settings(max_examples=cases(12))
 @given(write=delays, learn_delays=delays, max_ahead=st.integers(1, 3), how=st.sampled_from(WAYS))
 def test_no_token_is_too_old(build, write, learn_delays, max_ahead, how):
     model, _ = build()

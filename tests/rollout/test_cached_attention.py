@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from full import cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -44,7 +45,7 @@ def attend_slot(query: np.ndarray, keys: np.ndarray, values: np.ndarray, form: S
     return np.stack(out)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=cases(60), deadline=None)
 @given(
     lengths=st.one_of(
         st.lists(st.integers(1, 60), min_size=1, max_size=9), st.integers(1, 60).map(lambda n: [n] * 4)

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from faulty_engines import FaultyEngine, hangs_once, raises_at, sound
+from full import cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from memory_log import MemoryLog
@@ -87,7 +88,7 @@ def test_an_engine_that_dies_again_and_again(undisturbed: Any, collect: Fixture,
     assert len(engine.sampled) == len(set(engine.sampled)), "a token was sampled twice"
 
 
-@settings(max_examples=15)
+@settings(max_examples=cases(15))
 @given(seed=st.integers(0, 2**31), hazard=st.sampled_from([0.02, 0.1, 0.3]), engines=st.integers(1, 3))
 def test_chaos(undisturbed_session: Any, collect: Fixture, seed: int, hazard: float, engines: int) -> None:
     """Random deaths, random aborts, one to three engines."""
@@ -120,7 +121,7 @@ def undisturbed_session(build: Fixture, collect: Fixture, requests_of: Fixture) 
     return models, requests, collect(TorchEngine(models[0], max_running=6).generate(requests))
 
 
-@settings(max_examples=25)
+@settings(max_examples=cases(25))
 @given(cuts=st.lists(st.integers(0, 12), min_size=1, max_size=5))
 def test_process_death_at_any_step(undisturbed_session: Any, collect: Fixture, cuts: list[int]) -> None:
     """Drop the rollout after some steps and open a new one on the same log, several times."""

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from faulty_engines import FaultyEngine, sound
+from full import cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -22,7 +23,7 @@ Fixture = Callable[..., Any]
 
 
 @pytest.mark.slow
-@settings(max_examples=12)
+@settings(max_examples=cases(12))
 @given(cuts=st.lists(st.integers(0, 12), min_size=1, max_size=4), data=st.data())
 def test_a_log_reopened_again_and_again(
     build: Fixture, collect: Fixture, requests_of: Fixture, tmp_path_factory: Any, cuts: list[int], data: Any

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from full import cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -22,7 +23,7 @@ def table_of(requests: list[tuple[int, str]]) -> NoiseTable:
     return table
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=cases(60), deadline=None)
 @given(seed=st.integers(0, 2**64 - 1), uid=st.text(max_size=20), start=st.integers(0, 70))
 def test_equals_numpys_stream_from_any_start(seed: int, uid: str, start: int) -> None:
     table = table_of([(seed, uid)])

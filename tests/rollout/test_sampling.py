@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from full import cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -46,7 +47,7 @@ def reference_probabilities(logits: np.ndarray, temperature: float, top_p: float
     return cut / cut.sum()
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=cases(80), deadline=None)
 @given(
     # Distinct multiples of 1/8: no rank or top-p boundary depends on float32 rounding.
     ranks=st.lists(st.integers(-24, 24), min_size=2, max_size=12, unique=True),

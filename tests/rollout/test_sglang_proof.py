@@ -5,6 +5,7 @@ import hashlib
 import pytest
 import tiny
 import torch
+from full import cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -79,7 +80,7 @@ def test_a_worker_that_holds_the_trainers_weights_proves_it(device, dtype, size)
 
 
 @pytest.mark.slow
-@settings(derandomize=True, deadline=None, max_examples=60)
+@settings(derandomize=True, deadline=None, max_examples=cases(60))
 @given(st.sampled_from(CASES), st.data())
 def test_a_changed_bit_is_found_wherever_it_is(case, data):
     device, dtype, size = case

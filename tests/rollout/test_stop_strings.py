@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from faulty_engines import FaultyEngine, raises_at, sound
+from full import cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from memory_log import MemoryLog
@@ -97,7 +98,7 @@ def test_a_response_ends_with_the_token_that_completes_the_string(
 
 
 @pytest.mark.slow
-@settings(max_examples=15)
+@settings(max_examples=cases(15))
 @given(cuts=st.lists(st.integers(0, 30), min_size=1, max_size=6))
 def test_split_across_interruptions(
     case: Case, collect: Fixture, tmp_path_factory: Any, cuts: list[int]

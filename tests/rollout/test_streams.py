@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from full import cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from memory_log import MemoryLog
@@ -78,7 +79,7 @@ def read(*streams: Any) -> dict[str, Response]:
 
 @pytest.mark.some(1)
 @pytest.mark.parametrize("front", FRONTS)
-@settings(max_examples=6)
+@settings(max_examples=cases(6))
 @given(
     gaps=st.lists(st.integers(0, 6), min_size=9, max_size=9),
     sizes=st.lists(st.integers(1, 3), min_size=9, max_size=9),

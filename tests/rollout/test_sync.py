@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import tiny
 import torch
+from full import cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
@@ -188,7 +189,7 @@ def read(folder):
             yield name, opened.get_tensor(name)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=cases(40), deadline=None)
 @given(weights=any_weights(), shard=st.integers(1, 400))
 def test_a_folder_gives_back_the_same_bytes(weights, shard, tmp_path_factory):
     folder = WeightFolder(tmp_path_factory.mktemp("weights"), shard_bytes=shard)

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from faulty_engines import FaultyEngine, raises_at
+from full import cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from memory_log import MemoryLog
@@ -71,7 +72,7 @@ def undisturbed(model: Any) -> Any:
     return turns(TorchEngine(model))
 
 
-@settings(max_examples=15)
+@settings(max_examples=cases(15))
 @given(cuts=st.lists(st.integers(0, 40), min_size=1, max_size=5))
 def test_killed_in_any_turn_and_resumed_the_turns_are_the_same(model, undisturbed, cuts: list[int]) -> None:
     log = MemoryLog()

@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+from full import cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load, save
@@ -70,7 +71,7 @@ def versions(draw):
 
 
 @pytest.mark.slow
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=cases(150), deadline=None)
 @given(versions(), st.sampled_from([1, 7, 256, 4096]), st.sampled_from([64, 1 << 20]))
 def test_changes_and_everything_give_the_newer_version_bit_for_bit(pair, elements, most):
     before, after = pair
@@ -84,7 +85,7 @@ def test_changes_and_everything_give_the_newer_version_bit_for_bit(pair, element
         assert changes == []
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=cases(60), deadline=None)
 @given(versions(), st.sampled_from([7, 4096]))
 def test_positions_are_those_of_a_plain_comparison(pair, elements):
     before, after = pair

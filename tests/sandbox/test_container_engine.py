@@ -131,6 +131,17 @@ def test_podman_comes_first_and_docker_where_podman_has_no_such_image_or_does_no
     assert find_container("known:1").engine.name == "docker"
 
 
+def hurry(monkeypatch, word: str) -> None:
+    """The engine has a second to answer this question, which it never does, and long to answer others."""
+    ask = engines.ask
+
+    def asked(program, words):
+        monkeypatch.setattr(engines, "ANSWERING", 1.0 if words[0] == word else 20.0)
+        return ask(program, words)
+
+    monkeypatch.setattr(engines, "ask", asked)
+
+
 @pytest.mark.some(4)
 @pytest.mark.parametrize(
     ("mode", "told"),
@@ -152,8 +163,10 @@ def test_podman_comes_first_and_docker_where_podman_has_no_such_image_or_does_no
 def test_an_engine_that_fails_is_told_in_one_sentence_and_in_time(engine, monkeypatch, mode, told):
     engine.install("docker")
     engine.put(mode=mode)
-    monkeypatch.setattr(engines, "ANSWERING", 1.0 if "hangs" in mode else 20.0)
-    monkeypatch.setattr(containers, "STARTING", 1.0 if "hangs" in mode else 60.0)
+    word, _, what = mode.rpartition(":")
+    if what == "hangs":
+        hurry(monkeypatch, word or "info")
+    monkeypatch.setattr(containers, "STARTING", 1.0 if mode == "run:hangs" else 60.0)
     with pytest.raises(SandboxError, match=told) as said:
         find_substrate("container", "known:1")
     assert len(str(said.value).splitlines()) == 1
@@ -167,7 +180,7 @@ def test_a_container_that_cannot_be_removed_is_an_error_as_it_may_still_write(en
     with pytest.raises(SandboxError, match="the container cannot be removed"):
         outcome_of(tmp_path, ["true"])
     engine.put(mode="rm:hangs")
-    monkeypatch.setattr(engines, "ANSWERING", 1.0)
+    hurry(monkeypatch, "rm")
     with pytest.raises(SandboxError, match="the container cannot be removed"):
         outcome_of(tmp_path, ["true"])
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import hostile
 import pytest
+from full import cases
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -216,7 +217,7 @@ def test_a_manifest_of_a_third_of_a_million_entries_is_refused(original):
         parse_manifest(seal(document | {"units": document["units"] | {UNIT: unit}}), "here")
 
 
-@settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=cases(150), deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_whatever_is_changed_is_refused_or_is_what_was_published(original, data):
     """Any value of the manifest replaced by any other, with a seal and a digest that fit."""

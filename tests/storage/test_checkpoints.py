@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from full import FULL, cases
 
 from opd.errors import CheckpointError
 from opd.storage.checkpoints import CheckpointStore
@@ -154,7 +155,7 @@ def test_kill_9_in_the_middle_of_a_save_loses_nothing_acknowledged(tmp_path: Pat
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as killer:
         assert killer.stdin is not None
         assert killer.stdout is not None
-        for _ in range(20):
+        for _ in range(cases(40)):
             print(chooser.uniform(0.0, 0.08), chooser.randrange(3), file=killer.stdin, flush=True)
             acknowledged = int(killer.stdout.readline())
             landed_inside += folder.exists() and any(n.endswith(".tmp") for n in os.listdir(folder))
@@ -162,7 +163,7 @@ def test_kill_9_in_the_middle_of_a_save_loses_nothing_acknowledged(tmp_path: Pat
         killer.stdin.close()
     assert killer.returncode == 0
     assert caplog.messages == []
-    assert landed_inside > 0
+    assert landed_inside > 0 or not FULL  # a save is half of the time: of 40 kills one lands in it
     latest = store.latest()
     assert latest is not None
     _save(store, latest.step + 1)

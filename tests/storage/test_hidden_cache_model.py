@@ -7,6 +7,7 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
+from full import cases
 from hidden_rows import BLOCK, disk_bytes, flip, holds, key_of, keys, put, rows_of
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -124,4 +125,4 @@ class CacheMachine(RuleBasedStateMachine):
 
 
 TestCacheAgainstAModel = CacheMachine.TestCase
-TestCacheAgainstAModel.settings = settings(max_examples=60, stateful_step_count=40)
+TestCacheAgainstAModel.settings = settings(max_examples=cases(60), stateful_step_count=40)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from full import cases
 from trajectory_data import FIELDS, SMALL, assert_right, disk_bytes, record, values, write
 
 from opd.errors import StorageError
@@ -43,7 +44,7 @@ def test_a_flipped_bit_anywhere_is_refused_or_does_not_matter(tmp_path: Path) ->
     chooser, refused, tried = random.Random(0), 0, 0
     for path in _all_files(tmp_path):
         whole = path.read_bytes()
-        for place in chooser.sample(range(len(whole)), min(40, len(whole))):
+        for place in chooser.sample(range(len(whole)), min(cases(40), len(whole))):
             flipped = bytearray(whole)
             flipped[place] ^= 1 << chooser.randrange(8)
             path.write_bytes(flipped)
@@ -59,7 +60,7 @@ def test_a_file_cut_short_or_lost_is_refused(tmp_path: Path) -> None:
     chooser = random.Random(1)
     for path in _all_files(tmp_path):
         whole = path.read_bytes()
-        for length in {0, 1, len(whole) - 1, *(chooser.randrange(len(whole)) for _ in range(20))}:
+        for length in {0, 1, len(whole) - 1, *(chooser.randrange(len(whole)) for _ in range(cases(20)))}:
             path.write_bytes(whole[:length])
             assert not _right_or_refused(tmp_path, (path.name, length))
         path.unlink()

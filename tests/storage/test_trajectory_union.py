@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from full import cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from trajectory_data import SMALL, record, values
@@ -28,7 +29,7 @@ def folders(tmp_path_factory) -> list[Path]:
     return [root / str(number) for number in range(len(PARTS))]
 
 
-@settings(max_examples=30, deadline=None, derandomize=True)
+@settings(max_examples=cases(30), deadline=None, derandomize=True)
 @given(st.lists(st.lists(st.integers(0, 11), unique=True, max_size=6), max_size=5), st.booleans())
 def test_any_batches_of_any_rows_are_those_of_their_stores(folders, plan, ahead):
     with TrajectoryUnion.open(folders) as union:

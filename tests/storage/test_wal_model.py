@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from full import cases
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -124,4 +125,4 @@ class LogMachine(RuleBasedStateMachine):
 
 
 TestLog = LogMachine.TestCase
-TestLog.settings = settings(max_examples=25, stateful_step_count=40, deadline=None)
+TestLog.settings = settings(max_examples=cases(25), stateful_step_count=40, deadline=None)

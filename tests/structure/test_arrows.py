@@ -1,6 +1,6 @@
-import ast
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -68,11 +68,9 @@ def test_an_allowed_import_passes(tmp_path, file, line):
 
 
 def test_no_test_changes_where_modules_are_looked_for():
+    """Neither itself nor in what a child process runs: `pythonpath` in `pyproject.toml` says where."""
     for path in (ROOT / "tests").rglob("*.py"):
-        calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
-        changes = {"sys.path.insert", "sys.path.append", "sys.path.extend"}
-        assert changes.isdisjoint(ast.unparse(call.func) for call in calls), path
-        assert "\nsys.path." not in path.read_text(), path  # in what a child process runs
+        assert not re.search(r"(?m)^ *sys\.path\.(insert|append|extend)\(", path.read_text("utf-8")), path
 
 
 def test_no_module_changes_where_modules_are_looked_for():
@@ -80,12 +78,6 @@ def test_no_module_changes_where_modules_are_looked_for():
     names = ("opd.environments.sandbox.inside", "opd.rewards.inside", "opd.limited")
     code = f"import sys; before = list(sys.path); import {', '.join(names)}; assert sys.path == before"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
-
-
-def test_nothing_calls_torch_load():
-    for path in arrows.sources(ROOT):
-        calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
-        assert "torch.load" not in {ast.unparse(call.func) for call in calls}, path
 
 
 def test_the_folders_are_relative_links_below_opd():

@@ -6,6 +6,7 @@ import pretend_cuda
 import pytest
 import tiny
 import torch
+from full import cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_published import publish
@@ -37,7 +38,7 @@ def contents(models):
     return [{unit: content(model, unit) for unit in model.manifest.units} for model in models]
 
 
-@settings(max_examples=40)
+@settings(max_examples=cases(40))
 @given(
     orders=st.lists(st.tuples(st.integers(0, 1), st.integers(0, 4), st.booleans()), min_size=1, max_size=6),
     window=st.sampled_from([0, 5_000, 40_000]),

@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 import torch
+from full import cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -113,7 +114,7 @@ def from_megatron(form, shards):
     }
 
 
-@settings(max_examples=60)
+@settings(max_examples=cases(60))
 @given(forms())
 def test_there_and_back_is_the_same_model(case):
     form, ranks = case

@@ -95,7 +95,6 @@ def check_gradients(folder: Path, world: int, expected: dict[str, torch.Tensor])
             torch.testing.assert_close(found[name], grad, atol=1e-6, rtol=1e-4)
 
 
-@pytest.mark.slow
 def test_two_ranks_make_the_step_of_one(two_ranks, expected):
     check_gradients(two_ranks, 2, expected)
 

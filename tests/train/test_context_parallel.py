@@ -10,6 +10,7 @@ from pathlib import Path
 import context_step
 import pytest
 import torch
+from full import cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rank_processes import run_ranks
@@ -88,7 +89,7 @@ def shares(tokens: int, bounds: list[int], world: int):
         yield ranks.share(ids, ids, bounds)
 
 
-@settings(max_examples=60)
+@settings(max_examples=cases(60))
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=6), st.integers(1, 5))
 def test_shares_are_equal_hold_every_token_once_and_see_what_precedes_it(lengths, world):
     bounds = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
@@ -107,7 +108,7 @@ def test_shares_are_equal_hold_every_token_once_and_see_what_precedes_it(lengths
                 assert (segment.keys.start, segment.keys.stop) == (starts[own[0]], own[-1] + 1)
 
 
-@settings(max_examples=30)
+@settings(max_examples=cases(30))
 @given(st.integers(1, 50), st.integers(1, 4), st.data())
 def test_rows_are_found_on_exactly_one_rank(tokens, world, data):
     rows = torch.tensor(sorted(data.draw(st.sets(st.integers(0, tokens - 1)))), dtype=torch.int64)

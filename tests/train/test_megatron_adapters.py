@@ -70,7 +70,7 @@ def ranks(tmp_path_factory) -> Path:
     return on_two_ranks(tmp_path_factory.mktemp("ranks"), start.state(), tasks)
 
 
-@pytest.mark.some(3)
+@pytest.mark.some(1)
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("targets", TARGETS)
 def test_the_gradients_of_fused_layers_are_those_of_pefts(targets, model):
