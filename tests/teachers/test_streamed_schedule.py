@@ -66,7 +66,7 @@ def test_ten_streamed_teachers_make_the_step_of_ten_loaded_ones(teachers, expect
     made = streamed(teachers, prefetch_bytes=30_000)
     schedule = TeacherSchedule(made, ROUTER)
     opened = {name: teacher.bytes_read for name, teacher in made.items() if teacher.digest}
-    for step in range(3):
+    for step in range(2):
         close(ranks.gradient(schedule, ranks.samples(DOMAINS)), expected)
         counters = schedule.take_counters()
         assert counters["head_loads"] == len(USED)
