@@ -27,7 +27,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from opd.errors import ModelError, TeacherError, reason_of
 from opd.kernels.head import Head
 from opd.kernels.projection import speed_up
-from opd.models.architecture import check_architecture
+from opd.models.architecture import check_architecture, empty_model
 from opd.models.attention import ATTENTION_NAME, Attend, AttentionCall, PackedAttention
 from opd.models.hf_folder import INDEX, config_of, described_in, made_once, names_code, write_checksums
 from opd.models.hf_weights import meta_parameters, quiet
@@ -418,7 +418,8 @@ def check_streams(
     used at all, `TeacherError` for one that is no chain of layers, `StorageError` or `TeacherError` for
     tensors that have no place in it.
     """
-    module = check_architecture(config, where)
+    check_architecture(config, where)
+    module = empty_model(config, where)
     if tensors is None:
         saved = revert_weight_conversion(module, module.state_dict())
         tensors = {name: tensor.shape for name, tensor in saved.items()}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import numpy as np
 
 from opd.config import BatchConfig, OptimConfig
@@ -27,9 +29,15 @@ def tokenizer():
     return character_tokenizer("0123456789=", ["<a>", "<b>"])
 
 
+_made: dict[str, CausalLM] = {}
+
+
 def model(seed: int = 0, **changes) -> CausalLM:
-    """A random two-layer Llama."""
-    return CausalLM.from_config(LLAMA | changes, tokenizer=tokenizer(), seed=seed)
+    """A random two-layer Llama: a copy of one that was made, and checked, once."""
+    asked = repr((seed, sorted(changes.items())))
+    if asked not in _made:
+        _made[asked] = CausalLM.from_config(LLAMA | changes, tokenizer=tokenizer(), seed=seed)
+    return copy.deepcopy(_made[asked])
 
 
 def training(terms, temperature: float = 1.0, **batch) -> Training:

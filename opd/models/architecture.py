@@ -43,24 +43,23 @@ _DIVISORS = ("logits_scaling",)  # Granite, MiniCPM 3
 _FACTORS = ("logit_scale", "lm_head_multiplier", "output_multiplier")  # Cohere, Falcon H1, Muse Spark
 _SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap")  # Gemma 2/3, RecurrentGemma
 _MULTIPLY_BY_LOGITS_SCALING = ("hyperclovax",)
-_causes: dict[tuple[type, str], str | None] = {}
-"""What `check_architecture` has found: a run asks of the same configurations again and again."""
+_causes: dict[tuple[type, str], tuple[str, str | None]] = {}
+"""Configuration -> class, why it cannot be used: a run asks of the same ones again and again."""
 
 
-def check_architecture(config: PreTrainedConfig, where: str | Path) -> Any:
-    """The causal language model of `config`, which is read from `where`, without weights.
+def check_architecture(config: PreTrainedConfig, where: str | Path) -> None:
+    """Try the causal language model of `config`, which is read from `where`, without weights.
 
     Raises `ModelError`, the same for whoever asks, if it could not be run, trained or sampled here.
     """
-    module = empty_model(config, where, torch.bfloat16)  # in which experts are multiplied without numbers
-    asked = type(module), repr(config.to_dict())  # all that the answer depends on
+    settings = {name: value for name, value in config.to_dict().items() if name != "_name_or_path"}
+    asked = type(config), repr(settings)
     if asked not in _causes:
-        _causes[asked] = _cause(module) or _head_cause(module)
-    cause = _causes[asked]
+        module = empty_model(config, where, torch.bfloat16)  # in which experts are multiplied without numbers
+        _causes[asked] = type(module).__name__, _cause(module) or _head_cause(module)
+    name, cause = _causes[asked]
     if cause is not None:
-        name = type(module).__name__
         raise ModelError(f"{where} is of class {name}, which cannot be used here: {cause}.")
-    return module
 
 
 def empty_model(config: PreTrainedConfig, where: str | Path, dtype: torch.dtype | None = None) -> Any:

@@ -147,7 +147,7 @@ def check_device(recipe: Recipe) -> list[Finding]:
 
 def _check_student(recipe: Recipe, domains: Mapping[str, Domain], models: Models) -> list[Finding]:
     from opd.megatron.form import MegatronForm
-    from opd.models.architecture import check_architecture
+    from opd.models.architecture import check_architecture, empty_model
     from opd.models.hf_folder import check_folder, read_config, scratch_config
     from opd.models.hf_weights import check_weights
     from opd.pipelines.stages.domains import student_tokenizer
@@ -161,7 +161,9 @@ def _check_student(recipe: Recipe, domains: Mapping[str, Domain], models: Models
         config = read_config(Path(model.path))
     else:
         config = scratch_config(model.config or {}, models.tokenizer)
-    module = check_architecture(config, model.path or "model.config")
+    where = model.path or "model.config"
+    check_architecture(config, where)
+    module = empty_model(config, where)
     if model.path is not None:
         check_weights(Path(model.path))
         _look_at_values(Path(model.path), models)
@@ -244,7 +246,9 @@ def _check_teacher(recipe: Recipe, name: str, source: str, models: Models) -> li
         check_folder(Path(source), digests=models.weights)
     with small_files(source) as folder:
         config = read_config(folder)
-        module = (check_architecture if here else empty_model)(config, source)
+        if here:
+            check_architecture(config, source)
+        module = empty_model(config, source)
         if whole:
             check_weights(Path(source))
             _look_at_values(Path(source), models)
