@@ -7,13 +7,19 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import tiny
+import torch
 
 from opd.errors import RunFolderError, from_system
+from opd.models.checkpoint import save_checkpoint
 from opd.storage import files
-from opd.storage.files import FileLock, atomic_folder, open_plain, write_atomic
+from opd.storage.checkpoints import CheckpointStore
+from opd.storage.files import FileLock, atomic_folder, open_plain, write_atomic, write_sealed
+from opd.storage.object_store import ObjectStore
 
 
 def _run(code: str, *arguments: object) -> subprocess.CompletedProcess[str]:
@@ -38,6 +44,55 @@ def test_write_atomic_keeps_the_old_content_when_the_rename_fails(tmp_path: Path
         write_atomic(target, b"data")
     assert (target / "inside").read_bytes() == b"kept"
     assert os.listdir(tmp_path) == ["file.json"]
+
+
+def nested(path: Path) -> None:
+    with atomic_folder(path) as folder:
+        (folder / "deep").mkdir()
+        (folder / "deep" / "file").write_bytes(b"x")
+        (folder / "file").write_bytes(b"y" * 5000)
+
+
+WRITERS: dict[str, Callable[[Path], object]] = {
+    "a file": lambda path: write_atomic(path, b"x" * 5000),
+    "a sealed document": lambda path: write_sealed(path, {"x": 1}),
+    "a folder": nested,
+    "a model": lambda path: save_checkpoint(tiny.model(), tiny.tokenizer(), path, {}),
+    "a checkpoint": lambda path: CheckpointStore(path.parent).save(1, {"model": {"w": torch.ones(2)}}, {}),
+    "an object": lambda path: ObjectStore.open(path.parent.as_uri()).put(path.name, b"x" * 5000),
+}
+
+
+@pytest.mark.parametrize("what", WRITERS)
+def test_what_has_its_name_is_on_the_disk_and_then_its_name_is(tmp_path: Path, monkeypatch, what: str):
+    target = tmp_path / "new" / ("step_1" if what == "a checkpoint" else "target")
+    done: list[tuple[str, int, int]] = []  # what was synced or renamed: its inode and size
+
+    def watched(name: str, after: Callable[..., os.stat_result]) -> None:
+        call = getattr(os, name)
+
+        def watch(*given, **options) -> None:
+            call(*given, **options)
+            found = after(*given)
+            done.append((name, found.st_ino, found.st_size))
+
+        monkeypatch.setattr(os, name, watch)
+
+    for name in ("fsync", "fdatasync"):
+        watched(name, os.fstat)
+    for name in ("rename", "replace"):
+        watched(name, lambda source, to: os.lstat(to))
+    WRITERS[what](target)
+    named = max(
+        i for i, (name, inode, _) in enumerate(done) if name[:2] == "re" and inode == target.stat().st_ino
+    )
+    before, after = ([one[1:] for one in part if one[0][0] == "f"] for part in (done[:named], done[named:]))
+    for path in [target, *target.rglob("*")]:
+        found = path.stat()
+        synced = [size for inode, size in before if inode == found.st_ino]
+        assert synced, f"{path.name} was not synced before it had its name"
+        assert path.is_dir() or synced[-1] == found.st_size, path.name
+    assert target.parent.stat().st_ino in [inode for inode, _ in after]
 
 
 def test_atomic_folder_appears_whole(tmp_path: Path) -> None:
