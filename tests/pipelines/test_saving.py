@@ -7,9 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from synced import watched
 
 from opd.errors import CheckpointError
-from opd.metrics import NoMetrics
+from opd.metrics import MetricsWriter, NoMetrics
 from opd.pipelines.stages.saving import Saver
 from opd.ranks import Ranks
 from opd.storage.checkpoints import CheckpointStore
@@ -42,3 +43,18 @@ def test_samples_are_forgotten_once_the_checkpoint_that_learnt_from_them_is_ther
     with pytest.raises(CheckpointError):
         ended(9)
     assert len(told) == count
+
+
+def test_a_checkpoint_has_its_name_after_its_metrics_are_on_the_disk(tmp_path, monkeypatch):
+    backend = SimpleNamespace(state=lambda: {"model": {"w": torch.ones(2)}}, rest=lambda: None)
+    metrics, store = MetricsWriter(tmp_path), CheckpointStore(tmp_path / "checkpoints")
+    context = SimpleNamespace(ranks=Ranks(), stage="merge", checkpoints=store, metrics=metrics)
+    metrics.write(1, {"lr": 0.5})
+    told = watched(monkeypatch)
+    with Saver(context, backend, {}) as saver:  # type: ignore[arg-type]
+        saver.save(1, lambda tail: {"metrics": tail}, lambda: None)
+    checkpoint, file = store.latest(), metrics.path.stat()
+    assert checkpoint is not None
+    assert checkpoint.state == {"metrics": metrics.tail}
+    name = [one[:2] for one in told].index(("named", checkpoint.folder.stat().st_ino))
+    assert ("synced", file.st_ino, file.st_size) in told[:name]

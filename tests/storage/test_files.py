@@ -10,16 +10,25 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import tiny
 import torch
+from synced import watched
+from trajectory_data import FIELDS, record, values
 
+from opd.environments.trajectory import TrajectoryLog
 from opd.errors import RunFolderError, from_system
+from opd.metrics import FlagsWriter
 from opd.models.checkpoint import save_checkpoint
 from opd.storage import files
+from opd.storage.blobs import KEY_BYTES, CacheRecord
 from opd.storage.checkpoints import CheckpointStore
 from opd.storage.files import FileLock, atomic_folder, open_plain, write_atomic, write_sealed
+from opd.storage.hidden_cache import HiddenStateCache
 from opd.storage.object_store import ObjectStore
+from opd.storage.trajectories import TrajectoryWriter
+from opd.storage.wal import TokenWAL
 
 
 def _run(code: str, *arguments: object) -> subprocess.CompletedProcess[str]:
@@ -66,33 +75,53 @@ WRITERS: dict[str, Callable[[Path], object]] = {
 @pytest.mark.parametrize("what", WRITERS)
 def test_what_has_its_name_is_on_the_disk_and_then_its_name_is(tmp_path: Path, monkeypatch, what: str):
     target = tmp_path / "new" / ("step_1" if what == "a checkpoint" else "target")
-    done: list[tuple[str, int, int]] = []  # what was synced or renamed: its inode and size
-
-    def watched(name: str, after: Callable[..., os.stat_result]) -> None:
-        call = getattr(os, name)
-
-        def watch(*given, **options) -> None:
-            call(*given, **options)
-            found = after(*given)
-            done.append((name, found.st_ino, found.st_size))
-
-        monkeypatch.setattr(os, name, watch)
-
-    for name in ("fsync", "fdatasync"):
-        watched(name, os.fstat)
-    for name in ("rename", "replace"):
-        watched(name, lambda source, to: os.lstat(to))
+    told = watched(monkeypatch)
     WRITERS[what](target)
-    named = max(
-        i for i, (name, inode, _) in enumerate(done) if name[:2] == "re" and inode == target.stat().st_ino
-    )
-    before, after = ([one[1:] for one in part if one[0][0] == "f"] for part in (done[:named], done[named:]))
+    name = max(i for i, one in enumerate(told) if one.what == "named" and one.inode == target.stat().st_ino)
     for path in [target, *target.rglob("*")]:
         found = path.stat()
-        synced = [size for inode, size in before if inode == found.st_ino]
+        synced = [one.size for one in told[:name] if one.what == "synced" and one.inode == found.st_ino]
         assert synced, f"{path.name} was not synced before it had its name"
         assert path.is_dir() or synced[-1] == found.st_size, path.name
-    assert target.parent.stat().st_ino in [inode for inode, _ in after]
+    assert ("synced", target.parent.stat().st_ino) in [one[:2] for one in told[name:]]
+
+
+def kept_trajectory(folder: Path) -> None:
+    writer = TrajectoryWriter(folder / "store", fields=FIELDS)
+    writer.put(record(0), **values(0))
+
+
+def kept_rows(folder: Path) -> None:
+    cache = HiddenStateCache(folder, quota_bytes=1 << 20)
+    assert cache.put(bytes(KEY_BYTES), np.ones((3, 4), np.float32), CacheRecord("s", "t", "v"))
+
+
+KEPT: dict[str, tuple[Callable[[Path], object], list[str]]] = {
+    "a flag": (lambda folder: FlagsWriter(folder).append({"step": 1}), ["flags.jsonl"]),
+    "a trajectory": (kept_trajectory, [".", "store", "store/segments", "store/segments/*", "**/*.wal"]),
+    "hidden states": (kept_rows, ["v2/segments", "v2/segments/*"]),
+    "files of a command": (
+        lambda folder: TrajectoryLog(folder, fsync="always").store.put(b"x"),
+        ["snapshots/objects/*", "snapshots/objects/*/*"],
+    ),
+    "a new log": (
+        lambda folder: TokenWAL(folder / "deep" / "log", fsync="always"),
+        [".", "deep", "deep/log", "**/*.wal"],
+    ),
+}
+"""What keeps something in a folder, and what of it is on the disk when that has returned."""
+
+
+@pytest.mark.parametrize("what", KEPT)
+def test_what_is_acknowledged_is_on_the_disk_with_the_folders_that_name_it(tmp_path, monkeypatch, what: str):
+    keep, patterns = KEPT[what]
+    told = watched(monkeypatch)
+    keep(tmp_path)
+    synced = {one.inode for one in told if one.what == "synced"}
+    for pattern in patterns:
+        found = [path for path in tmp_path.glob(pattern) if path.exists()] if pattern != "." else [tmp_path]
+        assert found, pattern
+        assert [path for path in found if path.stat().st_ino not in synced] == []
 
 
 def test_atomic_folder_appears_whole(tmp_path: Path) -> None:
