@@ -165,6 +165,8 @@ def _head_cause(module: Any) -> str | None:
     scale, softcap = head_form(module.config.get_text_config())
     if softcap is not None and not softcap > 0:
         return f"its logits are divided by a softcap of {softcap:g}; write null in its place for none"
+    if not head.in_features:
+        return "its hidden states have no numbers (hidden_size 0); give the configuration of the weights"
     hidden = torch.linspace(-1, 1, head.in_features)[None].repeat(_TOKENS, 1)
     weight = torch.linspace(-1, 1, _TOKENS)[:, None].repeat(1, head.in_features) * hidden[:1].sign()
     weight *= PROBE_LOGIT / (abs(scale) * float((hidden @ weight.T).abs().max()))

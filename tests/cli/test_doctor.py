@@ -476,7 +476,7 @@ def test_the_estimate_on_several_ranks_is_that_of_one():
     for name, train in {
         "alone": {},
         "fsdp": {"ranks": 4},
-        "zero 2": {"ranks": 4, "backend": "deepspeed", "zero_stage": 2},
+        **{f"zero {n}": {"ranks": 4, "backend": "deepspeed", "zero_stage": n} for n in (1, 2, 3)},
         "megatron": {"ranks": 4, "backend": "megatron", "tensor_parallel": 2},
         "stages": {"ranks": 4, "backend": "megatron", "tensor_parallel": 2, "pipeline_parallel": 2},
     }.items():
@@ -486,7 +486,9 @@ def test_the_estimate_on_several_ranks_is_that_of_one():
     assert found == {
         "alone": [4000, 4000, 8000, 4000],
         "fsdp": [1000, 1000, 2000, 4000],
+        "zero 1": [4000, 4000, 2000, 4000],
         "zero 2": [4000, 1000, 2000, 4000],
+        "zero 3": [1000, 1000, 2000, 4000],
         "megatron": [2000, 2000, 4000, 4000],
         "stages": [1000, 1000, 2000, 4000],
     }

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from recipes import tiny_recipe, write_recipe
 
 from opd import ranks
@@ -89,6 +90,26 @@ def test_ranks_without_threads_say_so(monkeypatch):
     said = r"rank 1 of 2 cannot meet the others: the system gives no more processes or threads; .*ulimit -u"
     with pytest.raises(RanksError, match=said), ranks.joined("cpu", 5.0):
         pass
+
+
+@pytest.mark.parametrize(
+    ("entered", "miss", "late"),
+    [([5, 5, 4], [], "rank 9 did"), ([5, 5, 0], [], "rank 9 did"), ([4, 5, 4], [], "rank 4, 9 did"),
+     ([5, 5, 5], [0], "rank 9 did"), ([6, 5, 6], [0, 2], "another rank did")],
+)  # fmt: skip
+def test_who_did_not_come_is_named_by_its_number_among_all_ranks(monkeypatch, entered, miss, late):
+    monkeypatch.setattr(ranks, "_OTHERS", 0.0)
+    store = torch.distributed.HashStore()
+    some = ranks.Ranks(store=store, name="some")
+    some.rank, some.size, some._members, some._entered = 1, 3, [4, 7, 9], 4  # one of three, of more
+    for number, count in enumerate(entered):
+        if count:
+            store.set(some._key(number), str(count))
+    for number in miss:
+        store.set(f"misses/{some._key(number)}", "1")
+    said = rf"^{late} not come to the work, and rank 7 cannot"
+    with pytest.raises(RanksError, match=said), some.collective("the work"):
+        raise RuntimeError("Connection closed by peer")
 
 
 @pytest.mark.slow

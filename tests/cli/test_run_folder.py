@@ -153,6 +153,28 @@ def test_what_a_run_was_given_must_stay_what_it_was(tmp_path: Path):
         RunFolder.resume(tmp_path / "other", recipe)
 
 
+def test_the_base_of_an_adapter_that_a_run_was_given_must_stay_what_it_was(tmp_path: Path):
+    base, given = tmp_path / "base", tmp_path / "adapter"
+    save_checkpoint(tiny.model(), tiny.tokenizer(), base, {})
+    given.mkdir()
+    told = {"peft_type": "LORA", "base_model_name_or_path": str(base), "r": 1, "lora_alpha": 1}
+    (given / "adapter_config.json").write_text(json.dumps(told))
+    (given / "adapter_model.safetensors").write_bytes(b"weights")
+    recipe = make_recipe(model={"path": str(given)})
+    RunFolder.create(tmp_path / "run", recipe).close()
+    for file, told in (
+        (given / "adapter_config.json", "adapter_config.json"),
+        (given / "adapter_model.safetensors", "adapter_model.safetensors"),
+        (base / "checksums.json", "base/checksums.json"),
+    ):
+        content = file.read_bytes()
+        file.write_bytes(content + b" ")
+        with pytest.raises(RunFolderError, match=rf"model\.path: {told} is not what it was"):
+            RunFolder.resume(tmp_path / "run", recipe)
+        file.write_bytes(content)
+    RunFolder.resume(tmp_path / "run", recipe).close()
+
+
 CODE = {
     "mine/__init__.py": "",
     "mine/rewards.py": "from . import judge\ndef f(sample):\n    import mine_helper\n    return 1.0\n",
@@ -634,6 +656,17 @@ def test_what_is_no_relative_path_stays_as_it_is(given):
     assert located(recipe) == recipe
 
 
+def test_replies_that_are_kept_are_those_of_the_folder_where_the_run_began():
+    judge = {"type": "judge", "urls": ["http://localhost:1/v1"], "cache": "replies"}
+    asked = {"source": "x.jsonl", "reward": judge}
+    found = located(make_recipe(domains={"sort": asked}, evaluation={"sets": {"later": asked}}))
+    for own in (found.domains["sort"], found.evaluation.sets["later"]):
+        assert (own.reward.cache, own.source) == (
+            str(Path("replies").absolute()),
+            str(Path("x.jsonl").absolute()),
+        )
+
+
 def test_no_path_of_the_schema_is_forgotten():
     """Keys that may hold a path by their name are paths, dotted paths, or known to be neither."""
     named = {"path", "folder", "published", "run_dir", "tokenizer", "chat_template", "source", "dir"}
@@ -644,6 +677,7 @@ def test_no_path_of_the_schema_is_forgotten():
             "sort": {"source": "x.jsonl", "teacher": "math", "reward": "a:b"},
             "reverse": {"source": "v.jsonl", "reward": "a:b", "sft": {"source": "y.jsonl"}},
         },
+        "evaluation": {"sets": {"later": {"source": "u.jsonl", "reward": "a:b"}}},
         "sft": {"source": "z.jsonl"},
         "rollout": {"engine": {"type": "sglang", "urls": ["http://localhost:1"]}},
     }
@@ -659,6 +693,7 @@ def test_no_path_of_the_schema_is_forgotten():
     specialists = [("specialist",), *(("domains", name, "specialist") for name in ("sort", "reverse"))]
     code |= {(*key, "opd", "loss", *rest) for key in specialists for rest in (("path",), ("loss", "path"))}
     code |= {("domains", name, "reward", "path") for name in ("sort", "reverse")}
+    code.add(("evaluation", "sets", "later", "reward", "path"))
     code.add(("domains", "sort", "sft", "source"))  # refused: `math` teaches sort
     code.add(("distill", "teachers", "path"))  # of a kind of teachers, which is refused there
     found = {path for path in key_paths(Recipe, settings) if path[-1] in named}

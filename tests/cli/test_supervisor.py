@@ -158,13 +158,16 @@ def test_a_stop_is_passed_on_and_told(codes, grace, sentence):
         watch(*codes, asked=Preemption(grace))
 
 
-def test_who_was_asked_to_stop_has_its_grace_though_others_have_left():
+@pytest.mark.parametrize("leaves", [HANGS, IGNORES + ASKS + LOST], ids=["by the signal", "missing others"])
+def test_who_was_asked_to_stop_has_its_grace_though_others_have_left(leaves):
     """It may have servers to end: those who left have no last words that would end it sooner."""
     slowly = "def later(*_):\n    time.sleep(2)\n    open('ended', 'w').close()\n    os._exit(143)\n"
     slowly += "signal.signal(signal.SIGTERM, later)\n"
     with pytest.raises(PreemptedError, match="the run was asked to stop and did"):
         watch(
-            "until('there'); " + ASKS + HANGS, slowly + "open('there', 'w').close(); " + HANGS, last_words=0.2
+            "until('there'); " + ASKS + leaves,
+            slowly + "open('there', 'w').close(); " + HANGS,
+            last_words=0.2,
         )
     assert Path("ended").exists()
 

@@ -133,15 +133,22 @@ class Workload:
         self.continued += 1
 
 
-def cut_power(workloads: range) -> tuple[int, int, int, int]:
+def cut_power(workloads: range, calls: int = 60) -> tuple[int, int, int, int]:
     """(power cuts, distinct disks, writers that went on, failed operations) of these random workloads."""
     totals = [0, 0, 0, 0]
     for seed in workloads:
         work = Workload(seed, ("always", "os")[seed % 2], failures=seed % 4 >= 2)
-        work.run(60)
+        work.run(calls)
         counts = (work.cuts, len(work.images), work.continued, work.failed)
         totals = [total + count for total, count in zip(totals, counts, strict=True)]
     return totals[0], totals[1], totals[2], totals[3]
+
+
+def test_a_few_power_cuts_take_nothing_that_was_durable():
+    cuts, distinct, continued, _ = cut_power(range(2), 25)
+    assert cuts >= 1_000
+    assert distinct >= 800
+    assert continued >= 10
 
 
 @pytest.mark.slow

@@ -80,6 +80,19 @@ def test_what_many_training_texts_say_is_how_tasks_are_put():
     assert count(few) == 1
 
 
+@pytest.mark.parametrize("size", [4, 5])
+def test_a_passage_counts_if_half_of_it_or_more_is_in_no_common_one(size):
+    """Of words of which the first are how tasks are put, and the rest was seen once."""
+    for common in range(1, size):
+        put, rest = WORDS[:size], WORDS[size : 2 * size - common]
+        index = Index({"set": [" ".join([*put, *rest])]}, size)
+        for number in range(200):
+            index.look(f"{' '.join(put)} {sentence(number)}", "x")
+        assert count(index) == 0
+        index.look(f"and {' '.join([*put[size - common :], *rest])} or", "y")
+        assert count(index) == (2 * common <= size), common
+
+
 def test_an_answer_that_holds_the_question_counts_and_messages_are_read():
     index = Index({"set": [sentence(4)], "none": []}, 13)
     index.look("a question", "x", answer=f"as in: {sentence(4)}")

@@ -9,6 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from opd.kernels import vocab_parallel
 
 WORKER = Path(__file__).with_name("vocab_parallel_worker.py")
 WORLD = 4
@@ -84,3 +87,17 @@ def test_every_rank_refuses_with_the_same_sentence(results, name: str, words: st
         sentences = {result["refusals"][size][name] for result in results}
         assert len(sentences) == 1
         assert words in sentences.pop()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_gradients_of_16_bits_are_summed_in_32(monkeypatch, dtype: torch.dtype) -> None:
+    def all_reduce(total: torch.Tensor, group: object) -> None:
+        for other in (2.0**-10, -8.0, 2.0**-10):  # each would be lost beside the first
+            total += other
+
+    monkeypatch.setattr(vocab_parallel.dist, "all_reduce", all_reduce)
+    hidden = torch.zeros(3, 2, dtype=dtype, requires_grad=True)
+    vocab_parallel._OnAllRanks.apply(hidden, None).backward(torch.full_like(hidden, 8.0))
+    assert hidden.grad is not None
+    assert hidden.grad.dtype == dtype
+    assert torch.equal(hidden.grad, torch.full_like(hidden, 2.0**-9))

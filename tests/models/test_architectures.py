@@ -252,6 +252,15 @@ def test_a_mixture_is_refused_where_its_tensors_would_have_other_names(family: s
             check_streams(read_config(folder), folder, tensors)
 
 
+@pytest.mark.filterwarnings("ignore:Initializing zero-element")
+def test_hidden_states_without_numbers_are_refused(tmp_path: Path):
+    folder = saved("llama", _SHAPE, tmp_path / "m")
+    described = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(described | {"hidden_size": 0}))
+    with pytest.raises(ModelError, match=r"its hidden states have no numbers \(hidden_size 0\); give"):
+        check_architecture(read_config(folder), folder)
+
+
 @pytest.mark.parametrize("kind", ["dynamic", "linear", "yarn", "llama3"])
 def test_every_kind_of_angles_streams(kind: str, tmp_path: Path):
     check_streams(read_config(saved("llama", USED[f"llama: {kind}"], tmp_path / "m")), tmp_path / "m")

@@ -63,6 +63,11 @@ def base(tmp_path_factory) -> Path:
 
 
 PLAIN = {
+    "both, by patterns": {
+        "rank_pattern": {r".*\.1\..*(q|v)_proj": 3, "^model.layers.0.mlp.down_proj": 5},
+        "alpha_pattern": {r"layers\.\d+\.mlp\.\w+": 11, "q_proj": 1},
+        "use_rslora": True,
+    },
     "plain": {},
     "rank-stabilised": {"use_rslora": True},
     "rank one": {"r": 1},
@@ -72,11 +77,6 @@ PLAIN = {
     "but some": {"target_modules": "all-linear", "exclude_modules": ["o_proj"]},
     "ranks by layer": {"rank_pattern": {"layers.1.self_attn.q_proj": 2, "down_proj": 7}},
     "alphas by layer": {"alpha_pattern": {"q_proj": 64, "layers.0.mlp.down_proj": 0.5}},
-    "both, by patterns": {
-        "rank_pattern": {r".*\.1\..*(q|v)_proj": 3, "^model.layers.0.mlp.down_proj": 5},
-        "alpha_pattern": {r"layers\.\d+\.mlp\.\w+": 11, "q_proj": 1},
-        "use_rslora": True,
-    },
     "a pattern of no layer": {"rank_pattern": {"k_proj": 3, "_proj": 9}, "alpha_pattern": {"proj": 1}},
     "an alpha of nothing": {"lora_alpha": 0, "alpha_pattern": {"q_proj": 3}},
     "dropped out": {"lora_dropout": 0.5},

@@ -234,13 +234,23 @@ def test_a_refused_request_is_unreadable_and_a_wrong_key_is_an_error(status, tmp
 def test_a_reply_without_a_number_counts_as_told_or_stops(tmp_path):
     def answer(path: str, body: dict[str, Any]) -> Any:
         text = body["messages"][-1]["content"].partition("A: ")[2]
-        return completion({"none": None, "much": "Score: 11", "think": "<think>Score: 3"}.get(text, text))
+        return completion(
+            {
+                "none": None,
+                "much": "Score: 11",
+                "best": "Score: 10",
+                "least": "Score: 0",
+                "think": "<think>Score: 3",
+            }.get(text, text)
+        )
 
     with reward_server(answer) as server:
         config = settings(server, tmp_path, unreadable=0, **LENGTH)
         found = scores(config, "none", "much", "think", "fine [[4]]", "hm")
         assert [one["reward"] for one in found] == [0.0, 0.0, 0.0, 0.4, 0.0]
         assert [one["unreadable"] for one in found] == [1.0, 1.0, 1.0, 0.0, 1.0]
+        bounds = [{"reward": own, "unreadable": 0.0} for own in (1.0, 0.0)]
+        assert scores(config, "best", "least") == bounds
         asked = len(server.asked)
         with pytest.raises(RewardError, match=r"1 of 2 replies hold no number .*'hm\\n'.*`unreadable`"):
             scores(settings(server, tmp_path, **LENGTH), "fine [[4]]", "hm\n")

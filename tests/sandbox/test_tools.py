@@ -205,6 +205,13 @@ def test_trajectories_are_shown_and_replayed(tmp_path, capsys):
     assert main(["trajectory", "replay", str(run), "--episode", "merge/1/0"]) == 1
     assert "command 3" in (said := capsys.readouterr().out)
     assert "stdout at byte" in said
+    (file,) = log_folder.glob("*.wal")
+    damaged = bytearray(file.read_bytes())
+    damaged[damaged.rindex(b"merge/1/0")] ^= 1
+    file.write_bytes(damaged)
+    for words in ([], ["--episode", "merge/0/0"]):
+        assert main(["trajectory", "show", str(run), *words]) == 2
+        assert "merge/0/0" in capsys.readouterr().out
 
 
 def test_what_cannot_be_shown_is_said(tmp_path, capsys):

@@ -177,6 +177,7 @@ def test_a_sweep_removes_nothing_behind_a_link(tmp_path, linked):
     """Not where the store's folder is one, one in it, or one of those that files are sorted into."""
     first = SnapshotStore(tmp_path / "elsewhere")
     digest = first.put(b"somebody's")
+    assert first.sweep([], [], Limits()) == 0, "nothing names it yet"
     first.release([digest])
     place = linked.format(digest[:2])
     store = tmp_path / "store"

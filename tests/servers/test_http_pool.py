@@ -17,6 +17,7 @@ from opd.config.servers import ServerGroupConfig
 from opd.config.teachers import SGLangTeacherConfig
 from opd.errors import RolloutError
 from opd.pipelines.launch.servers import StartedGroup
+from opd.retry import Retry
 from opd.served import urls_file
 from opd.served.http_client import Patience, PoolOptions, UnavailableError
 from opd.served.http_pool import NEAR, HTTPPool
@@ -49,6 +50,30 @@ def test_the_preferred_server_is_taken_while_it_has_hardly_more_to_do(loop):
     ahead = int(NEAR * 1000 / 100) + 1
     assert found[:ahead] == [1] * ahead
     assert 0 in found[ahead:]
+
+
+def test_servers_are_given_up_together_and_not_for_one_that_answers_badly(loop):
+    patience = Patience(retry=Retry(attempts=2, pause=0.0))
+    options = PoolOptions(URLS, max_in_flight_tokens=1000, patience=patience)
+
+    async def calls() -> int:
+        pool = HTTPPool("pool", options, RolloutError)
+        bad, good = pool.servers
+
+        async def attempt(server) -> str:
+            if server in (bad, *others):
+                raise UnavailableError("nonsense", answered=True)
+            return server.url
+
+        others, good.in_flight = [], 1  # so the bad one is asked first
+        assert {await pool.call(10, attempt) for _ in range(5)} == {good.url}
+        assert bad.bad_answers == 5
+        others.append(good)
+        with pytest.raises(RolloutError, match=r"no usable answer from .*:9, .*:10 in"):
+            await pool.call(10, attempt)
+        return pool.counters.retries
+
+    assert loop.run(calls()) == 6
 
 
 def test_a_request_that_waits_for_room_takes_what_is_freed(loop):

@@ -7,13 +7,28 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
+import tiny
+import torch
+from synced import watched
+from trajectory_data import FIELDS, record, values
 
+from opd.environments.trajectory import TrajectoryLog
 from opd.errors import RunFolderError, from_system
+from opd.metrics import FlagsWriter
+from opd.models.checkpoint import save_checkpoint
 from opd.storage import files
-from opd.storage.files import FileLock, atomic_folder, open_plain, write_atomic
+from opd.storage.blobs import KEY_BYTES, CacheRecord
+from opd.storage.checkpoints import CheckpointStore
+from opd.storage.files import FileLock, atomic_folder, open_plain, write_atomic, write_sealed
+from opd.storage.hidden_cache import HiddenStateCache
+from opd.storage.object_store import ObjectStore
+from opd.storage.trajectories import TrajectoryWriter
+from opd.storage.wal import TokenWAL
 
 
 def _run(code: str, *arguments: object) -> subprocess.CompletedProcess[str]:
@@ -38,6 +53,75 @@ def test_write_atomic_keeps_the_old_content_when_the_rename_fails(tmp_path: Path
         write_atomic(target, b"data")
     assert (target / "inside").read_bytes() == b"kept"
     assert os.listdir(tmp_path) == ["file.json"]
+
+
+def nested(path: Path) -> None:
+    with atomic_folder(path) as folder:
+        (folder / "deep").mkdir()
+        (folder / "deep" / "file").write_bytes(b"x")
+        (folder / "file").write_bytes(b"y" * 5000)
+
+
+WRITERS: dict[str, Callable[[Path], object]] = {
+    "a file": lambda path: write_atomic(path, b"x" * 5000),
+    "a sealed document": lambda path: write_sealed(path, {"x": 1}),
+    "a folder": nested,
+    "a model": lambda path: save_checkpoint(tiny.model(), tiny.tokenizer(), path, {}),
+    "a checkpoint": lambda path: CheckpointStore(path.parent).save(1, {"model": {"w": torch.ones(2)}}, {}),
+    "an object": lambda path: ObjectStore.open(path.parent.as_uri()).put(path.name, b"x" * 5000),
+}
+
+
+@pytest.mark.parametrize("what", WRITERS)
+def test_what_has_its_name_is_on_the_disk_and_then_its_name_is(tmp_path: Path, monkeypatch, what: str):
+    target = tmp_path / "new" / ("step_1" if what == "a checkpoint" else "target")
+    told = watched(monkeypatch)
+    WRITERS[what](target)
+    name = max(i for i, one in enumerate(told) if one.what == "named" and one.inode == target.stat().st_ino)
+    for path in [target, *target.rglob("*")]:
+        found = path.stat()
+        synced = [one.size for one in told[:name] if one.what == "synced" and one.inode == found.st_ino]
+        assert synced, f"{path.name} was not synced before it had its name"
+        assert path.is_dir() or synced[-1] == found.st_size, path.name
+    assert ("synced", target.parent.stat().st_ino) in [one[:2] for one in told[name:]]
+
+
+def kept_trajectory(folder: Path) -> None:
+    writer = TrajectoryWriter(folder / "store", fields=FIELDS)
+    writer.put(record(0), **values(0))
+
+
+def kept_rows(folder: Path) -> None:
+    cache = HiddenStateCache(folder, quota_bytes=1 << 20)
+    assert cache.put(bytes(KEY_BYTES), np.ones((3, 4), np.float32), CacheRecord("s", "t", "v"))
+
+
+KEPT: dict[str, tuple[Callable[[Path], object], list[str]]] = {
+    "a flag": (lambda folder: FlagsWriter(folder).append({"step": 1}), ["flags.jsonl"]),
+    "a trajectory": (kept_trajectory, [".", "store", "store/segments", "store/segments/*", "**/*.wal"]),
+    "hidden states": (kept_rows, ["v2/segments", "v2/segments/*"]),
+    "files of a command": (
+        lambda folder: TrajectoryLog(folder, fsync="always").store.put(b"x"),
+        ["snapshots/objects/*", "snapshots/objects/*/*"],
+    ),
+    "a new log": (
+        lambda folder: TokenWAL(folder / "deep" / "log", fsync="always"),
+        [".", "deep", "deep/log", "**/*.wal"],
+    ),
+}
+"""What keeps something in a folder, and what of it is on the disk when that has returned."""
+
+
+@pytest.mark.parametrize("what", KEPT)
+def test_what_is_acknowledged_is_on_the_disk_with_the_folders_that_name_it(tmp_path, monkeypatch, what: str):
+    keep, patterns = KEPT[what]
+    told = watched(monkeypatch)
+    keep(tmp_path)
+    synced = {one.inode for one in told if one.what == "synced"}
+    for pattern in patterns:
+        found = [path for path in tmp_path.glob(pattern) if path.exists()] if pattern != "." else [tmp_path]
+        assert found, pattern
+        assert [path for path in found if path.stat().st_ino not in synced] == []
 
 
 def test_atomic_folder_appears_whole(tmp_path: Path) -> None:

@@ -125,11 +125,26 @@ def test_a_write_cut_short_is_dropped_and_damage_before_it_is_not(tmp_path: Path
         with TrajectoryStore.open(copy) as store:
             assert assert_right(store) == [*range(kept), 7]
         shutil.rmtree(copy)
-    damaged = bytearray(whole)
-    damaged[ends[2] + 60] ^= 1
+
+
+@pytest.mark.parametrize("durable", [True, False])
+def test_a_damaged_frame_of_a_killed_writer_is_not_taken_for_a_write_cut_short(
+    tmp_path: Path, durable: bool
+) -> None:
+    """Also where no frame proves that it was acknowledged: what came later is there."""
+    with TrajectoryWriter(tmp_path / "live", fields=FIELDS, **SMALL | {"durable": durable}) as writer:
+        for n in range(4):
+            writer.put(record(n), **values(n))
+        shutil.copytree(tmp_path / "live", tmp_path / "killed")
+    (segment,) = (tmp_path / "killed" / "metadata").glob("*.wal")
+    damaged = bytearray(segment.read_bytes())
+    starts = [i for i in range(len(damaged)) if damaged.startswith(FRAME_MAGIC.to_bytes(4, "little"), i)]
+    damaged[starts[2] + 60] ^= 1
     segment.write_bytes(damaged)
     for opening in (TrajectoryStore.open, lambda folder: TrajectoryWriter(folder, fields=FIELDS)):
-        with pytest.raises(StorageError, match=f"at byte {ends[2]}: a frame is damaged.* acknowledged"):
+        with pytest.raises(
+            StorageError, match=rf"at byte {starts[2]}: (a frame|frame 3) is damaged.* acknowl"
+        ):
             opening(tmp_path / "killed")
 
 
