@@ -2,6 +2,7 @@
 
 bash tests/run.sh storage --full --record     # counts, commit and machine into tests/full.json
 python tests/full.py                          # the table of the tests' page from it
+python tests/full.py coverage.json            # from what --cov-report=json wrote: a table by folder of the code
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import os
 import platform
 import re
 import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -67,6 +69,25 @@ def table() -> str:
     rows = [HEAD, ["---"] * len(HEAD)]
     for folder, found in json.loads(RECORD.read_text("utf-8")).items():
         rows.append([f"`{folder}/`", *(f"{found[key]:,}" for key in HEAD[1:-1]), found["commit"]])
+    return _markdown(rows)
+
+
+def coverage(report: Path) -> str:
+    """Lines and branches that tests took, by folder, as Markdown."""
+    sums: dict[str, Counter[str]] = {}
+    for name, file in json.loads(report.read_text("utf-8"))["files"].items():
+        parts = Path(name).parts[:-1]
+        folder = "/".join(parts[: 1 if parts[0] in ("kernels", "storage", "teachers") else 2])
+        sums.setdefault(folder, Counter()).update(file["summary"])
+    rows = [["folder", "lines", "taken", "branches", "taken"], ["---"] * 5]
+    for folder, found in sorted(sums.items()):
+        pairs = [("num_statements", "covered_lines"), ("num_branches", "covered_branches")]
+        shares = [(f"{found[of]:,}", f"{found[part] / max(found[of], 1):.0%}") for of, part in pairs]
+        rows.append([f"`{folder}/`", *(cell for pair in shares for cell in pair)])
+    return _markdown(rows)
+
+
+def _markdown(rows: list[list[str]]) -> str:
     return "".join("| " + " | ".join(row) + " |\n" for row in rows)
 
 
@@ -82,4 +103,4 @@ def _machine() -> str:
 
 
 if __name__ == "__main__":
-    print(table(), end="")
+    print(coverage(Path(sys.argv[1])) if sys.argv[1:] else table(), end="")
