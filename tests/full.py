@@ -2,7 +2,7 @@
 
 bash tests/run.sh storage --full --record     # counts, commit and machine into tests/full.json
 python tests/full.py                          # the table of the tests' page from it
-python tests/full.py coverage.json            # from what --cov-report=json wrote: a table by folder of the code
+python tests/full.py coverage.json            # a table by folder of what --cov-report=json wrote
 """
 
 from __future__ import annotations
