@@ -274,6 +274,7 @@ WORTH = [
 """Reward and label of the rows, and what garbage is worth there, if that is something."""
 
 
+@pytest.mark.some(9)
 @pytest.mark.parametrize("place", range(len(WORTH)))
 def test_a_reward_that_takes_garbage_for_right_is_told(tmp_path, place):
     (reward, label), told = WORTH[place]

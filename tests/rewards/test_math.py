@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import pytest
+from full import FULL
 
 from opd.config.rewards import MathReward
 from opd.rewards import math_reward
@@ -450,7 +451,7 @@ WRONG += [
 @pytest.mark.parametrize(("cases", "worth"), [(RIGHT, 1.0), (WRONG, 0.0)], ids=["right", "wrong"])
 def test_what_is_typed_is_read_as_it_is_meant(cases, worth):
     pytest.importorskip("math_verify")
-    settings = MathReward()
+    settings, cases = MathReward(), cases[:: 1 if FULL else 3]
     assert not [case for case in cases if math_reward.label_fault(settings, case[1])]
     scores = math_reward.score(settings, [Answered(text, label) for text, label in cases])
     assert [case for case, score in zip(cases, scores, strict=True) if score != worth] == []
