@@ -3,6 +3,7 @@
 import html
 import json
 import re
+import shutil
 from importlib import metadata
 from pathlib import Path
 
@@ -30,12 +31,9 @@ def digests(path: Path) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory):
-    path = tmp_path_factory.mktemp("runs") / "whole"
-    recipe = tiny_recipe()
-    with RunFolder.create(path, recipe) as folder:
-        run_pipeline(recipe, folder)
-    return path
+def finished(finished_run, tmp_path_factory):
+    """A run that these tests may go on with."""
+    return shutil.copytree(finished_run, tmp_path_factory.mktemp("runs") / "whole")
 
 
 def test_a_stage_is_alone_where_no_other_that_trains_can_run_beside_it():
