@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -138,6 +139,37 @@ def reports(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
+ASKED_ONCE = ("cli", "pipelines", "report")
+"""Folders whose tests ask of many models of one form whether it can be used."""
+answered: dict[tuple[str, type, str], str | None] = {}
+
+
+def by_form(look: Callable[[Any], str | None]) -> Callable[[Any], str | None]:
+    """`look`, asked once for all models of one class and configuration."""
+
+    @functools.wraps(look)
+    def once(module: Any) -> str | None:
+        form = (look.__name__, type(module), module.config.to_json_string(use_diff=False))
+        if form not in answered:
+            answered[form] = look(module)
+        return answered[form]
+
+    return once
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forms(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Every load of a model tries its form without weights, a fourth of the time of the smallest stages: in
+    a process once for each form.
+    """
+    architecture = sys.modules.get("opd.models.architecture")
+    with pytest.MonkeyPatch.context() as patch:
+        if architecture is not None and request.path.parent.name in ASKED_ONCE:
+            for name in ("_cause", "_head_cause"):
+                patch.setattr(architecture, name, by_form(getattr(architecture, name)))
+        yield
+
+
 @pytest.fixture
 def pretended() -> Iterator[Any]:
     """A CUDA device that is not there; see `pretend_cuda.py`."""
@@ -145,6 +177,22 @@ def pretended() -> Iterator[Any]:
 
     with pretend_cuda.gpu() as made:
         yield made
+
+
+@pytest.fixture(scope="session")
+def tiny_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of `tiny_recipe()` with its base and specialists, made once for all processes: to be read."""
+    from shared_runs import made_once, train_specialists
+
+    return made_once(tmp_path_factory, "tiny-run", train_specialists)
+
+
+@pytest.fixture(scope="session")
+def finished_run(tiny_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same run to its end, with its report: to be read."""
+    from shared_runs import finish, made_once
+
+    return made_once(tmp_path_factory, "finished-run", lambda path: finish(tiny_run, path))
 
 
 REAL = [pytest.param("real", marks=pytest.mark.gpu)] if torch.cuda.is_available() else []

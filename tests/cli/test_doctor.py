@@ -299,7 +299,7 @@ def test_wrong_ids_and_temperatures_are_found(student, tmp_path):
     (teacher / "generation_config.json").write_text(json.dumps({"temperature": 0.6}))
     config = json.loads((teacher / "config.json").read_text())
     (teacher / "config.json").write_text(json.dumps({**config, "eos_token_id": 5}))
-    findings = [f for f in examine(make_recipe(student, teacher)) if f.level == "warning"]
+    findings = [f for f in examine(make_recipe(student, teacher), thorough=False) if f.level == "warning"]
     details = " ".join(finding.detail for finding in findings)
     assert "also ends its responses at 5 '2' (config.json), where the student's go on" in details
     assert "says temperature 0.6, rollout.temperature is 1" in details

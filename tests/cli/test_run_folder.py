@@ -39,6 +39,13 @@ def make_recipe(**changes) -> Recipe:
     return Recipe.model_validate({**data, **changes})
 
 
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory) -> Path:
+    """A run that has begun, and that everything is refused of."""
+    RunFolder.create(path := tmp_path_factory.mktemp("demo") / "run", make_recipe()).close()
+    return path
+
+
 def test_create_writes_the_recipe_and_refuses_a_second_run(tmp_path: Path):
     with RunFolder.create(tmp_path / "run", make_recipe()) as folder:
         assert Recipe.model_validate(json.loads(folder.config.read_text())) == make_recipe()
@@ -390,16 +397,15 @@ def test_changed_settings_are_accepted_where_asked_and_recorded(tmp_path: Path):
         ({"baselines": {"methods": []}}, "baselines.methods"),
     ],
 )
-def test_what_a_run_cannot_change_in_its_middle_is_refused_with_its_name(tmp_path: Path, changes, field):
-    RunFolder.create(tmp_path / "run", make_recipe()).close()
-    kept = (tmp_path / "run/inputs.json").read_bytes()
+def test_what_a_run_cannot_change_in_its_middle_is_refused_with_its_name(demo: Path, changes, field):
+    kept = (demo / "inputs.json").read_bytes()
     with pytest.raises(RunFolderError) as refused:
-        RunFolder.resume(tmp_path / "run", make_recipe(**changes), Accepted(code=True, settings=True))
+        RunFolder.resume(demo, make_recipe(**changes), Accepted(code=True, settings=True))
     said = str(refused.value)
     assert f"was started with {field} = " in said
     assert said.endswith("; resume with the same recipe, or start a new run with --out")
     assert "stays as it is" in said or "cannot" in said or "no stage can" in said
-    assert (tmp_path / "run/inputs.json").read_bytes() == kept
+    assert (demo / "inputs.json").read_bytes() == kept
 
 
 def test_a_change_that_would_have_no_effect_or_an_odd_one_is_refused(tmp_path: Path):

@@ -21,7 +21,8 @@ from pathlib import Path
 import pytest
 import sockets
 from browser import browser, installed
-from recipes import write_recipe
+from recipes import tiny_recipe, write_recipe
+from shared_runs import go_on
 
 from opd.metrics import MetricsWriter
 from opd.pipelines.cli import main
@@ -35,13 +36,14 @@ ESCAPES = "\x1b[2J\x1b]0;title\x07\x9b2J\u202e\r"
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory) -> Path:
+def run(tiny_run, tmp_path_factory) -> Path:
     """Of a tiny recipe, with a specialist that is trained."""
     folder = tmp_path_factory.mktemp("watch")
     small = {"steps": 3, "prompts_per_step": 4, "group_size": 6, "minibatches": 1, "checkpoint_every": 3}
     recipe = write_recipe(folder / "recipe.yaml", specialist=small)
-    assert main(["specialist", str(recipe), "--domain", "sort", "--out", str(folder / "run")]) == 0
-    return folder / "run"
+    path = go_on(tiny_run, folder / "run", tiny_recipe(specialist=small), "base")
+    assert main(["specialist", str(recipe), "--domain", "sort", "--out", str(path), "--resume"]) == 0
+    return path
 
 
 @contextmanager

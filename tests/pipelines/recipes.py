@@ -58,6 +58,10 @@ def tiny_recipe(**changes) -> Recipe:
     return Recipe.model_validate(settings)
 
 
+NO_CURVE = {"prompts_per_domain": 20, "every": 0}
+"""An evaluation that measures nothing while a stage trains."""
+
+
 def shaped_specialist() -> dict[str, Any]:
     """That of `tiny_recipe`, with everything that shapes a reward and an advantage that sees all of it."""
     shaping = {
@@ -79,6 +83,11 @@ def write_recipe(path: Path, **changes) -> Path:
         yaml.safe_dump(tiny_recipe(**changes).model_dump(mode="json", exclude_none=True), sort_keys=False)
     )
     return path
+
+
+def varied(sample: Any) -> float:
+    """A reward in which the answers of a model made from noise differ."""
+    return sum(map(ord, sample.text)) / 100 + len(sample.text)
 
 
 def by_tokens(group: SampleGroup) -> list[np.ndarray]:

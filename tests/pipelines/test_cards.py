@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import yaml
 from recipes import tiny_recipe
+from shared_runs import go_on
 
 from opd.config import Recipe
 from opd.models.causal_lm import CausalLM
@@ -28,14 +29,14 @@ CARDS = ["base", "specialists/sort", "specialists/add3", "merged", "baselines/av
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("cards") / "run"
+def finished(tiny_run, tmp_path_factory) -> Path:
     recipe = tiny_recipe(
         distill=DISTILL,
         specialist={"steps": 2, "prompts_per_step": 8, "group_size": 4},
         baselines={"methods": ["average", "dare"], "scales": [1.0]},
     )
-    with RunFolder.create(path, recipe) as folder:
+    path = go_on(tiny_run, tmp_path_factory.mktemp("cards") / "run", recipe, "base")
+    with RunFolder.resume(path, recipe) as folder:
         run_pipeline(recipe, folder)
     return path
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from recipes import tiny_recipe
+from recipes import NO_CURVE, tiny_recipe
 from safetensors.torch import load_file
 
 from opd.models.adapters import read_adapter
@@ -15,7 +15,7 @@ from opd.teachers.streamed_teacher import SharedBase
 
 pytest.importorskip("peft")
 
-FEW = {"steps": 4, "prompts_per_domain": 4, "checkpoint_every": 3, "optim": {"lr": 0.01}}
+FEW = {"steps": 3, "prompts_per_domain": 4, "checkpoint_every": 2, "optim": {"lr": 0.01}}
 DOMAINS = ("sort", "add3")
 
 
@@ -23,8 +23,16 @@ def recipe(**changes):
     model = tiny_recipe().model.model_dump(exclude_none=True) | {"lora": {"rank": 4, "alpha": 8}}
     base = tiny_recipe().base
     assert base is not None
-    short = base.model_dump() | {"steps": 90}
-    settings = {"model": model, "base": short, "distill": FEW, "baselines": {"methods": []}}
+    domains = tiny_recipe().model_dump(mode="json", exclude_none=True)["domains"]
+    settings = {
+        "model": model,
+        "base": base.model_dump() | {"steps": 5},
+        "domains": {name: own | {"reward": "recipes:varied"} for name, own in domains.items()},
+        "specialist": {"steps": 3, "prompts_per_step": 4, "group_size": 4, "minibatches": 1},
+        "distill": FEW,
+        "baselines": {"methods": []},
+        "evaluation": NO_CURVE,
+    }
     return tiny_recipe(**settings | changes)
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from recipes import tiny_recipe
@@ -43,20 +45,6 @@ def recipe_of(models: Path, **changes: Any) -> Recipe:
     return tiny_recipe(**settings | changes)
 
 
-@pytest.fixture
-def seen(monkeypatch) -> list[dict[str, int]]:
-    """Every sample that a run takes."""
-    found: list[dict[str, int]] = []
-    sample = MemoryMeter.sample
-
-    def noted(self: MemoryMeter) -> dict[str, int]:
-        found.append(sample(self))
-        return found[-1]
-
-    monkeypatch.setattr(MemoryMeter, "sample", noted)
-    return found
-
-
 def run(path: Path, recipe: Recipe, stage: str = "merge") -> list[dict[str, Any]]:
     """The metrics of a stage that has run."""
     with RunFolder.create(path, recipe) as folder:
@@ -64,13 +52,47 @@ def run(path: Path, recipe: Recipe, stage: str = "merge") -> list[dict[str, Any]
     return read_metrics(path / "stages" / stage / "metrics.jsonl")
 
 
+OFFLOAD = {"offload": {"engine": True, "trainer": True}}
+
+
+class Ran(NamedTuple):
+    """A merge of `recipe_of`."""
+
+    path: Path
+    rows: list[dict[str, Any]]
+    """Its metrics."""
+    seen: list[dict[str, int]]
+    """Every sample that it took of what is held."""
+
+
+@pytest.fixture(scope="module")
+def ran(models, tmp_path_factory) -> Callable[[bool], Ran]:
+    """The merge in which everything stays, or everything is handed over."""
+
+    @functools.cache
+    def merged(away: bool) -> Ran:
+        path, seen = tmp_path_factory.mktemp("merged") / "run", []
+        sample = MemoryMeter.sample
+
+        def noted(self: MemoryMeter) -> dict[str, int]:
+            seen.append(sample(self))
+            return seen[-1]
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(MemoryMeter, "sample", noted)
+            rows = run(path, recipe_of(models, runtime=OFFLOAD if away else {}))
+        return Ran(path, rows, seen)
+
+    return merged
+
+
 def held(row: dict[str, Any], phase: str) -> dict[str, int]:
     """Bytes by kind, as a line of the metrics has them."""
     return {kind: row[f"memory/{phase}/{kind}"] for kind, _ in KINDS}
 
 
-def test_each_phase_tells_what_is_there(models, tmp_path, seen):
-    rows = run(tmp_path / "run", recipe_of(models))
+def test_each_phase_tells_what_is_there(models, ran):
+    _, rows, seen = ran(False)
     student = CausalLM.from_pretrained(models / "base")
     weights = sum(p.nbytes for p in student.module.parameters())
     buffers = sum(b.nbytes for b in student.module.buffers())
@@ -92,9 +114,8 @@ def test_each_phase_tells_what_is_there(models, tmp_path, seen):
 
 
 @pytest.mark.slow
-def test_a_report_shows_each_phase(models, tmp_path):
-    run(tmp_path / "run", recipe_of(models))
-    found = load_run(tmp_path / "run")
+def test_a_report_shows_each_phase(ran):
+    found = load_run(ran(False).path)
     panel = memory_per_phase(found)
     assert panel is not None
     assert "Merge: train" in panel.svg
@@ -122,7 +143,6 @@ def test_a_phase_keeps_its_largest_sample_and_parts_of_one_name_are_added():
     }
 
 
-OFFLOAD = {"offload": {"engine": True, "trainer": True}}
 AWAY = {
     "rollout": ("trainer_weights", "trainer_gradients", "trainer_moments"),
     "score": ("trainer_weights", "trainer_gradients", "trainer_moments", "engine_weights", "engine_kv"),
@@ -132,8 +152,8 @@ AWAY = {
 """What must hold nothing in a phase when everything is handed over."""
 
 
-def test_who_has_nothing_to_do_holds_nothing(models, tmp_path, seen):
-    rows = run(tmp_path / "run", recipe_of(models, runtime=OFFLOAD))
+def test_who_has_nothing_to_do_holds_nothing(models, ran):
+    _, rows, seen = ran(True)
     student = CausalLM.from_pretrained(models / "base").module
     buffers = sum(buffer.nbytes for buffer in student.buffers())  # which nobody pushes
     for row in rows:
@@ -148,9 +168,7 @@ def test_who_has_nothing_to_do_holds_nothing(models, tmp_path, seen):
     assert max(sum(one.values()) for one in seen) <= 1.1 * largest
     both = [one for one in seen if one["engine_weights"] > buffers and one["trainer_moments"]]
     assert not both
-    seen.clear()
-    run(tmp_path / "beside", recipe_of(models))
-    assert max(sum(one.values()) for one in seen) > 1.1 * largest
+    assert max(sum(one.values()) for one in ran(False).seen) > 1.1 * largest
 
 
 def gae() -> dict[str, Any]:
@@ -158,7 +176,6 @@ def gae() -> dict[str, Any]:
 
 
 STAGES: dict[str, tuple[str, dict[str, Any]]] = {
-    "merge": ("merge", {}),
     "adapters": ("merge", {"model": {"lora": {"rank": 2}}}),
     "answers of teachers": ("merge", {"distill": {"prefixes": "teacher"}}),
     "samples on disk": (
@@ -174,7 +191,12 @@ LONG = {"answers of teachers", "bfloat16", "off policy"}
 """With `--full` alone."""
 
 
-@pytest.mark.some(1)
+def test_weights_of_a_merge_stay_the_same_bit_for_bit(models, ran):
+    there, away = (CausalLM.from_pretrained(ran(kind).path / "merged").digest() for kind in (False, True))
+    assert there == away != CausalLM.from_pretrained(models / "base").digest()
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind", [pytest.param(name, marks=[pytest.mark.long] * (name in LONG)) for name in STAGES]
 )
@@ -185,7 +207,7 @@ def test_weights_stay_the_same_bit_for_bit(models, tmp_path, kind):
     if stage.startswith("specialist"):
         few = {"steps": 3, "prompts_per_step": 4, "group_size": 4, "minibatches": 2, "checkpoint_every": 2}
         settings |= {"teachers": {}, "specialist": few | changes["specialist"]}
-        settings["domains"] = {"sort": plain["domains"]["sort"] | {"reward": f"{__name__}:variety"}}
+        settings["domains"] = {"sort": plain["domains"]["sort"] | {"reward": "recipes:varied"}}
         settings["domains"]["add3"] = plain["domains"]["add3"]
     digests = []
     for runtime in ({}, OFFLOAD):
@@ -196,11 +218,6 @@ def test_weights_stay_the_same_bit_for_bit(models, tmp_path, kind):
         folder = files[0] if files else out / "baselines" / "off_policy"
         digests.append(CausalLM.from_pretrained(folder).digest())
     assert digests[0] == digests[1] != CausalLM.from_pretrained(models / "base").digest()
-
-
-def variety(sample: Any) -> float:
-    """A reward in which the answers of an untrained model differ."""
-    return sum(map(ord, sample.text)) / 100
 
 
 @pytest.mark.parametrize(

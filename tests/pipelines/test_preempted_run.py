@@ -7,47 +7,42 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
-from full import FULL
 from recipes import tiny_recipe, write_recipe
+from shared_runs import SPECIALISTS, go_on
 
 from opd.pipelines.cli import main
 
-BASE = tiny_recipe().base
-assert BASE is not None
-SETTINGS = {
-    "base": BASE.model_dump(exclude_none=True) | {"steps": 200 if FULL else 30},
-    "specialist": {
-        "steps": 40 if FULL else 2,
-        "prompts_per_step": 16,
-        "group_size": 4,
-        "checkpoint_every": 100,
-    },
+MERGE = {
     "distill": {"steps": 4, "prompts_per_domain": 4},
     "baselines": {"methods": []},
     "evaluation": {"prompts_per_domain": 10},
 }
+LONG = {"specialist": {"steps": 40, "prompts_per_step": 16, "group_size": 4, "checkpoint_every": 100}}
 
 
-def recipe_for(folder: Path, workers: int) -> Path:
-    return write_recipe(folder / "recipe.yaml", runtime={"workers": workers}, **SETTINGS)
+def begun(tiny_run: Path, folder: Path, stages: Sequence[str], **settings: Any) -> tuple[Path, Path]:
+    """A recipe, and a run of it whose first `stages` are done."""
+    recipe = write_recipe(folder / "recipe.yaml", **settings)
+    return recipe, go_on(tiny_run, folder / "run", tiny_recipe(**settings), *stages)
 
 
-def start(recipe: Path, out: Path, *options: str) -> subprocess.Popen:
-    command = [sys.executable, "-m", "opd.pipelines.cli", "run", str(recipe), "--out", str(out), *options]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+def start(command: str, recipe: Path, out: Path) -> subprocess.Popen:
+    words = [sys.executable, "-m", "opd.pipelines.cli", command, str(recipe), "--out", str(out), "--resume"]
+    return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
-def finish(recipe: Path, out: Path, *options: str) -> str:
-    main(["run", str(recipe), "--out", str(out), *options])
+def finish(command: str, recipe: Path, out: Path) -> str:
+    main([command, str(recipe), "--out", str(out), "--resume"])
     return json.loads((out / "stages/merge/done.json").read_text())["digest"]
 
 
-def interrupt(recipe: Path, out: Path, stage: str, steps: int, number: int) -> tuple[int, str]:
-    """Start a run and send it a signal after some steps of `stage`; its exit status and output."""
-    process = start(recipe, out)
+def interrupt(process: subprocess.Popen, out: Path, stage: str, steps: int, number: int) -> tuple[int, str]:
+    """Send a run a signal after some steps of `stage`; its exit status and output."""
     metrics = out / "stages" / stage / "metrics.jsonl"
     try:
         deadline = time.monotonic() + 300
@@ -63,28 +58,33 @@ def interrupt(recipe: Path, out: Path, stage: str, steps: int, number: int) -> t
     return process.returncode, output
 
 
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory):
-    """Digest of the student at the end of a run that nobody disturbs, one stage after another."""
-    folder = tmp_path_factory.mktemp("undisturbed")
-    return finish(recipe_for(folder, 1), folder / "run")
-
-
 @pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.parametrize("workers", [1, 2])
-def test_told_to_stop_and_resumed(tmp_path, undisturbed, workers):
+def test_told_to_stop_and_resumed(tiny_run, tmp_path, workers):
     """It leaves with status 143."""
-    recipe, out = recipe_for(tmp_path, workers), tmp_path / "stopped"
-    status, output = interrupt(recipe, out, "specialist-sort", 2, signal.SIGTERM)
-    assert status == 143, output
-    assert "--resume" in output
-    assert (out / "stages/specialist-sort/wal").exists()
-    assert finish(recipe, out, "--resume") == undisturbed
+    digests = []
+    for name, own in (("undisturbed", 1), ("stopped", workers)):
+        (tmp_path / name).mkdir()
+        settings = MERGE | LONG | {"runtime": {"workers": own}}
+        recipe, out = begun(tiny_run, tmp_path / name, ["base"], **settings)
+        if name == "stopped":
+            status, output = interrupt(start("run", recipe, out), out, "specialist-sort", 2, signal.SIGTERM)
+            assert status == 143, output
+            assert "--resume" in output
+            assert (out / "stages/specialist-sort/wal").exists()
+        digests.append(finish("run", recipe, out))
+    assert digests[0] == digests[1]
 
 
-def test_killed_in_the_merge_and_resumed(tmp_path, undisturbed):
+def test_killed_in_the_merge_and_resumed(tiny_run, tmp_path):
     """With everything in one process, and responses in memory."""
-    recipe, out = recipe_for(tmp_path, 1), tmp_path / "killed"
-    assert interrupt(recipe, out, "merge", 2, signal.SIGKILL)[0] == -signal.SIGKILL
-    assert finish(recipe, out, "--resume") == undisturbed
+    digests = []
+    for name in ("undisturbed", "killed"):
+        (tmp_path / name).mkdir()
+        recipe, out = begun(tiny_run, tmp_path / name, SPECIALISTS, **MERGE)
+        if name == "killed":
+            process = start("distill", recipe, out)
+            assert interrupt(process, out, "merge", 2, signal.SIGKILL)[0] == -signal.SIGKILL
+        digests.append(finish("distill", recipe, out))
+    assert digests[0] == digests[1]

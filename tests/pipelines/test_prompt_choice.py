@@ -297,13 +297,9 @@ def outcome(folder: Path, recipe: Recipe, stage: str = "specialist-sort") -> tup
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory) -> str:
-    """Warmed up a little: some prompts carry signal, some do not."""
-    root = tmp_path_factory.mktemp("base")
-    recipe = tiny_recipe(base=tiny_recipe().base.model_copy(update={"steps": 120}).model_dump())  # type: ignore[union-attr]
-    with RunFolder.create(root / "run", recipe) as folder:
-        run_stage(recipe, folder, "base")
-    return str(root / "run" / "base")
+def base(tiny_run) -> str:
+    """Warmed up: some prompts carry signal, some do not."""
+    return str(tiny_run / "base")
 
 
 def recipe_of(base: str, specialist: dict[str, Any], **changes: Any) -> Recipe:
@@ -343,7 +339,7 @@ def begins_with_digits(group: SampleGroup) -> bool:
 def test_nothing_changes_where_every_group_has_signal(base, tmp_path):
     """The same prompts, the same weights."""
     domains = tiny_recipe().model_dump(mode="json", exclude_none=True)["domains"]
-    domains["sort"]["reward"] = f"{__name__}:varied"
+    domains["sort"]["reward"] = "recipes:varied"
     specialist = {"steps": 3, "prompts_per_step": 4, "group_size": 4, "checkpoint_every": 2}
     found = [
         outcome(tmp_path / name, recipe_of(base, specialist | own, domains=domains))
@@ -351,10 +347,6 @@ def test_nothing_changes_where_every_group_has_signal(base, tmp_path):
     ]
     assert found[0][0] == found[1][0]
     assert all(row["refill/taken"] == row["refill/kept"] == 4 for row in found[1][1])
-
-
-def varied(sample) -> float:
-    return sum(map(ord, sample.text)) / 100 + len(sample.text)
 
 
 MEASURED = {"samples": 4, "prompts": 40}

@@ -3,12 +3,14 @@
 import html
 import json
 import re
+import shutil
 from importlib import metadata
 from pathlib import Path
 
 import pytest
 import torch
 from recipes import tiny_recipe, write_recipe
+from shared_runs import go_on
 
 import opd
 from opd.metrics import read_metrics
@@ -30,12 +32,9 @@ def digests(path: Path) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory):
-    path = tmp_path_factory.mktemp("runs") / "whole"
-    recipe = tiny_recipe()
-    with RunFolder.create(path, recipe) as folder:
-        run_pipeline(recipe, folder)
-    return path
+def finished(finished_run, tmp_path_factory):
+    """A run that these tests may go on with."""
+    return shutil.copytree(finished_run, tmp_path_factory.mktemp("runs") / "whole")
 
 
 def test_a_stage_is_alone_where_no_other_that_trains_can_run_beside_it():
@@ -104,19 +103,15 @@ def test_metrics_have_one_line_per_step(finished):
     assert tokens == sorted(tokens)
 
 
-def test_a_second_run_does_nothing(finished):
-    before = {path: path.stat().st_mtime_ns for path in finished.rglob("model*.safetensors")}
-    recipe = tiny_recipe()
-    with RunFolder.resume(finished, recipe) as folder:
-        run_pipeline(recipe, folder)
-    assert before == {path: path.stat().st_mtime_ns for path in finished.rglob("model*.safetensors")}
-
-
 @pytest.mark.some(1)
 @pytest.mark.parametrize("command", ["run", "distill", "evaluate"])
-def test_a_command_ends_with_what_came_out_and_where_it_is(finished, tmp_path, capsys, command):
+def test_a_second_command_does_nothing_and_says_what_came_out_and_where_it_is(
+    finished, tmp_path, capsys, command
+):
+    before = {path: path.stat().st_mtime_ns for path in finished.rglob("model*.safetensors")}
     recipe = write_recipe(tmp_path / "recipe.yaml")
     assert main([command, str(recipe), "--out", str(finished), "--resume"]) == 0
+    assert before == {path: path.stat().st_mtime_ns for path in finished.rglob("model*.safetensors")}
     verdict, table, places = capsys.readouterr().out.strip().split("\n\n")
     page = (finished / "report.html").read_text()
     assert f"<h1>{verdict}</h1>" in page
@@ -161,10 +156,9 @@ def test_another_seed_gives_other_weights(finished, tmp_path):
 
 
 @pytest.mark.slow
-def test_evaluate_measures_what_is_there_and_is_not_final(tmp_path):
+def test_evaluate_measures_what_is_there_and_is_not_final(tiny_run, tmp_path):
     recipe = tiny_recipe()
-    with RunFolder.create(tmp_path / "run", recipe) as folder:
-        run_stage(recipe, folder, "base")
+    with RunFolder.resume(go_on(tiny_run, tmp_path / "run", recipe, "base"), recipe) as folder:
         run_stage(recipe, folder, "evaluate")
         assert folder.stage_done("evaluate") is None
     results = json.loads((tmp_path / "run" / "results.json").read_text())

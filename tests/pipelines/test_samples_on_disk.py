@@ -15,7 +15,7 @@ import tiny
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from recipes import tiny_recipe
+from recipes import NO_CURVE, tiny_recipe
 
 from opd.config import DistillConfig
 from opd.errors import RolloutError, StorageError, TrainingError
@@ -205,7 +205,7 @@ def outcome(folder: Path, stage: str, recipe) -> tuple[str, list[dict[str, float
     "loss", [pytest.param(loss, marks=[pytest.mark.long] * (loss in LONG)) for loss in LOSSES]
 )
 def test_a_merge_on_disk_is_the_merge_in_memory(models, tmp_path, loss):
-    merge = {"steps": 3, "prompts_per_domain": 6, "batch": {"max_tokens": 64}} | LOSSES[loss]
+    merge = {"steps": 2, "prompts_per_domain": 6, "batch": {"max_tokens": 64}} | LOSSES[loss]
     found = [
         outcome(
             tmp_path / home,
@@ -218,6 +218,7 @@ def test_a_merge_on_disk_is_the_merge_in_memory(models, tmp_path, loss):
                 rollout={"max_new_tokens": 5, "max_sequence": 16, "schedule": "ahead"},
                 storage={"trajectories": home},
                 baselines={"methods": []},
+                evaluation=NO_CURVE,
             ),
         )
         for home in ("memory", "disk")
@@ -232,7 +233,7 @@ def test_a_merge_on_disk_is_the_merge_in_memory(models, tmp_path, loss):
 def test_grpo_on_disk_is_grpo_in_memory(models, tmp_path, reference):
     estimator = {"loss": "k3", "advantage": "k1"}[reference]
     grpo = {
-        "steps": 3,
+        "steps": 2,
         "prompts_per_step": 8,
         "group_size": 4,
         "minibatches": 2,
@@ -245,7 +246,11 @@ def test_grpo_on_disk_is_grpo_in_memory(models, tmp_path, reference):
             tmp_path / home,
             "specialist-add3",
             tiny_recipe(
-                base=None, model={"path": models["base"]}, specialist=grpo, storage={"trajectories": home}
+                base=None,
+                model={"path": models["base"]},
+                specialist=grpo,
+                storage={"trajectories": home},
+                evaluation=NO_CURVE,
             ),
         )
         for home in ("memory", "disk")

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from recipes import tiny_recipe
+from recipes import NO_CURVE, tiny_recipe
 
 from opd.metrics import read_metrics
 from opd.models.causal_lm import CausalLM
@@ -22,7 +22,7 @@ def whole(tiny_run):
 
 def run(path: Path, stage: str, **settings) -> list[dict]:
     """The metrics of one stage."""
-    recipe = tiny_recipe(base=None, baselines={"methods": []}, **settings)
+    recipe = tiny_recipe(base=None, baselines={"methods": []}, evaluation=NO_CURVE, **settings)
     with RunFolder.create(path, recipe) as folder:
         run_stage(recipe, folder, stage)
     return read_metrics(path / "stages" / stage / "metrics.jsonl")
@@ -180,8 +180,9 @@ def test_stop_strings_end_responses(whole, tmp_path):
     own = tiny_recipe().model_dump(mode="json")["rollout"]
     model = {"path": str(whole / "base")}
     rollout = own | {"stop": ["7"]}
-    rows = run(tmp_path / "run", "specialist-add3", model=model, specialist=SPECIALIST, rollout=rollout)
-    plain = run(tmp_path / "plain", "specialist-add3", model=model, specialist=SPECIALIST)
+    first = SPECIALIST | {"steps": 1}
+    rows = run(tmp_path / "run", "specialist-add3", model=model, specialist=first, rollout=rollout)
+    plain = run(tmp_path / "plain", "specialist-add3", model=model, specialist=first)
     assert rows[0]["length/mean"] < plain[0]["length/mean"]
     assert rows[0]["reward/mean"] < plain[0]["reward/mean"]
 

@@ -44,14 +44,9 @@ more = pytest.mark.long
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory):
+def trained(tiny_run):
     """A base and its specialists."""
-    path = tmp_path_factory.mktemp("ranks") / "run"
-    recipe = tiny_recipe(distill=MERGE)
-    with RunFolder.create(path, recipe) as folder:
-        for stage in ("specialist-sort", "specialist-add3"):
-            run_stage(recipe, folder, stage)
-    return path
+    return tiny_run
 
 
 def merge(trained: Path, loss: str = "kl") -> dict:

@@ -126,8 +126,9 @@ def test_specialists_of_demonstrations_alone_and_before_grpo(tmp_path):
     own = tiny_recipe().domains
     path = demonstrations(tmp_path / "rows.jsonl")
     domains = {
-        "sort": own["sort"].model_dump() | {"sft": config(path), "specialist": {"steps": 0}},
-        "add3": own["add3"].model_dump() | {"sft": config(path, steps=None, epochs=6, batch_size=16)},
+        "sort": own["sort"].model_dump() | {"sft": config(path, steps=10), "specialist": {"steps": 0}},
+        "add3": own["add3"].model_dump()
+        | {"sft": config(path, steps=None, epochs=2, batch_size=16), "reward": "recipes:varied"},
     }
     recipe = tiny_recipe(
         base=None,
@@ -135,16 +136,17 @@ def test_specialists_of_demonstrations_alone_and_before_grpo(tmp_path):
         specialist={"steps": 2, "prompts_per_step": 4, "group_size": 8},
         distill={"steps": 2, "prompts_per_domain": 4},
         baselines={"methods": []},
+        evaluation={"prompts_per_domain": 4, "every": 0},
     )
     wanted = ["base", "specialist-sort", "sft-add3", "specialist-add3", "merge", "evaluate"]
     assert list(plan(recipe)) == wanted
     with RunFolder.create(tmp_path / "run", recipe) as folder:
         run_pipeline(recipe, folder)
         stages = {name: folder.stage_done(name) for name in plan(recipe)}
-    assert stages["specialist-sort"]["steps"] == 30
+    assert stages["specialist-sort"]["steps"] == 10
     assert stages["specialist-sort"]["student_tokens"] == 0
     started = stages["sft-add3"]
-    assert started["steps"] == -(-6 * started["demonstrations"] // 16)
+    assert started["steps"] == -(-2 * started["demonstrations"] // 16)
     assert stages["specialist-add3"]["steps"] == 2
     assert stages["specialist-add3"]["student_tokens"] > 0
     cards = {

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-from attempts import made_base
 from recipes import tiny_recipe
 from safetensors.torch import load_file
 
@@ -95,8 +94,8 @@ def killed_in_a_draft(checkpoints: Path, process: subprocess.Popen[bytes], log: 
     raise AssertionError("no checkpoint was begun: " + log.read_text()[-3000:])
 
 
-def test_a_run_of_four_ranks_killed_in_a_save_goes_on_on_three(tmp_path):
-    start = made_base(tmp_path / "made", tiny_recipe())
+def test_a_run_of_four_ranks_killed_in_a_save_goes_on_on_three(tiny_run, tmp_path):
+    start = tiny_run / "base"
     process = start_run(tmp_path, start, 4)
     checkpoints = tmp_path / "run" / "stages" / STAGE / "checkpoints"
     try:

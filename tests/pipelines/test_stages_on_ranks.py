@@ -83,7 +83,7 @@ TASKS = {
     "adapters, megatron, cut engine": ("merge", ADAPTERS | MEGATRON | {"rollout": SHARDED}),
     "stopped": ("specialist-add3", WATCHED),
     "goes_on": ("specialist-add3", WATCHED | {"watch": {"slower": RULES["slower"]}}),
-    "measured": ("evaluate", {"evaluation": {"prompts_per_domain": 20, "samples_per_prompt": 3, **SETS}}),
+    "measured": ("evaluate", {"evaluation": {"prompts_per_domain": 8, "samples_per_prompt": 2, **SETS}}),
     "weights": ("baseline-ties", {"baselines": {"methods": ["ties"], "scales": [0.5, 1.0]}}),
     "measured together": ("evaluate", {"evaluation": {"prompts_per_domain": 9}, "rollout": SHARDED}),
     "mixed": ("merge", {"distill": MERGE | {"steps": 2}, "lora": {"rank": 4, "alpha": 8}} | MIXED),
@@ -139,16 +139,9 @@ def settings(base: Path, changes: dict) -> dict:
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory):
+def base(tiny_run):
     """A base; and, beside it, two specialists."""
-    path = tmp_path_factory.mktemp("runs") / "run"
-    plain = tiny_recipe().base
-    assert plain is not None
-    recipe = tiny_recipe(specialist=SPECIALIST, base=plain.model_dump() | {"steps": 90})
-    with RunFolder.create(path, recipe) as folder:
-        for stage in ("specialist-sort", "specialist-add3"):
-            run_stage(recipe, folder, stage)
-    return path / "base"
+    return tiny_run / "base"
 
 
 @pytest.fixture(scope="module")

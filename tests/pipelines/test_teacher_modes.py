@@ -8,21 +8,22 @@ import pytest
 import torch.distributed as dist
 from recipes import tiny_recipe
 from safetensors.torch import load_file
+from shared_runs import SPECIALISTS, go_on
 
 from opd.config import Recipe
 from opd.pipelines.commands.publish import publish_checkpoint
 from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.run import run_pipeline, run_stage
 
-FEW = {"steps": 4, "prompts_per_domain": 4, "checkpoint_every": 3}
+FEW = {"steps": 3, "prompts_per_domain": 4, "checkpoint_every": 2}
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory):
+def trained(tiny_run, tmp_path_factory):
     """A run with base, specialists and a streamed merge."""
-    path = tmp_path_factory.mktemp("modes") / "streamed"
     recipe = tiny_recipe(distill=FEW)
-    with RunFolder.create(path, recipe) as folder:
+    path = go_on(tiny_run, tmp_path_factory.mktemp("modes") / "streamed", recipe, *SPECIALISTS)
+    with RunFolder.resume(path, recipe) as folder:
         run_stage(recipe, folder, "merge")
     return path
 
@@ -95,8 +96,8 @@ def test_teachers_in_an_object_store_are_read_once_a_run(trained, tmp_path, caps
         assert not list(elsewhere.iterdir())
         rows = [row for row in steps if "bytes_read" in row][1:]  # after the first step
         read[most] = [(row["bytes_read"] > 0, row["cached_bytes"] > 0) for row in rows]
-    again = [(True, False)] * 3
-    assert read == {None: [(False, True)] * 3, 0: again, "a link": again}
+    again = [(True, False)] * 2
+    assert read == {None: [(False, True)] * 2, 0: again, "a link": again}
     assert "weights_cache is a link, where this run keeps copies" in capsys.readouterr().err
 
 
@@ -123,7 +124,7 @@ def test_megatron_teachers_give_the_same_student(trained, tmp_path, keep):
     start = load_file(trained / "base/model.safetensors")
     moved = max(float((theirs[name] - start[name]).abs().max()) for name in theirs)
     apart = max(float((ours[name] - theirs[name]).abs().max()) for name in theirs)
-    assert apart <= 1e-2 * moved  # four steps of AdamW: what rounding can become
+    assert apart <= 1e-2 * moved  # a few steps of AdamW: what rounding can become
     assert dist.is_initialized() == before
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 from attempts import made_base, stop
-from recipes import tiny_recipe
+from recipes import NO_CURVE, tiny_recipe
 
 from opd.config.watch import RuleConfig
 from opd.errors import DataError, TrainingError
@@ -146,6 +146,7 @@ def watched(base: Path, steps: int = 6, **rules):
         domains={"add3": domain | {"reward": f"{__name__}:nearly_the_same"}},
         specialist={"prompts_per_step": 4, "group_size": 4, "minibatches": 1} | own,
         watch=rules,
+        evaluation=NO_CURVE,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from collections.abc import Callable
@@ -149,19 +150,21 @@ def write_lines(path: Path, rows: list[dict[str, Any]]) -> None:
 RunMaker = Callable[..., Path]
 
 
+def write_run(
+    folder: Path, data: dict | None = None, stages: list[str] | None = None, config: dict | None = None
+) -> Path:
+    """A run folder that holds so much."""
+    folder.mkdir()
+    if data is not None:
+        (folder / "results.json").write_text(json.dumps(data))
+    for name in stages or []:
+        write_lines(folder / "stages" / name / "metrics.jsonl", metrics(name))
+    if config is not None:
+        (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
 @pytest.fixture
 def make_run(tmp_path: Path) -> RunMaker:
     """`make_run(data=..., stages=..., config=...)` writes a run folder and returns it."""
-
-    def make(data: dict | None = None, stages: list[str] | None = None, config: dict | None = None) -> Path:
-        folder = tmp_path / "run"
-        folder.mkdir()
-        if data is not None:
-            (folder / "results.json").write_text(json.dumps(data))
-        for name in stages or []:
-            write_lines(folder / "stages" / name / "metrics.jsonl", metrics(name))
-        if config is not None:
-            (folder / "config.json").write_text(json.dumps(config))
-        return folder
-
-    return make
+    return functools.partial(write_run, tmp_path / "run")

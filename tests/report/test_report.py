@@ -23,7 +23,7 @@ from opd.pipelines.report.figures import Cues, gaps, learning, teachers
 from opd.pipelines.report.load import Run, StageResult, load_run
 from opd.pipelines.report.tables import ordered, teachers_table
 
-from .conftest import DOMAINS, RunMaker, metrics, results, write_lines
+from .conftest import DOMAINS, RunMaker, metrics, results, write_lines, write_run
 
 ANSWERS = {
     model: {
@@ -71,14 +71,26 @@ class Outline(HTMLParser):
             self.headings.append(data)
 
 
-def test_full_run_has_every_section_and_nothing_remote(make_run: RunMaker) -> None:
+@pytest.fixture(scope="module")
+def full(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that has everything, and its page."""
     config = {"name": "synthetic", "base": {"right": 0.3}}
     folders = {"merged": {"folder": "/m", "digest": "0123456789abcdef0", "loading": "```python\nx < 1\n```"}}
     data = results() | {
         "answers": side_by_side(ANSWERS, DOMAINS, {"sort": "specialist:sort"}),
         "folders": folders,
     }
-    page = write_report(make_run(data, STAGES, config)).read_text(encoding="utf-8")
+    folder = write_run(tmp_path_factory.mktemp("full") / "run", data, STAGES, config)
+    write_report(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def page(full: Path) -> str:
+    return (full / "report.html").read_text(encoding="utf-8")
+
+
+def test_full_run_has_every_section_and_nothing_remote(page: str) -> None:
     outline = Outline(page)
     assert outline.headings[1:] == [
         "Accuracy",
@@ -102,8 +114,7 @@ def test_full_run_has_every_section_and_nothing_remote(make_run: RunMaker) -> No
     assert "<pre>x &lt; 1\n</pre>" in page
 
 
-def test_every_chart_says_in_words_where_it_ends(make_run: RunMaker) -> None:
-    page = write_report(make_run(results(), STAGES)).read_text(encoding="utf-8")
+def test_every_chart_says_in_words_where_it_ends(page: str) -> None:
     told = re.findall(r'<svg viewBox[^>]*role="img"[^>]*><desc>(.*?)</desc>', page)
     assert len(told) == Outline(page).charts
     assert all(any(sign.isdigit() for sign in words) for words in told)
@@ -171,17 +182,14 @@ def test_the_kl_by_position_shows_beginning_and_end(make_run: RunMaker) -> None:
     )
 
 
-def test_charts_take_every_colour_from_the_scheme(make_run: RunMaker) -> None:
-    page = write_report(make_run(results(), STAGES)).read_text(encoding="utf-8")
+def test_charts_take_every_colour_from_the_scheme(page: str) -> None:
     charts = re.findall(r"<svg viewBox[^>]*role=\"img\".*?</svg>", page, flags=re.DOTALL)
     assert charts
     assert not [code for chart in charts for code in re.findall(r"(?:fill|stroke): (#\w+)", chart)]
 
 
-def test_every_number_of_the_heat_map_is_the_runs_own(make_run: RunMaker) -> None:
-    data = results()
-    page = write_report(make_run(data)).read_text(encoding="utf-8")
-    for model in data["models"]:
+def test_every_number_of_the_heat_map_is_the_runs_own(page: str) -> None:
+    for model in results()["models"]:
         for domain in model["domains"].values():
             value = domain["sampled"]
             shown = (
@@ -190,9 +198,8 @@ def test_every_number_of_the_heat_map_is_the_runs_own(make_run: RunMaker) -> Non
             assert shown in page
 
 
-def test_same_run_same_bytes(make_run: RunMaker) -> None:
-    folder = make_run(results(), STAGES)
-    assert write_report(folder).read_bytes() == write_report(folder).read_bytes()
+def test_same_run_same_bytes(full: Path, page: str) -> None:
+    assert write_report(full).read_text(encoding="utf-8") == page
 
 
 def test_a_run_that_has_only_begun(make_run: RunMaker) -> None:

@@ -187,21 +187,18 @@ def test_a_merge_on_its_teachers_answers_is_not_told_as_one_on_its_own(judge) ->
     assert dict(write_verdict(run).points)["Cost."].startswith("The merge followed its teachers over 207")
 
 
-def test_caveats_name_the_fair_rival(judge) -> None:
-    run, _ = judge()
-    text = " ".join(caveats(run))
-    assert "is level with it: \u22120.3 points (\u22121.3 to +0.6)" in text
-    assert "One training seed (0)" in text
-
-
-def test_caveats_say_when_the_fair_rival_was_not_run(judge) -> None:
-    run, _ = judge(drop=("mixed_grpo_all",))
-    assert "was not measured here" in " ".join(caveats(run))
-
-
-def test_caveats_admit_a_defeat_at_all_tokens(judge) -> None:
-    run, _ = judge(merged=(0.8, 0.8, 0.8))
-    assert "is behind it by 18.8 points" in " ".join(caveats(run))
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({}, "is level with it: \u22120.3 points (\u22121.3 to +0.6)"),
+        ({}, "One training seed (0)"),
+        ({"drop": ("mixed_grpo_all",)}, "was not measured here"),
+        ({"merged": (0.8, 0.8, 0.8)}, "is behind it by 18.8 points"),  # a defeat at all tokens
+    ],
+)
+def test_caveats_name_the_fair_rival(judge, changes: dict, said: str) -> None:
+    run, _ = judge(**changes)
+    assert said in " ".join(caveats(run))
 
 
 def test_the_teacher_of_a_domain_follows_the_recipe(make_run: RunMaker) -> None:
