@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -136,37 +135,6 @@ def reports(request: pytest.FixtureRequest) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         if run is not None and request.node.get_closest_marker("reports") is None:
             patch.setattr(run, "write_report", lambda folder: folder / "report.html")
-        yield
-
-
-ASKED_ONCE = ("cli", "pipelines", "report")
-"""Folders whose tests ask of many models of one form whether it can be used."""
-answered: dict[tuple[str, type, str], str | None] = {}
-
-
-def by_form(look: Callable[[Any], str | None]) -> Callable[[Any], str | None]:
-    """`look`, asked once for all models of one class and configuration."""
-
-    @functools.wraps(look)
-    def once(module: Any) -> str | None:
-        form = (look.__name__, type(module), module.config.to_json_string(use_diff=False))
-        if form not in answered:
-            answered[form] = look(module)
-        return answered[form]
-
-    return once
-
-
-@pytest.fixture(scope="module", autouse=True)
-def forms(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Every load of a model tries its form without weights, a fourth of the time of the smallest stages: in
-    a process once for each form.
-    """
-    architecture = sys.modules.get("opd.models.architecture")
-    with pytest.MonkeyPatch.context() as patch:
-        if architecture is not None and request.path.parent.name in ASKED_ONCE:
-            for name in ("_cause", "_head_cause"):
-                patch.setattr(architecture, name, by_form(getattr(architecture, name)))
         yield
 
 

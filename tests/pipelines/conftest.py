@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 from metric_table import undocumented
 
-import opd.models.architecture
-import opd.pipelines.run  # noqa: F401 (what the fixtures `forms` and `reports` change)
+import opd.pipelines.run  # noqa: F401 (what the fixture `reports` changes)
 from opd.metrics import MetricsWriter
 
 
