@@ -27,6 +27,8 @@ QWEN3 = {
     "max_position_embeddings": 256,
     "tie_word_embeddings": False,
 }
+MODEL = QWEN3 | {"head_dim": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
+"""One that vLLM has on a CPU, where its attention knows heads of 32 and more."""
 PADDED = 24
 """Rows of the head; the tokenizer has fewer tokens."""
 
@@ -69,6 +71,14 @@ def write_served_models(folder: Path) -> dict[str, Path]:
     paths = {name: folder / name for name in ("a", "b", "bad")}
     for seed, (name, path) in enumerate(paths.items()):
         write_model(path, seed=seed, broken=name == "bad", **QWEN3, vocab_size=PADDED)
+    return paths
+
+
+def write_vllm_models(folder: Path, **changes: int) -> dict[str, Path]:
+    """`a` and `b` below `folder`, whose heads have a row for each token and no more, but for `changes`."""
+    paths = {name: folder / name for name in ("a", "b")}
+    for seed, path in enumerate(paths.values()):
+        write_model(path, seed=seed, **MODEL, **changes)
     return paths
 
 

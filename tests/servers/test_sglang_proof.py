@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
 import tiny
 import torch
-from little_sglang import little_sglang
+from little_models import LittleSGLang, little
 from recipes import tiny_recipe
-from served_models import recipe_tokenizer, write_kin
-from vllm_server import MODEL
+from served_models import MODEL, recipe_tokenizer, write_kin
 
 from opd.config.teachers import SGLangTeacherConfig
 from opd.errors import TeacherError
@@ -23,6 +23,7 @@ from opd.teachers.sglang_teacher import SGLangTeacher
 
 pytest.importorskip("aiohttp", reason="needs the extra sglang")
 TOKENS = len(recipe_tokenizer())
+little_sglang = partial(little, LittleSGLang)
 SAMPLES = [(3, 4), (1, 1), (5, 0), (9, 7)]
 SIGNALS = ["hidden", "topk", "sampled"]
 ANOTHER = "serves another model, vocabulary or other weights .* from what the model's own weights give"

@@ -4,11 +4,12 @@ doctor says so before.
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
-from little_sglang import little_sglang
+from little_models import LittleSGLang, little
 from recipes import tiny_recipe
-from served_models import recipe_tokenizer, write_model
-from vllm_server import MODEL
+from served_models import MODEL, recipe_tokenizer, write_model
 
 from opd.errors import TeacherError
 from opd.pipelines.commands.publish import publish_checkpoint
@@ -16,6 +17,7 @@ from opd.pipelines.doctor.servers import check_shared
 from opd.teachers.kinds import Opening, Placement, open_kinds
 
 pytest.importorskip("aiohttp", reason="needs the extra sglang")
+little_sglang = partial(little, LittleSGLang)
 
 
 @pytest.fixture(scope="module")

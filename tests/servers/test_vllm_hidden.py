@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import tiny
 import torch
-from little_vllm import little_vllm
+from dialects import VLLM
+from little_models import LittleVLLM, little
 from recipes import tiny_recipe
 from served_models import recipe_tokenizer
 
@@ -16,10 +17,8 @@ from opd.errors import TeacherError
 from opd.kernels.head import Head
 from opd.pipelines.doctor.checks import check_kinds
 from opd.teachers import weight_probe
-from opd.teachers.kinds import Placement
 from opd.teachers.local_teacher import LocalTeacher
 from opd.teachers.served_teacher import Asked
-from opd.teachers.vllm_teacher import VLLMTeacher
 
 pytest.importorskip("aiohttp", reason="needs the extra sglang")
 TOKENS = len(recipe_tokenizer())
@@ -37,18 +36,15 @@ def samples_of(shapes):
 
 @pytest.fixture
 def pooling(vllm_models):
-    with little_vllm(vllm_models["a"]) as (url, server):
+    with little(LittleVLLM, vllm_models["a"]) as server:
         server.pools = True
-        yield url, server
+        yield server.url, server
 
 
 @contextlib.contextmanager
 def teacher_of(vllm_published, url, model="a", **settings):
-    asked = Asked(temperature=0.7)
-    config = VLLMTeacherConfig(path=vllm_published[model], urls=[url], **({"attempts": 1} | settings))
-    teacher = VLLMTeacher(
-        model, vllm_published[model], config, asked=asked, placement=Placement(vocabulary=TOKENS - 1)
-    )
+    given = {"attempts": 1, "asked": Asked(temperature=0.7), "vocabulary": TOKENS - 1} | settings
+    teacher = VLLM.make_teacher(vllm_published[model], [url], **given)
     try:
         yield teacher
     finally:
