@@ -24,6 +24,7 @@ import torch.distributed as dist
 from little_web import LittleWeb, Reply
 from safetensors.torch import load_file
 from torch import Tensor
+from torch._C._distributed_c10d import TCPStore
 
 from opd.models.causal_lm import CausalLM, bytes_of
 from opd.models.peft_folder import merge_into, read_peft
@@ -290,7 +291,7 @@ class LittleSGLang(LittleServer):
         elif path == "/update_weight_version":
             self.version = body["new_version"]
         elif path == "/init_weights_update_group":
-            store = dist.TCPStore(body["master_address"], body["master_port"], is_master=False)
+            store = TCPStore(body["master_address"], body["master_port"], is_master=False)
             member = GroupMember(body["group_name"], body["rank_offset"], body["world_size"])
             self._groups[member.name] = weight_group(store, member)
         elif path == "/update_weights_from_distributed":
@@ -373,7 +374,7 @@ class LittleSGLang(LittleServer):
         rows = hidden[start:].float().contiguous()
         numbers = bytes(bytes_of(rows))
         digests = tokens_digest(ids, start), hashlib.sha256(numbers).digest()
-        header = Header(segment, "float32", *rows.shape, *digests)
+        header = Header(segment, "float32", len(rows), rows.shape[1], *digests)
         self._segments[segment] = header.packed() + numbers
         return {"width": rows.shape[1]}
 

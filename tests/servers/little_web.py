@@ -63,7 +63,7 @@ class _Threads(http.server.ThreadingHTTPServer):
     daemon_threads, block_on_close = True, False
     request_queue_size = 128
 
-    def handle_error(self, *whom: object) -> None:
+    def handle_error(self, *whom: Any) -> None:
         """Clients go away in the middle, as tests make them do."""
         if not isinstance(sys.exc_info()[1], OSError):
             super().handle_error(*whom)

@@ -48,13 +48,11 @@ def assert_same(one, other):
             torch.testing.assert_close(found, getattr(other, name))
 
 
-SLOW = [pytest.mark.slow]
+OF_SGLANG = ((0, 1, 0), (1, 1, 0), (0, 0, 0), (0, 1, 1))
 WAYS = [
-    ("sglang", signal, *way, SLOW)
-    for signal in SIGNALS
-    for way in ((0, 1, 0), (1, 1, 0), (0, 0, 0), (0, 1, 1))
+    *(pytest.param("sglang", s, *way, marks=pytest.mark.slow) for s in SIGNALS for way in OF_SGLANG),
+    *(("vllm", s, 0, tells, 0) for s in ("hidden", "sampled") for tells in (1, 0)),
 ]
-WAYS += [("vllm", signal, 0, tells, 0, []) for signal in ("hidden", "sampled") for tells in (1, 0)]
 
 
 @pytest.mark.some(1)
