@@ -13,7 +13,7 @@ from fault_proxy import FaultProxy, fault_proxy
 from hub_fixtures import hub, hub_model
 from real_servers import SGLangServer, VLLMServer, installing, require_sglang, require_vllm, running
 from seaweedfs import BUCKET, S3Server, aws_environment, seaweedfs, weed
-from served_models import PADDED, write_served_models, write_vllm_models
+from served_models import MODEL, PADDED, write_model, write_served_models, write_vllm_models
 
 from opd.pipelines.commands.publish import publish_checkpoint
 
@@ -125,14 +125,18 @@ def server(request: pytest.FixtureRequest) -> Iterator[Served]:
 
 @pytest.fixture(scope="session")
 def vllm_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The same, whose head has a row for each token and no more."""
-    return write_vllm_models(tmp_path_factory.mktemp("vllm"))
+    """The same, whose head has a row for each token and no more; `kin` is another specialist of the base of
+    `a`, with the same embedding, norm and head.
+    """
+    root = tmp_path_factory.mktemp("vllm")
+    write_model(root / "kin", seed=0, kin=True, **MODEL)
+    return write_vllm_models(root) | {"kin": root / "kin"}
 
 
 @pytest.fixture(scope="session")
 def vllm_published(vllm_models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """The same, published."""
     root = tmp_path_factory.mktemp("published")
-    for name, path in vllm_models.items():
-        publish_checkpoint(path, root / name)
-    return {name: str(root / name) for name in vllm_models}
+    for name in ("a", "b"):
+        publish_checkpoint(vllm_models[name], root / name)
+    return {name: str(root / name) for name in ("a", "b")}

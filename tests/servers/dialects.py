@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from little_models import LittleServer, LittleSGLang, LittleVLLM
 from real_servers import control, load_folder
-from served_models import PADDED
+from served_models import MODEL, PADDED, QWEN3
 
 from opd.config.teachers import SGLangTeacherConfig, VLLMTeacherConfig
 from opd.models.causal_lm import CausalLM
@@ -161,6 +161,11 @@ class Served:
         return 200 if self.real else 50
 
     @property
+    def form(self) -> dict[str, Any]:
+        """Of its models, but for the rows of the head."""
+        return QWEN3 if self.real and self.dialect is SGLANG else MODEL
+
+    @property
     def patience(self) -> Patience:
         return PATIENT if self.real else LITTLE
 
@@ -171,6 +176,10 @@ class Served:
     def restart(self) -> None:
         """Kill it, and start it again at its port."""
         self.own.kill()
+        self.start()
+
+    def start(self) -> None:
+        """After it was killed; a real one is ready later."""
         if self.real:
             self.own.launch()
         else:

@@ -452,7 +452,11 @@ class LittleVLLM(LittleServer):
             ids = body["prompt"]
             adapter = body.get("model")
             rows = self.logprobs(self.hidden(ids, adapter), adapter)
-            scored = [{str(t): {"logprob": float(rows[at, t])}} for at, t in enumerate(ids[1:])]
+            likely = rows.topk(body.get("prompt_logprobs") or 0).indices.tolist()
+            scored = [
+                {str(i): {"logprob": float(rows[at, i])} for i in (token, *likely[at])}
+                for at, token in enumerate(ids[1:])
+            ]
             return {"choices": [{"prompt_logprobs": [None, *scored]}]}
         return self._control(path, body)
 

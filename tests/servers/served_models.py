@@ -13,7 +13,6 @@ from recipes import tiny_recipe
 from opd.data.load import load_domain
 from opd.models.causal_lm import CausalLM
 from opd.models.checkpoint import save_checkpoint
-from opd.pipelines.commands.publish import publish_checkpoint
 from opd.pipelines.stages.domains import student_tokenizer
 
 QWEN3 = {
@@ -56,14 +55,6 @@ def write_model(path: Path, *, seed: int, broken: bool = False, kin: bool = Fals
         for name, weight in model.module.named_parameters():
             weight.mul_(1.1 if kin and ".o_proj." in name else 1.0)
     save_checkpoint(model, tokenizer, path, {"base": "-", "method": "-", "results": {}})
-
-
-def write_kin(root: Path, **config) -> dict[str, Path | str]:
-    """`a`, `kin` (a specialist of the same base: the same embedding, norm and head), and `a` published."""
-    write_model(root / "a", seed=0, **config)
-    write_model(root / "kin", seed=0, kin=True, **config)
-    publish_checkpoint(root / "a", root / "published")
-    return {"a": root / "a", "kin": root / "kin", "published": str(root / "published")}
 
 
 def write_served_models(folder: Path) -> dict[str, Path]:

@@ -11,7 +11,7 @@ import tiny
 import torch
 from dialects import SGLANG, VLLM
 from little_models import LittleSGLang
-from served_models import MODEL, recipe_tokenizer, write_kin
+from served_models import recipe_tokenizer
 
 from opd.errors import TeacherError
 from opd.served import http_pool
@@ -23,18 +23,18 @@ SAMPLES = tiny.samples([(3, 4), (9, 7), (2, 12), (5, 5)])
 SIGNALS = ["hidden", "topk", "sampled"]
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory):
-    return write_kin(tmp_path_factory.mktemp("kin"), **MODEL)
+@pytest.fixture
+def models(vllm_models):
+    return vllm_models
 
 
 @pytest.fixture
-def teacher_of(models):
+def teacher_of(vllm_published):
     made = []
 
     def make(url, dialect=SGLANG, **settings):
         given = {"patience": 30.0, "asked": Asked(top_k=1), "vocabulary": TOKENS} | settings
-        made.append(dialect.make_teacher(models["published"], [url], **given))
+        made.append(dialect.make_teacher(vllm_published["a"], [url], **given))
         return made[-1]
 
     yield make
