@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -32,6 +33,7 @@ PADDED = 24
 """Rows of the head; the tokenizer has fewer tokens."""
 
 
+@functools.cache
 def recipe_tokenizer():
     """That of `tiny_recipe`."""
     recipe = tiny_recipe()

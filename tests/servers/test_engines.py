@@ -18,6 +18,7 @@ from dialects import (
     DIALECTS,
     EVERY,
     LITTLES,
+    MARKS,
     SGLANG,
     SGLANGS,
     SYNCS,
@@ -120,7 +121,7 @@ def test_chunks_hold_the_tokens_of_a_request_in_order(given):
     assert all(one.ended is not None for one in found.values())
 
 
-@pytest.mark.some(1)
+@pytest.mark.slow
 @on(*SGLANGS)
 @pytest.mark.parametrize("stop", [(), (5,)])
 def test_a_response_ends_where_its_request_says_and_not_where_its_model_would(given, server, stop):
@@ -239,25 +240,28 @@ def test_an_engine_over_vllm_does_not_sleep(given):
         given().sleep()
 
 
+BITS = [
+    ("model.norm.weight", 0),
+    ("model.embed_tokens.weight", 0),
+    ("model.layers.1.self_attn.k_proj.weight", 0),
+    # A bit that makes a number some powers of two larger.
+    ("model.layers.1.self_attn.v_proj.weight", 25),
+]
+CHANGED = [
+    pytest.param(kind, sync, name, bit, marks=MARKS[kind])
+    for kind in EVERY
+    for sync in SYNCS[kind.partition("-")[2]]
+    for name, bit in BITS
+    if kind in SGLANGS or bit or "proj" not in name
+]
+
+
 @pytest.mark.some(4)
-@on_syncs(*EVERY)
-@pytest.mark.parametrize(
-    ("name", "bit"),
-    [
-        ("model.norm.weight", 0),
-        ("model.embed_tokens.weight", 0),
-        ("model.layers.1.self_attn.k_proj.weight", 0),
-        # A bit that makes a number some powers of two larger.
-        ("model.layers.1.self_attn.v_proj.weight", 25),
-    ],
-)
+@pytest.mark.parametrize(("server", "sync", "name", "bit"), CHANGED, indirect=["server"])
 def test_a_bit_that_changed_on_its_way_is_found(engine, server, sync, name, bit):
     """By vLLM, which packs layers away on a CPU, in the outputs."""
-    words = ANOTHER
-    if server.dialect is VLLM and "proj" in name:
-        if not bit:
-            return
-        words = "holds other weights than the trainer: its log-prob"
+    packed = server.dialect is VLLM and "proj" in name
+    words = "holds other weights than the trainer: its log-prob" if packed else ANOTHER
     served = engine(sync=sync)
     served._workers._push = Corrupting(served._workers._push, name, bit)
     with pytest.raises(RolloutError, match=words):
@@ -358,7 +362,7 @@ def test_a_worker_admitted_during_an_update_ends_on_the_newest(engine, server, s
     assert {step.policy_version for step in served.generate(requests(4, 10))} == {2}
 
 
-@pytest.mark.some(1)
+@pytest.mark.slow
 @on_syncs(*ALMOST)
 def test_a_trainer_that_died_while_it_pushed_leaves_nothing_in_the_way(given, engine, server, sync):
     """Workers paused, an update begun, requests in flight: the next trainer pushes and samples."""
@@ -375,7 +379,7 @@ def test_a_trainer_that_died_while_it_pushed_leaves_nothing_in_the_way(given, en
     assert_of(server.model("b"), collected(served, 2, 2, max_new_tokens=6))
 
 
-@pytest.mark.some(1)
+@pytest.mark.slow
 @on(*EVERY)
 def test_rows_of_the_head_that_are_no_tokens_are_never_sampled(given, server):
     vocabulary = len(recipe_tokenizer())
@@ -403,7 +407,7 @@ def test_weights_change_only_while_paused(engine, server):
         engine().update_weights(server.model("b").weights(), 1)
 
 
-@pytest.mark.some(1)
+@pytest.mark.slow
 @on(*EVERY)
 def test_aborted_requests_are_let_go_and_the_others_go_on(given, server):
     """Also one that is asked for again while what was sent for it may still arrive."""
@@ -425,7 +429,7 @@ def test_aborted_requests_are_let_go_and_the_others_go_on(given, server):
     assert again > 0
 
 
-@pytest.mark.some(1)
+@pytest.mark.slow
 @on(*ALMOST)
 def test_requests_join_those_in_flight(given):
     served, wanted = given(), requests(3, 20, temperature=0.0)
@@ -443,6 +447,7 @@ def test_what_cannot_be_served_is_refused(given):
         given().generate(bad)
 
 
+@pytest.mark.slow
 @on(*SGLANGS)
 def test_several_workers_and_one_that_dies(given, server):
     """Streams that break go on with the other worker, after the tokens that have arrived."""
@@ -491,7 +496,7 @@ def test_turns_stay_with_the_worker_that_has_their_beginning(given, server):
         assert set(turn(3)) == {workers[0].endpoint}
 
 
-@pytest.mark.some(1)
+@pytest.mark.slow
 @on(*ALMOST)
 def test_every_token_is_in_the_log_before_it_is_seen(given, tmp_path):
     wanted = requests(4, 8)
@@ -583,7 +588,7 @@ def test_the_doctor_looks_at_every_worker(server):
         assert (level, "VLLM_SERVER_DEV_MODE=1" in said) == ("error", True)
 
 
-@pytest.mark.some(1)
+@pytest.mark.slow
 @on(*LITTLES, "real-vllm")
 def test_another_architecture_is_refused_before_it_is_given(engine, server, tmp_path):
     write_model(tmp_path / "other", seed=0, **(MODEL | {"num_hidden_layers": 3}), vocab_size=PADDED)
@@ -616,7 +621,7 @@ def test_a_server_that_speculates_is_refused(padded_models, tmp_path):
             served.close()
 
 
-@pytest.mark.some(1)
+@pytest.mark.slow
 @on(*LITTLES, "real-vllm")
 def test_a_server_that_is_killed_while_it_writes_loses_nothing(engine, server):
     """It is started again with its first weights, is given the newest, and goes on where it was."""

@@ -102,6 +102,7 @@ def test_a_server_that_keeps_failing_stops_the_run(served, proxies):
         teacher.score(tiny.samples(SAMPLES))
 
 
+@pytest.mark.slow
 @EACH
 def test_a_silent_server_is_left_for_another(served, server, proxies, due):
     silent, well = proxies(), proxies()
@@ -122,6 +123,7 @@ def test_a_copy_overtakes_a_silent_server(served, proxies, due):
     assert teacher.pool.counters.hedges > 0
 
 
+@pytest.mark.slow
 @EACH
 def test_a_slow_server_is_waited_for_and_not_flooded(served, proxies, due):
     proxy = proxies()
@@ -131,6 +133,7 @@ def test_a_slow_server_is_waited_for_and_not_flooded(served, proxies, due):
     assert teacher.pool.counters.retries == 0
 
 
+@pytest.mark.slow
 @EACH
 def test_one_of_three_replicas_is_dead(served, proxies, due):
     replicas = [proxies() for _ in range(3)]
@@ -149,6 +152,7 @@ def test_one_of_three_replicas_is_dead(served, proxies, due):
         assert_right(teacher, due)
 
 
+@pytest.mark.slow
 @EACH
 def test_refused_at_the_start_and_there_soon_after(served, proxies, due):
     proxy = proxies()
@@ -173,6 +177,7 @@ def test_another_model_behind_the_url_stops_the_run(served, server, signal):
         teacher.score(tiny.samples(SAMPLES))
 
 
+@pytest.mark.slow
 @EACH
 def test_another_vocabulary_behind_the_url_stops_the_run(server, tmp_path):
     """A head of another size over the same hidden states."""
@@ -182,6 +187,7 @@ def test_another_vocabulary_behind_the_url_stops_the_run(server, tmp_path):
     teacher.close()
 
 
+@pytest.mark.slow
 @EACH
 def test_another_width_or_family_behind_the_url_stops_the_run(server, tmp_path):
     for changes, words in (
