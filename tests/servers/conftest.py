@@ -5,6 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from checkpoints import write_checkpoint
@@ -18,10 +19,14 @@ from served_models import MODEL, PADDED, write_model, write_served_models, write
 from opd.pipelines.commands.publish import publish_checkpoint
 
 __all__ = ["hub", "hub_model"]
-CHUNK = {"chunked-prefill-size": 16}
-VLLM_CHUNK = {"max-num-batched-tokens": 64, "max-num-seqs": 12}
+CHUNK: dict[str, Any] = {"chunked-prefill-size": 16}
+VLLM_CHUNK: dict[str, Any] = {"max-num-batched-tokens": 64, "max-num-seqs": 12}
 DEVELOPERS = {"VLLM_SERVER_DEV_MODE": "1"}
-WRITES = {"enable-scale-out": True, "generation-config": "vllm", "logprobs-mode": "processed_logprobs"}
+WRITES: dict[str, Any] = {
+    "enable-scale-out": True,
+    "generation-config": "vllm",
+    "logprobs-mode": "processed_logprobs",
+}
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from recipes import tiny_recipe
@@ -16,7 +17,7 @@ from opd.models.causal_lm import CausalLM
 from opd.models.checkpoint import save_checkpoint
 from opd.pipelines.stages.domains import student_tokenizer
 
-QWEN3 = {
+QWEN3: dict[str, Any] = {
     "model_type": "qwen3",
     "hidden_size": 32,
     "intermediate_size": 64,
@@ -27,7 +28,7 @@ QWEN3 = {
     "max_position_embeddings": 256,
     "tie_word_embeddings": False,
 }
-MODEL = QWEN3 | {"head_dim": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
+MODEL: dict[str, Any] = QWEN3 | {"head_dim": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
 """One that vLLM has on a CPU, where its attention knows heads of 32 and more."""
 PADDED = 24
 """Rows of the head; the tokenizer has fewer tokens."""
