@@ -68,7 +68,7 @@ def write_served_models(folder: Path) -> dict[str, Path]:
     return paths
 
 
-def write_vllm_models(folder: Path, **changes: int) -> dict[str, Path]:
+def write_vllm_models(folder: Path, **changes: Any) -> dict[str, Path]:
     """`a` and `b` below `folder`, whose heads have a row for each token and no more, but for `changes`."""
     paths = {name: folder / name for name in ("a", "b")}
     for seed, path in enumerate(paths.values()):
