@@ -188,6 +188,6 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> LoadFileS
     class ByFile(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = super()._split_scope(nodeid)
-            return "sglang" if "/test_sglang_" in file else file
+            return "sglang" if "/test_sglang_" in file or "real-sglang" in nodeid else file
 
     return ByFile(config, log)

@@ -21,9 +21,8 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
-import sglang_server
+from real_servers import SGLangServer
 from served_models import recipe_tokenizer, write_model
-from sglang_server import SGLangServer
 
 from opd.config.teachers import SGLangTeacherConfig
 from opd.pipelines.commands.publish import publish_checkpoint
@@ -48,7 +47,7 @@ MODEL = {
     "vocab_size": 64,
 }
 WAYS = ("JSON", "bytes", "bytes over HTTP", "nothing")
-sglang_server.START_SECONDS = 1800
+SGLangServer.start_seconds = 1800
 
 
 class Counted(SGLangTeacher):

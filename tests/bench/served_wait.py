@@ -18,10 +18,9 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-import sglang_server
+from real_servers import SGLangServer
 from recipes import tiny_recipe
 from served_models import write_model
-from sglang_server import SGLangServer
 
 from opd.metrics import read_metrics
 from opd.pipelines.commands.publish import publish_checkpoint
@@ -44,7 +43,7 @@ MODEL = {
 }
 WAYS = {"JSON": "none", "bytes": "opd_hidden_states"}
 """How hidden states come -> the server's plug-ins."""
-sglang_server.START_SECONDS = 1800
+SGLangServer.start_seconds = 1800
 
 
 def merge(out: Path, student: Path, published: Path, url: str, length: int) -> dict[str, float]:

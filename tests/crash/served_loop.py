@@ -36,7 +36,7 @@ if __name__ == "__main__":
     sys.path[:0] = [str(here / name) for name in (".", "pipelines", "servers")]
 
 from fault_proxy import FaultProxy, fault_proxy
-from sglang_server import CPU_SERVER, install
+from real_servers import CPU_SERVER, install
 
 from opd.config.servers import ServerGroupConfig
 from opd.config.teachers import SGLangTeacherConfig

@@ -1,29 +1,39 @@
-"""One S3 server and one SGLang server a session; fault proxies in front of them and published models."""
+"""One S3 server and one real server of a dialect a session; fault proxies in front of them, and models."""
 
 from __future__ import annotations
 
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from checkpoints import write_checkpoint
+from dialects import DIALECTS, Served
 from fault_proxy import FaultProxy, fault_proxy
 from hub_fixtures import hub, hub_model
+from real_servers import SGLangServer, VLLMServer, installing, require_sglang, require_vllm, running
 from seaweedfs import BUCKET, S3Server, aws_environment, seaweedfs, weed
-from served_models import write_served_models
-from sglang_server import SGLangServer, installing, sglang_server
-from vllm_server import write_vllm_models
+from served_models import MODEL, PADDED, write_model, write_served_models, write_vllm_models
 
 from opd.pipelines.commands.publish import publish_checkpoint
 
 __all__ = ["hub", "hub_model"]
-CHUNK = {"chunked-prefill-size": 16}
+CHUNK: dict[str, Any] = {"chunked-prefill-size": 16}
+VLLM_CHUNK: dict[str, Any] = {"max-num-batched-tokens": 64, "max-num-seqs": 12}
+DEVELOPERS = {"VLLM_SERVER_DEV_MODE": "1"}
+WRITES: dict[str, Any] = {
+    "enable-scale-out": True,
+    "generation-config": "vllm",
+    "logprobs-mode": "processed_logprobs",
+}
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """With `--full` the SGLang server is installed while other tests run: the first time takes minutes."""
-    wanted = any("sglang" in getattr(item, "fixturenames", ()) for item in session.items)
+    wanted = any(
+        "sglang" in getattr(item, "fixturenames", ()) or "real-sglang" in item.name for item in session.items
+    )
     if wanted and not session.config.option.collectonly:
         installing()
 
@@ -75,24 +85,63 @@ def sglang(
     served_models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[SGLangServer]:
     """A real server of model `a`. It prefills a few tokens at once: what is longer comes in chunks."""
-    pytest.importorskip("orjson", reason="needs the extra sglang")
-    reason = installing().result()
-    if reason is not None:
-        pytest.skip(f"no SGLang server: {reason}")
-    with sglang_server(served_models["a"], tmp_path_factory.mktemp("sglang"), CHUNK) as server:
+    require_sglang()
+    log = tmp_path_factory.mktemp("sglang") / "sglang.log"
+    with running(SGLangServer(served_models["a"], log, **CHUNK)) as server:
         yield server
 
 
 @pytest.fixture(scope="session")
+def vllm(padded_models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[VLLMServer]:
+    """The same of vLLM."""
+    require_vllm()
+    log = tmp_path_factory.mktemp("vllm") / "vllm.log"
+    with running(VLLMServer(padded_models["a"], log, DEVELOPERS, **VLLM_CHUNK, **WRITES)) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def padded_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Folders of two models that every server can have on a CPU, by name; their head is padded beyond the
+    tokenizer.
+    """
+    return write_vllm_models(tmp_path_factory.mktemp("padded"), vocab_size=PADDED)
+
+
+@pytest.fixture
+def server(request: pytest.FixtureRequest) -> Iterator[Served]:
+    """The server that the test's case names (`dialects.on`); a real one holds model `a` under its first name
+    again afterwards.
+    """
+    how, _, name = request.param.partition("-")
+    dialect = DIALECTS[name]
+    pytest.importorskip("orjson", reason="needs the extra sglang")
+    if how == "little":
+        folders = request.getfixturevalue("padded_models")
+        made = Served(dialect, folders, dialect.little(folders["a"]))
+        yield made
+        made.own.kill()
+        return
+    folders = request.getfixturevalue("served_models" if name == "sglang" else "padded_models")
+    made = Served(dialect, folders, request.getfixturevalue(name), real=True)
+    yield made
+    made.take()
+
+
+@pytest.fixture(scope="session")
 def vllm_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Folders of two models that a vLLM server can have on a CPU, by name."""
-    return write_vllm_models(tmp_path_factory.mktemp("vllm"))
+    """The same, whose head has a row for each token and no more; `kin` is another specialist of the base of
+    `a`, with the same embedding, norm and head.
+    """
+    root = tmp_path_factory.mktemp("vllm")
+    write_model(root / "kin", seed=0, kin=True, **MODEL)
+    return write_vllm_models(root) | {"kin": root / "kin"}
 
 
 @pytest.fixture(scope="session")
 def vllm_published(vllm_models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """The same, published."""
     root = tmp_path_factory.mktemp("published")
-    for name, path in vllm_models.items():
-        publish_checkpoint(path, root / name)
-    return {name: str(root / name) for name in vllm_models}
+    for name in ("a", "b"):
+        publish_checkpoint(vllm_models[name], root / name)
+    return {name: str(root / name) for name in ("a", "b")}

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from recipes import tiny_recipe
@@ -13,10 +15,9 @@ from recipes import tiny_recipe
 from opd.data.load import load_domain
 from opd.models.causal_lm import CausalLM
 from opd.models.checkpoint import save_checkpoint
-from opd.pipelines.commands.publish import publish_checkpoint
 from opd.pipelines.stages.domains import student_tokenizer
 
-QWEN3 = {
+QWEN3: dict[str, Any] = {
     "model_type": "qwen3",
     "hidden_size": 32,
     "intermediate_size": 64,
@@ -27,10 +28,13 @@ QWEN3 = {
     "max_position_embeddings": 256,
     "tie_word_embeddings": False,
 }
+MODEL: dict[str, Any] = QWEN3 | {"head_dim": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
+"""One that vLLM has on a CPU, where its attention knows heads of 32 and more."""
 PADDED = 24
 """Rows of the head; the tokenizer has fewer tokens."""
 
 
+@functools.cache
 def recipe_tokenizer():
     """That of `tiny_recipe`."""
     recipe = tiny_recipe()
@@ -56,19 +60,19 @@ def write_model(path: Path, *, seed: int, broken: bool = False, kin: bool = Fals
     save_checkpoint(model, tokenizer, path, {"base": "-", "method": "-", "results": {}})
 
 
-def write_kin(root: Path, **config) -> dict[str, Path | str]:
-    """`a`, `kin` (a specialist of the same base: the same embedding, norm and head), and `a` published."""
-    write_model(root / "a", seed=0, **config)
-    write_model(root / "kin", seed=0, kin=True, **config)
-    publish_checkpoint(root / "a", root / "published")
-    return {"a": root / "a", "kin": root / "kin", "published": str(root / "published")}
-
-
 def write_served_models(folder: Path) -> dict[str, Path]:
     """`a`, `b` and `bad` below `folder`."""
     paths = {name: folder / name for name in ("a", "b", "bad")}
     for seed, (name, path) in enumerate(paths.items()):
         write_model(path, seed=seed, broken=name == "bad", **QWEN3, vocab_size=PADDED)
+    return paths
+
+
+def write_vllm_models(folder: Path, **changes: Any) -> dict[str, Path]:
+    """`a` and `b` below `folder`, whose heads have a row for each token and no more, but for `changes`."""
+    paths = {name: folder / name for name in ("a", "b")}
+    for seed, path in enumerate(paths.values()):
+        write_model(path, seed=seed, **MODEL, **changes)
     return paths
 
 

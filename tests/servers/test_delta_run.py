@@ -11,9 +11,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from real_servers import GROUPS, require_sglang
 from recipes import write_recipe
 from safetensors.torch import load_file
-from sglang_server import CPU_SERVER, installing
 
 SECONDS = 1500
 
@@ -36,22 +36,14 @@ def nobodys_weights() -> set[Path]:
 @pytest.mark.timeout(2 * SECONDS)
 def test_a_merge_on_ray_sends_its_server_what_has_changed(served_models, tmp_path):
     pytest.importorskip("ray")
-    pytest.importorskip("orjson", reason="needs the extra sglang")
-    if (reason := installing().result()) is not None:
-        pytest.skip(f"no SGLang server: {reason}")
-    group = {
-        "command": ["bash", str(CPU_SERVER / "serve.sh")],
-        "arguments": {"context-length": 256},
-        "environment": {"PYTHON": sys.executable, "SGLANG_PLUGINS": "opd_hidden_states"},
-        "start_seconds": SECONDS,
-    }
+    require_sglang()
     digits = {"digits": 3}
     recipe = write_recipe(
         tmp_path / "recipe.yaml",
         model={"path": str(served_models["a"]), "dtype": "bfloat16"},
         base=None,
         domains={"sort": {"source": "procedural:sort", "params": digits, "prompts": 50}},
-        servers={"student": group},
+        servers={"student": GROUPS["sglang"]},
         launch={"type": "ray", "teachers": 0, "start_timeout": SECONDS},
         teachers={"sort": {"path": str(served_models["b"])}},
         rollout={"engine": {"type": "sglang", "servers": "student"}, "max_new_tokens": 6, "max_sequence": 32},

@@ -7,36 +7,29 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from little_vllm import little_vllm
-from served_models import PADDED
-from vllm_server import write_vllm_models
+from dialects import ALL_ROWS, LITTLE, on
 
 from opd.errors import RolloutError
 from opd.models.causal_lm import CausalLM
-from opd.retry import Retry
 from opd.rollout.delta_push import DeltaPush
 from opd.rollout.fault_tolerant import FaultTolerantRollout
-from opd.rollout.served_engine import ServedModel
 from opd.rollout.vllm_engine import VLLMEngine
 from opd.rollout.vllm_workers import Outputs, read_folder
 from opd.rollout.weight_mirror import WeightMirror
 from opd.rollout.weight_sync import sync_weights
-from opd.served.http_client import Patience, PoolOptions
+from opd.served.http_client import PoolOptions
 
-pytest.importorskip("orjson", reason="needs the extra sglang")
-QUICK = Patience(timeout=30.0, unreachable=30.0, retry=Retry(attempts=3, pause=0.01))
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    return write_vllm_models(tmp_path_factory.mktemp("vllm"), vocab_size=PADDED)
+pytestmark = on("little-vllm")
 
 
 @pytest.fixture
-def little(folders):
-    with little_vllm(folders["a"]) as (url, own):
-        own.url = url
-        yield own
+def little(server):
+    return server.own
+
+
+@pytest.fixture
+def folders(server):
+    return server.folders
 
 
 @pytest.fixture
@@ -56,8 +49,8 @@ def rollout(little, folders, mirror):
 def given(little, model, mirror, dtype):
     """An engine of which `little` is the worker, for a student of that dtype."""
     push = DeltaPush({little.url: mirror}, bytes, read_folder, model, 1 << 20)
-    options = PoolOptions([little.url], patience=QUICK)
-    engine = VLLMEngine(options, ServedModel(PADDED, 250), push, version=-1, outputs=Outputs(model, dtype))
+    options, outputs = PoolOptions([little.url], patience=LITTLE), Outputs(model, dtype)
+    engine = VLLMEngine(options, ALL_ROWS, push, version=-1, outputs=outputs)
     try:
         yield FaultTolerantRollout([engine])
     finally:

@@ -9,18 +9,13 @@ import time
 import pytest
 import tiny
 import torch
-from little_sglang import LittleSGLang
-from little_vllm import little_vllm
-from served_models import recipe_tokenizer, write_kin
-from vllm_server import MODEL
+from dialects import SGLANG, VLLM
+from little_models import LittleSGLang
+from served_models import recipe_tokenizer
 
-from opd.config.teachers import SGLangTeacherConfig, VLLMTeacherConfig
 from opd.errors import TeacherError
 from opd.served import http_pool
-from opd.teachers.kinds import Placement
 from opd.teachers.served_teacher import Asked
-from opd.teachers.sglang_teacher import SGLangTeacher
-from opd.teachers.vllm_teacher import VLLMTeacher
 
 pytest.importorskip("aiohttp", reason="needs the extra sglang")
 TOKENS = len(recipe_tokenizer())
@@ -28,22 +23,18 @@ SAMPLES = tiny.samples([(3, 4), (9, 7), (2, 12), (5, 5)])
 SIGNALS = ["hidden", "topk", "sampled"]
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory):
-    return write_kin(tmp_path_factory.mktemp("kin"), **MODEL)
+@pytest.fixture
+def models(vllm_models):
+    return vllm_models
 
 
 @pytest.fixture
-def teacher_of(models):
+def teacher_of(vllm_published):
     made = []
 
-    def make(url, kind=SGLangTeacher, **settings):
-        path, config = models["published"], SGLangTeacherConfig
-        if kind is VLLMTeacher:
-            config = VLLMTeacherConfig
-        given = config(path=path, urls=[url], **({"patience": 30.0} | settings))
-        asked, placement = Asked(top_k=1), Placement(vocabulary=TOKENS)
-        made.append(kind("a", path, given, asked=asked, placement=placement))
+    def make(url, dialect=SGLANG, **settings):
+        given = {"patience": 30.0, "asked": Asked(top_k=1), "vocabulary": TOKENS} | settings
+        made.append(dialect.make_teacher(vllm_published["a"], [url], **given))
         return made[-1]
 
     yield make
@@ -57,53 +48,42 @@ def assert_same(one, other):
             torch.testing.assert_close(found, getattr(other, name))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("signal", SIGNALS)
-@pytest.mark.parametrize(
-    ("plugin", "tells", "quiet"),
-    [(False, True, False), (True, True, False), (False, False, False), (False, True, True)],
-)
-def test_sglang(models, teacher_of, monkeypatch, signal, plugin, tells, quiet):
-    monkeypatch.setattr(http_pool, "QUIET", 0.1 if quiet else 1000.0)
-    server = LittleSGLang(models["a"], plugin=plugin, tells=tells)
-    teacher = teacher_of(server.url, signal=signal)
-    due = teacher.score(SAMPLES)
-
-    def exchange(model):
-        server.kill()
-        time.sleep(0.2 if quiet else 0.0)
-        return LittleSGLang(models[model], server.port, plugin=plugin, tells=tells)
-
-    server = exchange("a")  # the same model in another process
-    assert_same(teacher.score(SAMPLES), due)
-    server = exchange("kin")
-    with pytest.raises(TeacherError, match="serves another model"):
-        teacher.score(SAMPLES)
-    server.kill()
+OF_SGLANG = ((0, 1, 0), (1, 1, 0), (0, 0, 0), (0, 1, 1))
+WAYS = [
+    *(pytest.param("sglang", s, *way, marks=pytest.mark.slow) for s in SIGNALS for way in OF_SGLANG),
+    *(("vllm", s, 0, tells, 0) for s in ("hidden", "sampled") for tells in (1, 0)),
+]
 
 
 @pytest.mark.some(1)
-@pytest.mark.parametrize("tells", [True, False])
-@pytest.mark.parametrize("signal", ["hidden", "sampled"])
-def test_vllm(models, teacher_of, signal, tells):
-    def server(folder, port=0):
-        return little_vllm(models[folder], port)
+@pytest.mark.parametrize(("kind", "signal", "plugin", "tells", "quiet"), WAYS)
+def test_what_comes_at_its_port_proves_itself(
+    models, teacher_of, monkeypatch, kind, signal, plugin, tells, quiet
+):
+    """First the same model in another process, then another model."""
+    monkeypatch.setattr(http_pool, "QUIET", 0.1 if quiet else 1000.0)
 
-    def settle(own):
+    def server(name, port=0):
+        if kind == "sglang":
+            return LittleSGLang(models[name], port, plugin=bool(plugin), tells=bool(tells))
+        own = VLLM.little(models[name], port)
         own.pools = signal == "hidden"
         own.settings = own.settings if tells else None
+        return own
 
-    with server("a") as (url, own):
-        settle(own)
-        teacher, port = teacher_of(url, VLLMTeacher, signal=signal), int(url.rpartition(":")[2])
-        due = teacher.score(SAMPLES)
-    with server("a", port) as (url, own):
-        settle(own)
-        assert_same(teacher.score(SAMPLES), due)
-    with server("kin", port) as (url, own):
-        settle(own)
+    own = server("a")
+    teacher = teacher_of(own.url, SGLANG if kind == "sglang" else VLLM, signal=signal)
+    due = teacher.score(SAMPLES)
+    for name in ("a", "kin"):
+        own.kill()
+        time.sleep(0.2 if quiet else 0.0)
+        own = server(name, own.port)
+        if name == "a":
+            assert_same(teacher.score(SAMPLES), due)
+            continue
         with pytest.raises(TeacherError, match="serves another model"):
             teacher.score(SAMPLES)
+    own.kill()
 
 
 def test_it_costs_no_request_a_sample(models, teacher_of):

@@ -16,6 +16,7 @@ import pytest
 from opd.config.servers import ServerGroupConfig
 from opd.config.teachers import SGLangTeacherConfig
 from opd.errors import RolloutError
+from opd.pipelines.launch import started_server
 from opd.pipelines.launch.servers import StartedGroup
 from opd.retry import Retry
 from opd.served import urls_file
@@ -93,6 +94,7 @@ LITTLE = [sys.executable, str(Path(__file__).with_name("little_server.py"))]
 
 def test_servers_that_come_while_others_work_are_used_once_they_were_checked(loop, tmp_path, monkeypatch):
     monkeypatch.setattr(urls_file, "LOOK", 0.0)
+    monkeypatch.setattr(started_server, "GRACE", 0.5)
     config = ServerGroupConfig(count=2, command=LITTLE, start_seconds=60)
     group = StartedGroup.begin("own", config, Path("model"), tmp_path / "logs")
     file, checked = tmp_path / "urls", []

@@ -2,50 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
-import http.server
-
 import pytest
-from little_sglang import little_sglang
+from little_models import LittleSGLang, little
+from little_web import Reply, serving
 from recipes import tiny_recipe
 from seaweedfs import free_ports
-from served_models import write_model
-from vllm_server import MODEL, serving
 
 from opd.pipelines.doctor.checks import check_kinds
 
 pytest.importorskip("aiohttp", reason="needs the extra sglang")
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("model") / "a"
-    write_model(folder, seed=0, **MODEL)
-    return folder
+@pytest.fixture
+def model(vllm_models):
+    return vllm_models["a"]
 
 
-@contextlib.contextmanager
 def answering(status, content, **headers):
     """The URL of what says the same to everything."""
-
-    class Answers(http.server.BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.rfile.read(int(self.headers.get("Content-Length") or 0))
-            self.send_response(status)
-            for name, value in headers.items():
-                self.send_header(name, value)
-            self.send_header("Content-Length", str(len(content)))
-            self.end_headers()
-            self.wfile.write(content)
-
-        def do_POST(self) -> None:
-            self.do_GET()
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    with serving(Answers) as url:
-        yield url
+    return serving(lambda path, body: Reply(status, content, headers))
 
 
 def said(model, url, **settings):
@@ -80,7 +55,7 @@ def test_a_page_is_named_as_one(model, kind):
 
 
 def test_what_is_posted_may_be_answered_by_a_page_too(model, monkeypatch):
-    with little_sglang(model) as server:
+    with little(LittleSGLang, model) as server:
         answer = server.answer
         page = {"/weights_checker": b"<html></html>"}
         monkeypatch.setattr(server, "answer", lambda path, body: page.get(path) or answer(path, body))
@@ -90,7 +65,7 @@ def test_what_is_posted_may_be_answered_by_a_page_too(model, monkeypatch):
 
 
 def test_an_sglang_server_is_no_vllm_server(model, monkeypatch):
-    with little_sglang(model) as server:
+    with little(LittleSGLang, model) as server:
         answer = server.answer
         models = {"/v1/models": {"data": [{"id": "m", "max_model_len": 256}]}}
         monkeypatch.setattr(server, "answer", lambda path, body: models.get(path) or answer(path, body))

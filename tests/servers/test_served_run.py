@@ -17,10 +17,8 @@ from pathlib import Path
 
 import pytest
 import served_models as models
+from real_servers import GROUPS, require_sglang, require_vllm
 from recipes import write_recipe
-from sglang_server import CPU_SERVER, installing
-from vllm_server import CPU_SERVER as VLLM_SERVER
-from vllm_server import require_vllm
 
 MARK = "OPD_TEST_SERVED_RUN"
 SECONDS = 1500
@@ -111,22 +109,9 @@ def run(request, vllm_models, tmp_path) -> Iterator[Run]:
     launch = getattr(request, "param", "local")
     if launch == "ray":
         pytest.importorskip("ray")
-    pytest.importorskip("orjson", reason="needs the extra sglang")
-    if (reason := installing().result()) is not None:
-        pytest.skip(f"no SGLang server: {reason}")
+    require_sglang()
     require_vllm()
-    group = {
-        "command": ["bash", str(CPU_SERVER / "serve.sh")],
-        "arguments": {"context-length": 256},
-        "environment": {"PYTHON": sys.executable, "SGLANG_PLUGINS": "opd_hidden_states"},
-        "start_seconds": SECONDS,
-    }
-    other = {
-        "type": "vllm",
-        "command": ["bash", str(VLLM_SERVER / "serve.sh")],
-        "arguments": {"max-model-len": 256, "max-num-seqs": 16},
-        "start_seconds": SECONDS,
-    }
+    group, other = GROUPS["sglang"], GROUPS["vllm"]
     digits = {"digits": 3}
     recipe = write_recipe(
         tmp_path / "recipe.yaml",

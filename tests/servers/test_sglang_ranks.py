@@ -9,9 +9,9 @@ from contextlib import ExitStack
 
 import pytest
 from fault_proxy import fault_proxy
+from real_servers import SGLangServer, running
 from recipes import tiny_recipe, write_recipe
 from safetensors.torch import load_file
-from sglang_server import sglang_server
 
 from opd.errors import ConfigError, RolloutError, TeacherError
 from opd.metrics import read_metrics
@@ -62,7 +62,8 @@ def restored(sglang, served_models):
 @pytest.fixture(scope="module")
 def second(sglang, served_models, tmp_path_factory):
     """Another server of the same model."""
-    with sglang_server(served_models["a"], tmp_path_factory.mktemp("second")) as server:
+    log = tmp_path_factory.mktemp("second") / "sglang.log"
+    with running(SGLangServer(served_models["a"], log)) as server:
         yield server
 
 

