@@ -57,6 +57,8 @@ from opd.storage.wal import TokenWAL, read_log
 from opd.types import Chunk, RolloutRequest, Sample, SamplingParams, Status
 
 BATCH, TURNS, TURN_TOKENS, LIMIT = 64, 10, 10, 160
+ENOUGH = 64
+"""Episodes from which distributions are compared."""
 STOP, OVER = 3, "e"
 """The token that ends a turn; the character that ends an episode."""
 EVIDENCE, REQUIRED = "5678", 6
@@ -506,7 +508,7 @@ def report(arms: Mapping[str, list[Result]], counts: Mapping[str, int], spent: f
     return {
         "counts": dict(sorted(counts.items())),
         "arms": {name: summed(results) for name, results in arms.items()},
-        "p": {name: compared(plain, results) for name, results in others.items() if plain},
+        "p": {name: compared(plain, results) for name, results in others.items() if len(plain) >= ENOUGH},
         "turns": {name: np.bincount([one[0] for one in results]).tolist() for name, results in arms.items()},
         "processor_seconds": round(spent, 1),
     }

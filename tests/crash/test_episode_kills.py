@@ -17,7 +17,7 @@ def test_killed_in_the_middle_of_episodes(tmp_path):
     """
     wanted = int(os.environ.get("OPD_EPISODE_KILLS", "200" if FULL else "3"))
     command = [sys.executable, str(LOOP), "--kills", str(wanted), "--seed", "3", "--folder", str(tmp_path)]
-    episodes = 64 if FULL else 16
+    episodes = 64 if FULL else 12
     command += ["--episodes", str(episodes)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600 + 10 * wanted)
     assert done.returncode == 0, done.stderr
