@@ -78,6 +78,7 @@ class Workload:
             getattr(self.log, name)(*arguments)
         if choice < 0.15 or self.policy == "always":
             self.durable = len(self.history) - 1
+            self._cut_the_power()
 
     def _restart(self) -> None:
         """The process ends, the machine does not: the system's cache is still there."""

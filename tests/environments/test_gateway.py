@@ -619,6 +619,21 @@ def test_turns_whose_clients_hang_up_count(monkeypatch):
     assert len(engine.asked) == 2
 
 
+def test_who_asks_for_one_thing_several_times_is_told_the_same_several_answers_again():
+    said = []
+
+    def play(task, url, key):
+        body = {"prompt": task.prompt, "max_tokens": 20}
+        said.append([agents.post(url, key, "/completions", body)["choices"][0]["text"] for _ in range(4)])
+        if len(said) == 1:
+            raise RuntimeError("no luck")
+
+    _, engine, _ = once(play)
+    assert len(engine.asked) == 4
+    assert len(set(said[0])) > 1
+    assert said[1] == said[0]
+
+
 def test_a_client_that_hangs_up_while_its_turn_is_made_keeps_nobody_waiting(monkeypatch):
     sessions, attempts, goes_on = Sessions(monkeypatch), [], threading.Event()
     place = gateway.Branches.place

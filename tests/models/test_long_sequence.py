@@ -18,8 +18,9 @@ from torch import Tensor, nn
 
 from opd.errors import ModelError
 from opd.models import attention as blocks
+from opd.models.attention import AttentionCall
 from opd.models.causal_lm import CausalLM, check_pieces
-from opd.models.long_sequence import LayerMemory, pieces_of
+from opd.models.long_sequence import ChunkedLayers, LayerCall, LayerMemory, pieces_of
 
 LENGTHS = [3, 29, 4, 2, 17, 1]
 
@@ -61,6 +62,24 @@ def test_pieces_give_the_hidden_states_and_gradients_of_the_whole(family, whole,
     hidden, gradient = run(family, LayerMemory(chunk=chunk))
     torch.testing.assert_close(hidden, whole[0], atol=2e-5, rtol=1e-4)
     assert (gradient - whole[1]).norm() <= 5e-5 * whole[1].norm()
+
+
+def test_gradients_of_16_bits_are_summed_in_32_over_pieces():
+    count, chunk = 1200, 4
+    query, key = (torch.zeros(1, count, 2, dtype=torch.bfloat16) for _ in range(2))
+    value = torch.zeros(1, count, 2, dtype=torch.bfloat16, requires_grad=True)
+    # Each query sees all keys up to its own alike, and gives each of their values a gradient of 1.
+    upstream = torch.arange(1.0, count + 1)[None, :, None].expand(1, count, 2)
+    pieces = ChunkedLayers([0, count], chunk)
+    call = LayerCall(lambda hidden, attend: hidden, {})
+    outputs = [
+        attend(AttentionCall(0, *(x[None, :, span] for x in (query, key, value)), 1.0)).transpose(1, 2)[0]
+        for span, attend in pieces.attentions(query, call)
+    ]
+    for output, span in reversed(list(zip(outputs, pieces.spans, strict=True))):
+        output.backward(upstream[:, span].to(output.dtype))
+    assert value.grad is not None
+    assert float(value.grad[0, 0, 0]) == pytest.approx(count, rel=2**-6)
 
 
 def test_a_prefill_in_pieces_is_the_forward_without_a_gradient(family, whole):

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from recipes import tiny_recipe
 from opd.config import RayLaunch
 from opd.config.servers import ServerGroupConfig
 from opd.kernels.head import Head
-from opd.pipelines.launch.ray.actors import Packed, PackedHead, no_memory
+from opd.pipelines.launch.ray.actors import ActorLostError, Packed, PackedHead, no_memory
 from opd.pipelines.launch.ray.cluster import (
     Layout,
     actor_names,
@@ -30,6 +31,7 @@ from opd.pipelines.launch.ray.cluster import (
     role_of,
     server_names,
 )
+from opd.pipelines.launch.ray.teacher import Assignment, RayTeacher
 from opd.pipelines.launch.started_server import GUARD
 from opd.rollout.weight_sync import buckets
 
@@ -125,6 +127,25 @@ def test_a_head_comes_out_as_it_went_in():
     again = PackedHead.of(head).head(torch.device("cpu"))
     hidden = torch.randn(3, 4)
     assert torch.equal(head.logits(hidden), again.logits(hidden))
+
+
+def test_a_teacher_that_was_lost_is_given_time_to_load_again():
+    """As at the first time; else one answer of each of the actor's teachers is waited for."""
+    lost, told, packed = [False, False, True, False, False], [], Packed.of(torch.zeros(1, 2))
+
+    def get(reference, seconds):
+        told.append(seconds)
+        if lost[len(told) - 1]:
+            raise ActorLostError("teacher-0 died")
+        return packed
+
+    limits = SimpleNamespace(step_timeout=1.0, start_timeout=10.0)
+    remote = SimpleNamespace(name="teacher-0", limits=limits, get=get)
+    remote.send, remote.await_return = lambda *asked: None, lambda: None
+    teacher = RayTeacher("a", remote, Assignment("merge", ("a", "b"), 8), torch.device("cpu"))  # type: ignore[arg-type]
+    for _ in range(4):
+        teacher.score([])
+    assert told == [12.0, 2.0, 2.0, 12.0, 2.0]
 
 
 @given(

@@ -1,8 +1,17 @@
 """A stage with a budget of tokens ends with it."""
 
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from recipes import tiny_recipe
 
+from opd.config import Recipe
+from opd.pipelines.stages import order
 from opd.pipelines.stages.loop import Extent, LoopState
 from opd.pipelines.stages.samples import within
 
@@ -26,3 +35,36 @@ def test_the_last_step_is_cut_where_the_budget_ends(steps, budget):
     assert state.student_tokens == whole if whole < budget else 0 <= state.student_tokens - budget < last
     assert within(steps[0], lambda tokens: tokens, None) == steps[0]
     assert Extent(steps=3).left(state) is None
+
+
+TOKENS = {"merge": 1000, "specialist-sort": 200, "specialist-add3": 30}
+"""What finished stages have written."""
+
+
+@dataclass(frozen=True)
+class Finished:
+    """As much of a stage's context as a baseline needs to know its budget."""
+
+    recipe: Recipe
+
+    @property
+    def folder(self) -> Any:
+        return SimpleNamespace(stage_done=lambda stage: {"student_tokens": TOKENS[stage]})
+
+    def model(self, name: str) -> Path:
+        return Path(name)
+
+    model_path = model
+
+
+@pytest.mark.parametrize(
+    ("method", "tokens"), [("off_policy", 1000), ("mixed_grpo", 1000), ("mixed_grpo_all", 1230)]
+)
+def test_baselines_have_the_tokens_of_what_they_are_compared_with(method, tokens, monkeypatch):
+    told: list[Any] = []
+    monkeypatch.setattr(order, "train_grpo", lambda *given: told.append(given[-1].tokens))
+    monkeypatch.setattr(order, "distill_off_policy", lambda *given: told.append(given[-1]))
+    own = {"methods": ["off_policy", "mixed_grpo"], "mixed_grpo_all_tokens": True}
+    recipe = tiny_recipe(baselines=own)
+    order.plan(recipe)[f"baseline-{method}"].run(Finished(recipe))  # type: ignore[arg-type]
+    assert told == [tokens]

@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -436,6 +438,41 @@ def test_a_stage_that_stopped_while_it_measured_ends_the_same(base, tmp_path, da
         pytest.raises(RunFolderError, match="does not have the sha256"),
     ):
         run.stage_done("specialist-sort")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"seed": 5},
+        {"rollout": {"temperature": 0.5}},
+        {"rollout": {"top_p": 0.5}},
+        {"rollout": {"top_k": 3}},
+        {"rollout": {"max_new_tokens": 2}},
+        {"difficulty": {"samples": 2}},
+        {"reward": "exact"},
+        {"start": "another"},
+    ],
+    ids=str,
+)
+def test_what_the_rates_depend_on_is_in_their_question(base, tmp_path, changes):
+    def question(start: Path, difficulty: Any = {}, reward: Any = None, **given: Any) -> dict[str, Any]:  # noqa: B006
+        recipe = measured_recipe(base, {"difficulty": MEASURED | difficulty}, **given)
+        document = recipe.model_dump(mode="json", exclude_none=True)
+        document["domains"]["sort"]["reward"] = reward or document["domains"]["sort"]["reward"]
+        own = Recipe.model_validate(document).for_domain("sort")
+        context: Any = SimpleNamespace(recipe=own, folder=folder, stage="specialist-sort")
+        config = own.specialist.difficulty
+        assert config is not None
+        return Asked.of(context, load_domains(own)["sort"], config, start).question
+
+    another = tmp_path / "another"
+    shutil.copytree(base, another, ignore=shutil.ignore_patterns("checksums.json"))
+    (another / "generation_config.json").write_text("{}")
+    with RunFolder.create(tmp_path / "run", measured_recipe(base)) as folder:
+        before = question(Path(base))
+        assert question(Path(base)) == before
+        given = {name: value for name, value in changes.items() if name != "start"}
+        assert question(another if "start" in changes else Path(base), **given) != before
 
 
 def test_impossible_numbers_are_not_taken_for_rates(base, tmp_path, caplog):

@@ -14,6 +14,7 @@ from opd.config import Recipe
 from opd.pipelines.commands.publish import publish_checkpoint
 from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.run import run_pipeline, run_stage
+from opd.teachers.schedule import TeacherSchedule
 
 FEW = {"steps": 3, "prompts_per_domain": 4, "checkpoint_every": 2}
 
@@ -47,10 +48,20 @@ def folders(trained: Path) -> dict:
     return {name: {"path": str(trained / "specialists" / name)} for name in ("sort", "add3")}
 
 
-def test_local_teachers_give_the_same_weights(trained, tmp_path):
+def test_local_teachers_give_the_same_weights(trained, tmp_path, monkeypatch):
+    """And nothing that they gave is left when the next step is scored."""
+    scored, score = [], TeacherSchedule.score
+
+    def scoring(schedule, samples):
+        assert not schedule._rows
+        scored.append(len(samples))
+        score(schedule, samples)
+
+    monkeypatch.setattr(TeacherSchedule, "score", scoring)
     streamed = json.loads((trained / "stages/merge/done.json").read_text())
     local = merge_again(trained, tmp_path / "local", folders(trained), teachers="local")
     assert local["digest"] == streamed["digest"]
+    assert len(scored) == FEW["steps"]
     assert streamed["counters"]["bytes_read"] > 0
     assert "bytes_read" not in local["counters"] or local["counters"]["bytes_read"] == 0
 

@@ -77,6 +77,8 @@ def test_kernels_are_named_when_they_were_used(monkeypatch):
         ({"rollout": {"engine": {"type": "sglang", "urls": ["http://h"]}}}, "sglang"),
         ({"distill": {"teachers": "megatron"}}, "megatron"),
         ({"base": None, "sft": {"source": "shown.parquet"}}, "parquet"),
+        ({"evaluation": {"sets": {"x": {"source": "shown.jsonl", "reward": "math"}}}}, "verifiers"),
+        ({"evaluation": {"sets": {"x": {"source": "shown.parquet", "reward": "exact"}}}}, "parquet"),
     ],
 )
 def test_what_a_field_takes(changes, extra):

@@ -136,6 +136,20 @@ def test_retention_averages_the_domains_and_repeats_by_seed() -> None:
     assert retention([]) is None
 
 
+def test_answers_count_for_what_they_are_worth() -> None:
+    """An accuracy of many answers that are worth few is known as well as from those few."""
+    many = [Count(n, 500, worth=50.0) for n in (400, 100, 450)]
+    few = [Count(n, 50) for n in (40, 10, 45)]
+    for found, expected in (
+        (wilson(many[0]), wilson(few[0])),
+        (contrast([(1, many[0]), (-0.5, many[1])]), contrast([(1, few[0]), (-0.5, few[1])])),
+        (recovery(*many), recovery(*few)),
+        (retention([(many[0], many[2])]), retention([(few[0], few[2])])),
+    ):
+        assert found is not None
+        assert found == pytest.approx(expected)
+
+
 def test_contrast_of_mixed_signs() -> None:
     a, b, c = Count(90, 100), Count(60, 100), Count(30, 100)
     assert contrast([(1, a), (-0.5, b), (-0.5, c)]).value == pytest.approx(0.45)

@@ -96,6 +96,7 @@ def test_extreme_uniforms_never_pick_a_token_of_probability_zero() -> None:
 def test_equal_logits_keep_exactly_k_tokens_and_the_lowest_ids() -> None:
     assert draw(np.zeros(8), 300, top_k=3).tolist() == [100, 100, 100, 0, 0, 0, 0, 0]
     assert draw(np.zeros(8), 300, top_p=0.37).tolist() == [100, 100, 100, 0, 0, 0, 0, 0]
+    assert draw(np.zeros(8), 300, top_k=4, top_p=0.37).tolist() == [150, 150, 0, 0, 0, 0, 0, 0]  # of the four
 
 
 def test_long_vocabularies_are_done_some_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -228,6 +228,15 @@ def test_time_is_up_and_the_sandbox_goes_on(tmp_path, substrate):
 
 
 @pytest.mark.some(1)
+def test_no_command_is_given_more_time_than_its_sandbox_has(tmp_path, substrate):
+    async def steps():
+        async with opened(tmp_path, substrate, replace(SMALL, seconds=0.5)) as box:
+            return await box.exec(["sleep", "20"], timeout=900.0)
+
+    assert asyncio.run(steps()).killed_by == "wall"
+
+
+@pytest.mark.some(1)
 def test_processor_time_is_a_quota_of_its_own(tmp_path, substrate):
     async def steps():
         async with opened(tmp_path, substrate, replace(SMALL, cpu_seconds=1)) as box:

@@ -12,6 +12,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
+from reward_server import reward_server
 
 from opd.config.servers import ServerGroupConfig
 from opd.config.teachers import SGLangTeacherConfig
@@ -20,7 +21,7 @@ from opd.pipelines.launch import started_server
 from opd.pipelines.launch.servers import StartedGroup
 from opd.retry import Retry
 from opd.served import urls_file
-from opd.served.http_client import Patience, PoolOptions, UnavailableError
+from opd.served.http_client import HTTPClient, Patience, PoolOptions, RefusedError, Server, UnavailableError
 from opd.served.http_pool import NEAR, HTTPPool
 from opd.served.loop_thread import LoopThread
 from opd.served.urls_file import UrlsFile
@@ -51,6 +52,26 @@ def test_the_preferred_server_is_taken_while_it_has_hardly_more_to_do(loop):
     ahead = int(NEAR * 1000 / 100) + 1
     assert found[:ahead] == [1] * ahead
     assert 0 in found[ahead:]
+
+
+@pytest.mark.parametrize("way", ["ask", "fetch", "stream"])
+def test_nothing_is_sent_where_a_redirect_leads(loop, way):
+    async def asked(client: HTTPClient, server: Server) -> None:
+        if way == "ask":
+            await client.ask(server, "POST", "/generate", {})
+        elif way == "fetch":
+            await client.fetch(server, "POST", "/generate", {}, 100)
+        else:
+            async with client.stream(server, "/generate", {}, 100, 10) as lines:
+                assert not [line async for line in lines]
+
+    with reward_server(lambda path, body: {}) as other, reward_server(lambda path, body: {}) as server:
+        server.faults = [f"elsewhere {other.url}/generate"]
+        client = HTTPClient("teacher", PoolOptions([server.url]))
+        with pytest.raises(RefusedError, match=f"answered 307, a redirect to {other.url}"):
+            loop.run(asked(client, Server(server.url)))
+        loop.run(client.close())
+        assert (len(server.asked), len(other.asked)) == (1, 0)
 
 
 def test_servers_are_given_up_together_and_not_for_one_that_answers_badly(loop):

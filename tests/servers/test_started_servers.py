@@ -29,6 +29,7 @@ from opd.pipelines.launch import servers as module
 from opd.pipelines.launch.local import check_ranks, is_rank
 from opd.pipelines.launch.server_key import key_of, run_key
 from opd.pipelines.launch.servers import Servers, StartedGroup
+from opd.pipelines.launch.started_server import StartedServer
 from opd.rollout import weight_mirror
 from opd.rollout.preemption import Preemption
 from opd.served.http_client import RefusedError
@@ -307,6 +308,29 @@ def test_servers_that_take_turns_are_awake_one_group_at_a_time(made, tmp_path):
         assert {at for at, _ in told(tmp_path)} == set(ports[name])
         (tmp_path / "told").unlink()
     assert all(group.restarts == 0 for group in servers._started.values())
+
+
+def test_who_was_to_be_started_again_when_its_turn_ended_is_started_once(monkeypatch):
+    """When it wakes; what it was due for before is forgotten."""
+    starts: list[str] = []
+    server = StartedServer("own-0", ServerGroupConfig(), 0, Path("model"), Path("log"))
+
+    def start(own):
+        starts.append(own.name)
+        own.served, own.answered = True, time.monotonic()
+
+    monkeypatch.setattr(StartedServer, "start", start)
+    monkeypatch.setattr(StartedServer, "status", lambda own: None if starts else 1)
+    monkeypatch.setattr(StartedServer, "look", lambda own: True)
+    monkeypatch.setattr(StartedServer, "silent", lambda own: 0.0)
+    group = StartedGroup("own", server.group, [server], Path("model"))
+    group._look()
+    assert list(group._due) == ["own-0"]
+    group.sleep()
+    group.wake()
+    group._due.update(dict.fromkeys(group._due, 0.0))  # whatever it was due for is now
+    group._look()
+    assert starts == ["own-0"]
 
 
 @pytest.mark.slow

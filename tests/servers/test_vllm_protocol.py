@@ -1,6 +1,7 @@
 """A teacher on vLLM, by what a real server has answered, and by answers that are damaged."""
 
 import json
+import math
 import sys
 import threading
 from pathlib import Path
@@ -8,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tiny
+import torch
 from dialects import VLLM
 from recipes import tiny_recipe
 from recorded import RECORDED, assert_own, recorded_server
@@ -23,6 +25,7 @@ from opd.served.http_client import UnavailableError
 from opd.served.sglang_answers import Question
 from opd.served.vllm_answers import most_bytes, scores_of
 from opd.teachers.served_teacher import Asked
+from opd.teachers.weight_probe import compare
 
 pytest.importorskip("aiohttp", reason="needs the extra sglang")
 TOKENS = len(recipe_tokenizer())
@@ -49,6 +52,23 @@ def test_log_probabilities_are_the_models_own(served, vllm_models):
         topk = served(url).score(tiny.samples(SAMPLES))
         sampled = served(url, signal="sampled").score(tiny.samples(SAMPLES))
     assert_own(vllm_models["a"], tiny.samples(SAMPLES), topk, sampled)
+
+
+def test_what_was_begun_of_a_sample_is_not_the_score_of_another_of_its_name(served):
+    first, _, second = tiny.samples(SAMPLES)
+    second.uid = first.uid
+    with recorded_server() as url:
+        teacher = served(url, signal="sampled")
+        expected = teacher.score([second])
+        teacher.begin([first])
+        assert torch.equal(teacher.score([second]).logprobs, expected.logprobs)
+
+
+@pytest.mark.parametrize(("served", "due"), [(0.0, math.nan), (math.nan, 0.0), (0.0, math.inf), (0.0, 0.2)])
+def test_a_probe_is_right_by_numbers_alone(served, due):
+    assert compare("t", np.array([1.0]), np.array([1.1]), 0.15, "a file gives") == pytest.approx(0.1)
+    with pytest.raises(TeacherError, match=r"t serves another model, .* from what a file gives; check"):
+        compare("t", np.array([1.0, served]), np.array([1.0, due]), 0.15, "a file gives")
 
 
 def test_another_model_behind_the_url_is_found_by_its_outputs(served):

@@ -152,17 +152,19 @@ def test_latest_follows_the_last_published(checkpoint, tmp_path):
     assert PublishedModel.open(tmp_path / "store").manifest == first
 
 
-@pytest.mark.parametrize("damage", ["missing", "short", "manifest"])
-def test_publishing_again_mends_what_is_not_whole(checkpoint, tmp_path, damage):
+@pytest.mark.parametrize("damage", ["missing", "short", "{}"])
+@pytest.mark.parametrize("what", ["shard", "manifest.json", "files/tokenizer.json"])
+def test_publishing_again_mends_what_is_not_whole(checkpoint, tmp_path, what, damage):
     manifest = put(checkpoint, tmp_path / "store").manifest
-    shard = tmp_path / "store" / manifest.shard_path(1)
+    name = manifest.shard_path(1) if what == "shard" else f"{manifest.version}/{what}"
+    file = tmp_path / "store" / name
+    whole = file.read_bytes()
     if damage == "missing":
-        shard.unlink()
-    elif damage == "short":
-        shard.write_bytes(shard.read_bytes()[:-1])
+        file.unlink()
     else:
-        (tmp_path / "store" / manifest.version / "manifest.json").write_bytes(b"{}")
+        file.write_bytes(whole[:-1] if damage == "short" else damage.encode())
     assert put(checkpoint, tmp_path / "store").written
+    assert file.read_bytes() == whole
     with PublishedModel.open(tmp_path / "store") as model:
         assert len(copy_of(model)) == 9
 

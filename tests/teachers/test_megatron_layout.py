@@ -7,6 +7,7 @@ import torch
 from full import cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from opd.errors import ModelError
 from opd.megatron.form import (
@@ -172,6 +173,18 @@ def test_a_parameter_that_does_not_fit_is_refused():
     embedding = pieces(FORM, 0, 1)[0]
     with pytest.raises(ModelError, match=r"embedding\S* has 3 rows, but 5 are needed"):
         parts_of(embedding, torch.zeros(3, 4))
+
+
+@pytest.mark.parametrize("step", [1, 2, 3])
+def test_layers_have_experts_where_those_of_transformers_have(step):
+    sizes = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "moe_intermediate_size": 4}
+    counts = {"num_hidden_layers": 6, "num_attention_heads": 2, "num_key_value_heads": 1, "num_experts": 2}
+    config = AutoConfig.for_model(
+        "qwen3_moe", **sizes, **counts, decoder_sparse_step=step, mlp_only_layers=[1, 2]
+    )
+    with torch.device("meta"):
+        layers = AutoModelForCausalLM.from_config(config).model.layers
+    assert MegatronForm.from_config(config).moe_layers == tuple(int(hasattr(x.mlp, "gate")) for x in layers)
 
 
 def test_heads_and_widths_must_be_divisible():

@@ -1,3 +1,5 @@
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import tiny
@@ -6,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from opd.train.distill_terms import add_by_position
-from opd.train.packing import pack, pack_tokens, pieces, split_by_tokens
+from opd.train.packing import Shares, pack, pack_tokens, pieces, split_by_tokens
 from opd.train.terms import MetricSums
 from opd.types import RolloutBatch, TokenTerms
 
@@ -33,6 +35,17 @@ def test_worked_example_of_the_docstring():
     assert rows.tolist() == [1, 3, 4]
     assert position_ids.tolist() == [0, 1, 2, 0, 1, 2]
     assert len(input_ids) == 6
+
+
+def test_each_teachers_samples_are_dealt_before_all_of_them_are():
+    samples = tiny.samples([(1, 9), (1, 5), (1, 4)])
+    for sample, teacher in zip(samples, "abb", strict=True):
+        sample.teacher = teacher
+    shares = [Shares(SimpleNamespace(alone=False, size=2, rank=rank)) for rank in range(2)]  # type: ignore[arg-type]
+    for share in shares:
+        share.deal(samples)
+    found = [[len(sample.response_ids) for sample in share.mine(samples)] for share in shares]
+    assert found == [[9, 4], [5]]  # not 9 beside 5 and 4: a rank would wait while the other reads b
 
 
 @given(LENGTHS)
