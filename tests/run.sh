@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Installs what the tests need and runs them, two files at a time:
+# Installs what the tests need and runs them, a file more at a time than there are cores, since some wait; at most five:
 #   bash tests/run.sh                  # by default: what ends in minutes
 #   bash tests/run.sh train --full     # all tests of one folder; --full alone: all of all
 #   bash tests/run.sh --check          # types, site, wheel, shell scripts
@@ -19,4 +19,5 @@ done
 install_opd "$extra"
 "$python" -m ruff check .
 "$python" -m ruff format --check .
-exec "$python" -m pytest -n 2 --dist loadfile --no-loadscope-reorder ${arguments[@]+"${arguments[@]}"}
+cores=$("$python" -c 'import os; print(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())')
+exec "$python" -m pytest -n $((cores < 4 ? cores + 1 : 5)) --dist loadfile --no-loadscope-reorder ${arguments[@]+"${arguments[@]}"}
