@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tiny
 import worlds
-from exact import KilledError, Recorded, check_exact
+from exact import KilledError, Near, Recorded, check_exact
 from faulty_engines import FaultyEngine, raises_at
 from memory_log import MemoryLog
 
@@ -56,7 +56,7 @@ def contents(groups):
             s.prompt_ids.tolist(),
             s.response_ids.tolist(),
             s.loss_mask.tolist(),
-            s.rollout_logprobs.round(5).tolist(),
+            Near(s.rollout_logprobs.tolist()),
             str(s.status),
             s.metadata[EPISODE],
         )
