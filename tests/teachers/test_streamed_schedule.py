@@ -185,5 +185,6 @@ def test_resident_memory_with_ten_teachers_is_that_with_one(tmp_path):
         done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
         assert done.returncode == 0, done.stderr[-2000:]
         growth[count], window, head, model = (int(number) for number in done.stdout.split())
-    assert growth[10] <= growth[1] + head + window
+    allocator = 4 << 20  # it keeps now more, now less of what was freed
+    assert growth[10] <= growth[1] + head + window + allocator
     assert growth[10] < 2 * model
