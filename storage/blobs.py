@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import struct
 from dataclasses import asdict, dataclass, replace
 
@@ -104,25 +103,6 @@ def encode_header(key: bytes, record: CacheRecord) -> bytes:
     prefix = _PREFIX.pack(_MAGIC, size, len(text), _payload_bytes(record), key, checksum)
     body = (prefix + text).ljust(size - 16, b"\0")
     return body + xxhash.xxh3_128_digest(body)
-
-
-def read_key(descriptor: int, start: int, end: int) -> tuple[bytes, int] | None:
-    """Key and size of the blob that begins at byte `start` of a file of `end` bytes; None if there is none.
-
-    Its header is checked, its array is not.
-    """
-    prefix = os.pread(descriptor, _PREFIX.size, start)
-    if len(prefix) < _PREFIX.size:
-        return None
-    magic, size, length, payload, key, _ = _PREFIX.unpack(prefix)
-    if (
-        magic != _MAGIC
-        or not _PREFIX.size + 16 + length <= size <= _MAX_HEADER
-        or start + size + payload > end
-    ):
-        return None
-    header = os.pread(descriptor, size, start)
-    return (key, size + payload) if xxhash.xxh3_128_digest(header[:-16]) == header[-16:] else None
 
 
 def decode_header(data: np.ndarray, key: bytes) -> tuple[CacheRecord, int]:

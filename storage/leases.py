@@ -94,14 +94,6 @@ class LeaseTable:
                 if free:
                     self._set(fcntl.F_UNLCK, place)
 
-    def close_if_idle(self) -> None:
-        """Give back the descriptor, unless something is held; then it goes with the table."""
-        with self._mutex:
-            self._settle()
-            idle = not self._holds
-        if idle:
-            self.close()
-
     def close(self) -> None:
         """Drop every hold of this table."""
         with self._mutex:

@@ -1,7 +1,7 @@
 """A node's copies of published weights: an object store is read once per node and run.
 
-Kept are the blocks of a model's manifest, in the checkpoint's dtype, in segments with an index like those of
-the cache of hidden states. The manifest alone is believed: a block is here if its bytes, where they are
+Kept are the blocks of a model's manifest, in the checkpoint's dtype, as arrays of a node's cache
+(`node_cache.py`). The manifest alone is believed: a block is here if its bytes, where they are
 wanted, have the checksum that the manifest gives. Of what is missing each process claims what nobody else is
 fetching, reads and keeps that, and waits for what others fetch; a claim is a lock of the kernel's and ends
 with its process.
@@ -24,8 +24,8 @@ import numpy as np
 
 from opd.errors import StorageError
 from opd.storage.blobs import KEY_BYTES
-from opd.storage.hidden_cache import CacheRecord, HiddenStateCache
 from opd.storage.leases import LeaseTable
+from opd.storage.node_cache import CacheRecord, NodeCache
 
 if TYPE_CHECKING:
     from opd.storage.published import Piece
@@ -63,7 +63,7 @@ class ShardCache:
         self._since = time.time_ns()
         self._opening = threading.Lock()
         self._tried = False
-        self._files: HiddenStateCache | None = None
+        self._files: NodeCache | None = None
         self._claims: LeaseTable | None = None
         self._held = contextlib.ExitStack()
         self._told: set[str] = set()
@@ -103,11 +103,7 @@ class ShardCache:
             self._tried = True
             try:
                 _make_own(self.folder)
-                # The index is made anew from the blobs, unless another process is at work with it.
-                (self.folder / "v2" / "index.sum").unlink(missing_ok=True)
-                files = HiddenStateCache(
-                    self.folder, quota_bytes=self._budget, durable=False, kept_since=self._since
-                )
+                files = NodeCache(self.folder, quota_bytes=self._budget, kept_since=self._since)
                 self._held.callback(files.close)
                 claims = LeaseTable(self.folder / "claims")
                 self._held.callback(claims.close)
@@ -204,5 +200,5 @@ def _make_own(folder: Path) -> None:
         folder.mkdir(mode=0o700)
     found = folder.lstat()
     own = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o022
-    if not own or (folder / "v2").is_symlink():
+    if not own:
         raise StorageError("it is a link, somebody else's, or others may write to it: remove it")

@@ -374,7 +374,7 @@ def rows_tensor(lease: Lease) -> Tensor:
 
 
 def rows_array(rows: Tensor) -> np.ndarray:
-    """`rows` (`[R, D]` bfloat16, float16 or float32) as `HiddenStateCache.put` takes them: bfloat16 as its
+    """`rows` (`[R, D]` bfloat16, float16 or float32) as `NodeCache.put` takes them: bfloat16 as its
     uint16 bit pattern. Shares memory with a contiguous tensor on the CPU.
     """
     plain = rows.detach().cpu().contiguous()

@@ -18,7 +18,7 @@ from opd.errors import TeacherError
 from opd.kernels.head import Head
 from opd.models.causal_lm import held_bytes
 from opd.protocols import Teacher
-from opd.storage.hidden_cache import CacheRecord, HiddenStateCache, Lease, RowsWriter, cache_key
+from opd.storage.node_cache import CacheRecord, Lease, NodeCache, RowsWriter, cache_key
 from opd.storage.tensors import rows_array, rows_tensor
 from opd.train.teacher_views import ScoredView
 from opd.types import Sample, TokenLogprobs, TopKLogprobs
@@ -149,7 +149,7 @@ class ScoreCache(Protocol):
 
 
 class CachedScores:
-    """The `ScoreCache` of a schedule, on a `HiddenStateCache` that other processes may use too.
+    """The `ScoreCache` of a schedule, on a `NodeCache` that other processes may use too.
 
     What is stored is handed back as a map of the cache's file: a mini-batch's hidden states cost page cache,
     which the system can take back, and no memory of their own. The cache keeps them until `release`.
@@ -165,7 +165,7 @@ class CachedScores:
 
     def __init__(
         self,
-        cache: HiddenStateCache,
+        cache: NodeCache,
         *,
         variants: Mapping[str, str] | None = None,
         memory_bytes: int = 0,

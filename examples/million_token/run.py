@@ -29,7 +29,7 @@ from opd.pipelines.stages.sample_files import Scratch, groups_of
 from opd.pipelines.stages.samples_on_disk import SamplesOnDisk
 from opd.progress import Progress
 from opd.ranks import Ranks
-from opd.storage.hidden_cache import HiddenStateCache
+from opd.storage.node_cache import NodeCache
 from opd.storage.trajectories import TrajectoryUnion
 from opd.teachers.kinds import Placement
 from opd.teachers.schedule import Router, TeacherSchedule
@@ -128,7 +128,7 @@ class Job:
         for teacher in teachers.values():
             self.stack.callback(teacher.close)
         quota = storage.cache_mb * _MIB
-        cache = HiddenStateCache(self.folder / "cache", quota_bytes=quota, verify="first", durable=False)
+        cache = NodeCache(self.folder / "cache", quota_bytes=quota, verify="first")
         self.stack.enter_context(cache)
         schedule = TeacherSchedule(teachers, Router.from_recipe(recipe), cache=CachedScores(cache))
         term = build_distill_term(recipe.distill, schedule)

@@ -40,7 +40,7 @@ from opd.protocols import Teacher
 from opd.rollout.ledger import Tokens, Transcript
 from opd.rollout.streams import More, several
 from opd.storage.files import digest_of, open_plain
-from opd.storage.hidden_cache import HiddenStateCache
+from opd.storage.node_cache import NodeCache
 from opd.storage.shard_cache import ShardCache
 from opd.teachers.kinds import Opening, Placement, open_kinds
 from opd.teachers.published_adapter import publish_adapter
@@ -223,11 +223,9 @@ def open_schedule(
         cached = {name: cache_variant(recipe, name) for name in teachers if recipe.teacher(name).streams}
         cache = None
         if cached and recipe.storage.cache_mb:
-            # What a power cut takes from the cache is computed again: it need not be flushed.
-            files = HiddenStateCache(
+            files = NodeCache(
                 context.of_rank(context.folder.cache(context.stage)),
                 quota_bytes=recipe.storage.cache_mb * MIB,
-                durable=False,
             )
             memory = recipe.storage.hidden_memory_mb * MIB
             cache = CachedScores(stack.enter_context(files), variants=cached, memory_bytes=memory)

@@ -29,7 +29,7 @@ from opd.pipelines.stages.samples import StepSamples
 from opd.pipelines.stages.samples_on_disk import FIELDS, SamplesOnDisk
 from opd.ranks import Ranks
 from opd.rollout.rewards import RewardRunner, wrap_reward
-from opd.storage.hidden_cache import HiddenStateCache
+from opd.storage.node_cache import NodeCache
 from opd.storage.trajectories import TrajectoryBatch, TrajectoryUnion
 from opd.teachers.local_teacher import LocalTeacher
 from opd.teachers.schedule import Router, TeacherSchedule
@@ -126,7 +126,7 @@ def train(step: SamplesOnDisk, backend: TorchBackend, schedule: TeacherSchedule)
 
 @pytest.mark.parametrize("cached", [True, False])
 def test_a_stored_step_is_the_step_in_memory(teachers, in_memory, tmp_path, cached):
-    cache = CachedScores(HiddenStateCache(tmp_path / "cache", quota_bytes=1 << 22)) if cached else None
+    cache = CachedScores(NodeCache(tmp_path / "cache", quota_bytes=1 << 22)) if cached else None
     schedule = open_schedule(teachers, cache)
     backend = open_backend(schedule, sequence_chunk=16)
     with holding(tmp_path / "store", samples(), backend) as step:
@@ -140,7 +140,7 @@ def test_a_stored_step_is_the_step_in_memory(teachers, in_memory, tmp_path, cach
 
 
 def test_a_micro_batch_is_let_go_before_the_next_but_one_is_read(teachers, tmp_path, monkeypatch):
-    schedule = open_schedule(teachers, CachedScores(HiddenStateCache(tmp_path / "c", quota_bytes=1 << 22)))
+    schedule = open_schedule(teachers, CachedScores(NodeCache(tmp_path / "c", quota_bytes=1 << 22)))
     backend = open_backend(schedule)
     held: set[int] = set()
     peaks: list[int] = []

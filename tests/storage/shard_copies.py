@@ -49,6 +49,6 @@ def read(folder: Path, name: str = "a", world: int = 1, budget: int | None = Non
         return tensors, model.bytes_read - before, model.cached_bytes
 
 
-def segments(folder: Path) -> list[Path]:
-    """The files that hold the copies."""
-    return sorted((folder / "copies" / "node" / "v2" / "segments").iterdir())
+def copies_of(folder: Path) -> list[Path]:
+    """The files that hold the copies, the largest first."""
+    return sorted(folder.glob("copies/node/v3/blobs/*/*"), key=lambda path: -path.stat().st_size)

@@ -10,7 +10,6 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 import tiny
 import torch
@@ -22,10 +21,8 @@ from opd.errors import RunFolderError, from_system
 from opd.metrics import FlagsWriter
 from opd.models.checkpoint import save_checkpoint
 from opd.storage import files
-from opd.storage.blobs import KEY_BYTES, CacheRecord
 from opd.storage.checkpoints import CheckpointStore
 from opd.storage.files import FileLock, atomic_folder, open_plain, write_atomic, write_sealed
-from opd.storage.hidden_cache import HiddenStateCache
 from opd.storage.object_store import ObjectStore
 from opd.storage.trajectories import TrajectoryWriter
 from opd.storage.wal import TokenWAL
@@ -91,15 +88,9 @@ def kept_trajectory(folder: Path) -> None:
     writer.put(record(0), **values(0))
 
 
-def kept_rows(folder: Path) -> None:
-    cache = HiddenStateCache(folder, quota_bytes=1 << 20)
-    assert cache.put(bytes(KEY_BYTES), np.ones((3, 4), np.float32), CacheRecord("s", "t", "v"))
-
-
 KEPT: dict[str, tuple[Callable[[Path], object], list[str]]] = {
     "a flag": (lambda folder: FlagsWriter(folder).append({"step": 1}), ["flags.jsonl"]),
     "a trajectory": (kept_trajectory, [".", "store", "store/segments", "store/segments/*", "**/*.wal"]),
-    "hidden states": (kept_rows, ["v2/segments", "v2/segments/*"]),
     "files of a command": (
         lambda folder: TrajectoryLog(folder, fsync="always").store.put(b"x"),
         ["snapshots/objects/*", "snapshots/objects/*/*"],

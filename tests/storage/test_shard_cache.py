@@ -12,11 +12,10 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-import xxhash
 from checkpoints import copy_of
 from child_python import child_python
 from full import FULL
-from shard_copies import opened, published, read, segments, url_of
+from shard_copies import copies_of, opened, published, read, url_of
 
 from opd.errors import StorageError
 from opd.storage import shard_cache
@@ -106,12 +105,12 @@ def test_models_of_one_shape_are_told_apart(tmp_path: Path) -> None:
 def test_a_flipped_bit_is_found_and_mended_from_the_store(tmp_path: Path, caplog) -> None:
     expected, whole = published(tmp_path), size_of(tmp_path)
     read(tmp_path)
-    (segment,) = segments(tmp_path)
     chooser, mended = random.Random(0), 0
     for _ in range(25):
         caplog.clear()
-        with segment.open("r+b") as file:
-            offset = file.seek(chooser.randrange(segment.stat().st_size))
+        copy = chooser.choice(copies_of(tmp_path))
+        with copy.open("r+b") as file:
+            offset = file.seek(chooser.randrange(copy.stat().st_size))
             byte = file.read(1)
             file.seek(offset)
             file.write(bytes([(byte or b"\0")[0] ^ 1 << chooser.randrange(8)]))
@@ -121,15 +120,15 @@ def test_a_flipped_bit_is_found_and_mended_from_the_store(tmp_path: Path, caplog
         mended += store > 0
         assert (store > 0) == (copies < whole)
         assert read(tmp_path) == (expected, 0, whole)
-    assert mended > 10  # the others hit what lies between blocks
+    assert mended > 10  # the others hit a header, which nobody reads here
 
 
 def test_damage_done_while_the_copies_are_in_use_is_told_once(tmp_path: Path, caplog) -> None:
     expected = published(tmp_path)
     with opened(tmp_path) as model:
         copy_of(model)
-        (segment,) = segments(tmp_path)
-        segment.write_bytes(bytes(segment.stat().st_size))
+        for copy in copies_of(tmp_path):
+            copy.write_bytes(bytes(copy.stat().st_size))
         assert copy_of(model) == expected
         (warning,) = told(caplog)
         assert "holds what is not what was published, which is read from the store again" in warning
@@ -142,16 +141,13 @@ def test_damage_done_while_the_copies_are_in_use_is_told_once(tmp_path: Path, ca
 def test_files_that_are_cut_gone_or_forged_are_made_anew(tmp_path: Path, harm: str) -> None:
     expected, whole = published(tmp_path), size_of(tmp_path)
     read(tmp_path)
-    (segment,) = segments(tmp_path)
+    copy, index = copies_of(tmp_path)[0], tmp_path / "copies" / "node" / "v3" / "index"
     if harm == "cut":
-        os.truncate(segment, segment.stat().st_size // 2)
+        os.truncate(copy, copy.stat().st_size // 2)
     elif harm == "removed":
-        segment.unlink()
-    else:  # with the digest that belongs to it
-        folder = tmp_path / "copies" / "node" / "v2"
-        data = (folder / "index" / "data.mdb").read_bytes()[::-1]
-        (folder / "index" / "data.mdb").write_bytes(data)
-        (folder / "index.sum").write_bytes(xxhash.xxh3_128_digest(data))
+        copy.unlink()
+    else:
+        index.write_bytes(index.read_bytes()[::-1])
     found, store, _ = read(tmp_path)
     assert found == expected
     assert (store > 0) == (harm != "index")
@@ -170,13 +166,13 @@ def test_a_budget_that_is_too_small_keeps_what_fits_and_says_so(tmp_path: Path, 
             assert 0 < model.cached_bytes - before < whole
     (warning,) = told(caplog)
     assert "runtime.weights_cache_mb" in warning
-    assert sum(path.stat().st_blocks * 512 for path in segments(tmp_path)) <= budget
+    assert sum(path.stat().st_blocks * 512 for path in copies_of(tmp_path)) <= budget
 
 
 def test_the_least_recently_used_goes_when_another_stage_begins(tmp_path: Path) -> None:
     expected = [published(tmp_path, name, seed) for seed, name in enumerate("abc")]
     read(tmp_path, "a")
-    one = sum(path.stat().st_blocks * 512 for path in segments(tmp_path))
+    one = sum(path.stat().st_blocks * 512 for path in copies_of(tmp_path))
     budget = 2 * one + 4096
     read(tmp_path, "b", budget=budget)
     read(tmp_path, "a", budget=budget)
@@ -323,7 +319,7 @@ import logging, resource
 logging.basicConfig(format="%(message)s", stream=sys.stdout)
 with opened(folder) as model:
     model.read_unit("norm", memoryview(bytearray(model.manifest.units["norm"].nbytes)))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, 40_000))
     for _ in range(2):
         found = copy_of(model)
 print(sum(map(len, found.values())), 0 < model.cached_bytes < 2 * model.manifest.nbytes, flush=True)
@@ -341,8 +337,8 @@ def test_a_disk_that_is_full_is_one_warning(tmp_path: Path) -> None:
 
 def not_ours(folder: Path, outside: Path, how: str) -> None:
     """Let the folder of the copies be what nobody here has made."""
-    inner = {"linked inside": "v2", "linked segments": "v2/segments", "linked index": "v2/index"}
-    files = {"linked claims": "claims", "linked users": "v2/users", "linked leases": "v2/leases"}
+    inner = {"linked inside": "v3", "linked blobs": "v3/blobs", "linked new": "v3/new"}
+    files = {"linked claims": "claims", "linked users": "v3/users", "linked leases": "v3/leases"}
     if how == "a link":
         folder.parent.mkdir()
         folder.symlink_to(outside, target_is_directory=True)
@@ -352,7 +348,7 @@ def not_ours(folder: Path, outside: Path, how: str) -> None:
         folder.write_bytes(b"")
         return
     folder.mkdir(parents=True, mode=0o700)
-    (folder / "v2").mkdir()
+    (folder / "v3").mkdir()
     if how == "open to others":
         folder.chmod(0o777)
     elif how == "of another user":
@@ -369,8 +365,8 @@ def not_ours(folder: Path, outside: Path, how: str) -> None:
 @pytest.mark.parametrize(
     "how",
     [
-        *("a link", "a file", "open to others", "of another user", "linked inside", "linked segments"),
-        *("linked index", "linked claims", "linked users", "linked leases"),
+        *("a link", "a file", "open to others", "of another user", "linked inside", "linked blobs"),
+        *("linked new", "linked claims", "linked users", "linked leases"),
     ],
 )
 def test_a_folder_that_is_not_ours_is_not_used(tmp_path: Path, how: str, caplog) -> None:
@@ -379,8 +375,7 @@ def test_a_folder_that_is_not_ours_is_not_used(tmp_path: Path, how: str, caplog)
     expected, outside = published(tmp_path), tmp_path / "outside"
     outside.mkdir()
     (outside / "000001").write_bytes(b"not to be touched" * 1000)
-    (outside / "index.sum").write_bytes(b"nor this")
-    (outside / "data.mdb").write_bytes(b"nor that")
+    (outside / "index").write_bytes(b"nor this")
     before = {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in outside.iterdir()}
     not_ours(tmp_path / "copies" / "node", outside, how)
     with opened(tmp_path) as model:
@@ -392,26 +387,32 @@ def test_a_folder_that_is_not_ours_is_not_used(tmp_path: Path, how: str, caplog)
     assert {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in outside.iterdir()} == before
 
 
-@pytest.mark.parametrize("odd", ["link", "pipe", "folder", "name"])
-def test_odd_things_among_the_segments_are_left_alone(tmp_path: Path, odd: str, caplog) -> None:
+@pytest.mark.parametrize("odd", ["link", "linked folder", "linked index", "pipe", "name"])
+def test_odd_things_among_the_blobs_are_not_followed(tmp_path: Path, odd: str, caplog) -> None:
     expected = published(tmp_path)
     read(tmp_path)
-    (segment,) = segments(tmp_path)
-    outside = tmp_path / "outside"
-    outside.write_bytes(segment.read_bytes())
-    before = outside.read_bytes()
-    segment.unlink()
+    copy, outside = copies_of(tmp_path)[0], tmp_path / "elsewhere" / "outside"
+    outside.parent.mkdir()
+    outside.write_bytes(copy.read_bytes())
+    before = outside.read_bytes(), outside.stat().st_mtime_ns
+    copy.unlink()
     if odd == "link":
-        segment.symlink_to(outside)
+        copy.symlink_to(outside)
+    elif odd == "linked folder":
+        shutil.rmtree(copy.parent)
+        copy.parent.symlink_to(outside.parent)
+    elif odd == "linked index":
+        index = tmp_path / "copies" / "node" / "v3" / "index"
+        index.unlink()
+        index.symlink_to(outside)
     elif odd == "pipe":
-        os.mkfifo(segment)
-    elif odd == "folder":
-        segment.mkdir()
+        os.mkfifo(copy)
     else:
-        segment.with_name("9" * 30).write_bytes(before)
+        copy.with_name("9" * 30).write_bytes(before[0])
     for _ in range(2):
         assert read(tmp_path)[0] == expected
-    assert outside.read_bytes() == before
+    assert (outside.read_bytes(), outside.stat().st_mtime_ns) == before
+    assert list(outside.parent.iterdir()) == [outside]
     assert read(tmp_path)[1] == 0
     assert told(caplog) == []
 

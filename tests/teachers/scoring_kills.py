@@ -20,7 +20,7 @@ from pathlib import Path
 import tiny
 import torch
 
-from opd.storage.hidden_cache import HiddenStateCache
+from opd.storage.node_cache import NodeCache
 from opd.teachers.kinds import Placement
 from opd.teachers.schedule import Router, TeacherSchedule
 from opd.teachers.score_cache import CachedScores
@@ -46,7 +46,7 @@ def opened(folder: Path) -> dict[str, StreamedTeacher]:
 def score_for_ever(folder: Path, seed: int, scored: int) -> None:
     """A mini-batch after the other; one byte to `scored` for each."""
     router = Router({name: {name: 1.0} for name in NAMES}, "one_hot")
-    with HiddenStateCache(folder / "cache", quota_bytes=QUOTA) as cache:
+    with NodeCache(folder / "cache", quota_bytes=QUOTA) as cache:
         schedule = TeacherSchedule(opened(folder), router, cache=CachedScores(cache))
         while True:
             mine = samples(seed)
@@ -78,12 +78,6 @@ def killed_after(folder: Path, seed: int, seconds: float) -> str:
     return maps
 
 
-def unfinished(cache: HiddenStateCache) -> list:
-    index = cache._files.index
-    with index.env.begin() as txn:
-        return [*index.listed(txn, b"p"), *index.listed(txn, b"d")]
-
-
 def files(folder: Path) -> set[Path]:
     return {path for path in folder.rglob("*") if path.is_file()}
 
@@ -97,13 +91,13 @@ def main() -> None:
         maps = killed_after(folder, number, chooser.uniform(0.0, 0.05))
         assert "/dev/shm" not in maps
         assert "SYSV" not in maps
-        with HiddenStateCache(folder / "cache", quota_bytes=QUOTA) as cache:
-            assert unfinished(cache) == []
+        with NodeCache(folder / "cache", quota_bytes=QUOTA) as cache:
+            assert not list(folder.glob("cache/v3/new/*"))
             evicting += cache.used_bytes() > QUOTA - 3 * 4096
     right = 0
     made = opened(folder)
-    with HiddenStateCache(folder / "cache", quota_bytes=QUOTA) as cache:
-        scores, blobs = CachedScores(cache), len(cache._files.index.entries())
+    with NodeCache(folder / "cache", quota_bytes=QUOTA) as cache:
+        scores, blobs = CachedScores(cache), len(list(folder.glob("cache/v3/blobs/*/*")))
         for seed in range(5):
             for sample in samples(seed):
                 rows = scores.find(made[sample.domain], sample)
@@ -111,9 +105,9 @@ def main() -> None:
                 right += rows is not None
         assert cache.counters.corrupt == 0
     made["a"].close()
-    left = {path for path in files(folder) - before if path.parent.name not in ("segments", "index")}
+    left = {path for path in files(folder) - before if path.parent.parent.name != "blobs"}
     print(json.dumps({"right": right, "blobs": blobs, "evicting": evicting}))
-    assert {path.name for path in left} == {"index.sum", "leases", "opening", "ranges", "users"}, left
+    assert {path.name for path in left} == {"index", "leases", "lock", "users"}, left
 
 
 if __name__ == "__main__":

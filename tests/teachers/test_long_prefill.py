@@ -13,7 +13,7 @@ import tiny
 import torch
 
 from opd.errors import TeacherError
-from opd.storage.hidden_cache import CacheRecord, HiddenStateCache, RowsWriter
+from opd.storage.node_cache import CacheRecord, NodeCache, RowsWriter
 from opd.teachers.kinds import Placement
 from opd.teachers.local_teacher import LocalTeacher
 from opd.teachers.schedule import Router, TeacherSchedule
@@ -74,7 +74,7 @@ def family(published):
 
 
 def open_schedule(teacher, folder, quota: int = 1 << 20) -> TeacherSchedule:
-    cache = CachedScores(HiddenStateCache(folder, quota_bytes=quota))
+    cache = CachedScores(NodeCache(folder, quota_bytes=quota))
     return TeacherSchedule({"t": teacher}, ROUTES, cache=cache)
 
 
@@ -138,13 +138,7 @@ def test_a_full_disk_in_the_middle_of_a_sample_loses_no_row(family, tmp_path, mo
     assert cache.counters.rejected >= 1
     record = CacheRecord("", "", 0)
     assert cache.put(bytes(32), np.zeros((1, 1), np.float32), record)  # there is room again
-    assert not unfinished(cache)
-
-
-def unfinished(cache: HiddenStateCache) -> list:
-    index = cache._files.index
-    with index.env.begin() as txn:
-        return [*index.listed(txn, b"p"), *index.listed(txn, b"d")]
+    assert not list(tmp_path.glob("cache/v3/new/*"))
 
 
 def test_a_cache_without_room_leaves_rows_in_memory(family, tmp_path):
@@ -158,16 +152,15 @@ def test_rows_that_are_not_finite_are_refused_and_leave_nothing(family, tmp_path
     with torch.no_grad():
         teacher.model.module.model.norm.weight.fill_(float("nan"))
     with pytest.raises(TeacherError, match="not finite"):
-        scored(schedule := open_schedule(teacher, tmp_path / "cache"))
-    assert not schedule._cache.cache._files.index.entries()
-    assert not unfinished(schedule._cache.cache)
+        scored(open_schedule(teacher, tmp_path / "cache"))
+    assert not [*tmp_path.glob("cache/v3/new/*"), *tmp_path.glob("cache/v3/blobs/*/*")]
 
 
 _KILLED = """
 import os, signal, sys
 import numpy as np
-from opd.storage.hidden_cache import CacheRecord, HiddenStateCache
-cache = HiddenStateCache(sys.argv[1], quota_bytes=1 << 24)
+from opd.storage.node_cache import CacheRecord, NodeCache
+cache = NodeCache(sys.argv[1], quota_bytes=1 << 24)
 rows = np.ones((1000, 64), np.float32)
 writer = cache.open_rows(bytes(32), rows[:1], 10_000, CacheRecord("s", "t", 1))
 for _ in range(int(sys.argv[2])):
@@ -182,7 +175,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 def test_a_writer_killed_between_pieces_leaves_no_part_of_an_array(tmp_path, pieces, end):
     command = [sys.executable, "-c", _KILLED, str(tmp_path), str(pieces), end]
     assert subprocess.run(command).returncode == -signal.SIGKILL
-    with HiddenStateCache(tmp_path, quota_bytes=1 << 24) as cache:
+    with NodeCache(tmp_path, quota_bytes=1 << 24) as cache:
         lease = cache.get(bytes(32))
         assert (lease is not None) == (end == "named")
         if lease is not None:

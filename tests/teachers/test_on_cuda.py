@@ -16,7 +16,7 @@ import torch
 import xxhash
 from rank_processes import run_ranks
 
-from opd.storage.hidden_cache import HiddenStateCache
+from opd.storage.node_cache import NodeCache
 from opd.storage.published import PublishedModel
 from opd.teachers import layer_stream
 from opd.teachers.kinds import Placement
@@ -146,7 +146,7 @@ def test_rows_of_the_cache_reach_the_device(gpu, published, tmp_path: Path, monk
     expected = ranks.gradient(TeacherSchedule(on_host, router), asked)
     next(iter(on_host.values())).close()
     teachers = streamed_teachers(urls, Placement(max_tokens=16, device=str(gpu.device)))
-    cache = CachedScores(HiddenStateCache(tmp_path / "cache", quota_bytes=1 << 20))
+    cache = CachedScores(NodeCache(tmp_path / "cache", quota_bytes=1 << 20))
     schedule = TeacherSchedule(teachers, router, cache=cache, device=gpu.device)
     for kept in (0, sum(len(s.response_ids) for s in asked)):
         gradient = ranks.gradient_of(gpu.model(tiny.model(seed=77)), schedule, asked)
@@ -175,16 +175,16 @@ def test_a_disk_that_is_full_leaves_all_rows_on_the_device(
     teacher = streamed(url, gpu, max_tokens=16, sequence_chunk=4)
     long = tiny.samples([(3, 13)])
     expected = gpu.get(teacher.score(long).rows)
-    cache = CachedScores(HiddenStateCache(tmp_path / "cache", quota_bytes=1 << 20))
-    from opd.storage import hidden_cache
+    cache = CachedScores(NodeCache(tmp_path / "cache", quota_bytes=1 << 20))
+    from opd.storage import node_cache
 
-    append, done = hidden_cache.RowsWriter.append, []
+    append, done = node_cache.RowsWriter.append, []
 
     def full(writer, rows: np.ndarray) -> bool:
         done.append(len(rows))
         return len(done) < 3 and append(writer, rows)
 
-    monkeypatch.setattr(hidden_cache.RowsWriter, "append", full)
+    monkeypatch.setattr(node_cache.RowsWriter, "append", full)
     kept = cache.store_pieces(teacher, teacher.score_pieces(long))
     assert len(done) == 3
     (rows,) = kept.values()

@@ -1,8 +1,7 @@
-"""A node's cache of teachers' last hidden states: computed once, then mapped by whoever needs them again.
+"""A node's cache: arrays that were computed or fetched once, mapped by every process that needs them again.
 
-Keys name a computation (teacher, tokens, rows), values are blobs that describe and check themselves
-(`blobs.py`) in the segments of a folder (`cache_index.py`). Wrong bytes are a miss and
-logged, never an answer.
+A key names how an array came about (teacher, tokens, rows; a block of a model), its value is a file that
+describes and checks itself (`blobs.py`, `cache_files.py`). Wrong bytes are a miss, never an answer.
 """
 
 from __future__ import annotations
@@ -34,14 +33,16 @@ from opd.storage.blobs import (
     encode_header,
     verify_payload,
 )
-from opd.storage.cache_index import CacheFolder, HeldBytes, Place, disk_full
+from opd.storage.cache_files import CacheFiles, NewBlob, disk_full, read_into
+from opd.storage.files import MappedFile
 from opd.storage.leases import Lease
 
-__all__ = ["CacheCounters", "CacheRecord", "HiddenStateCache", "Lease", "RowsWriter", "cache_key"]
+__all__ = ["CacheCounters", "CacheRecord", "Lease", "NodeCache", "RowsWriter", "cache_key"]
 
 _log = logging.getLogger(__name__)
 
-_GROUP = 64
+_GROUP = 16
+"""Arrays that `put_many` begins and publishes together."""
 
 Item = tuple[bytes, np.ndarray, CacheRecord]
 """Key, rows `[R, D]`, and what is known of them."""
@@ -60,24 +61,23 @@ class CacheCounters:
     """Of rows put in."""
     evictions: int = 0
     corrupt: int = 0
-    """Blobs that failed a check and were set aside."""
+    """Blobs that failed a check and were removed."""
     rejected: int = 0
     """Rows not kept: quota all leased, or disk full."""
 
 
-class HiddenStateCache:
+class NodeCache:
     """Arrays by key within a byte quota, least recently used out first, shared by all processes of a node.
 
     Safe for threads, for processes that open the same folder, and across `fork`. A process may be killed at
     any point: what `put` acknowledged is there, its leases end, and its leftovers are swept at the next open.
+    Nothing is flushed: a power cut may cost blobs, which their checksums then show.
 
     Args:
         folder: On a local disk or in memory (tmpfs); made if missing.
         quota_bytes: Most bytes of disk, in blocks of 4 KiB. The smallest quota of those who share it counts.
         verify: `always` compares the checksum on every `get`; `first` only when this process first maps a
             blob, so that damage done to it later goes unseen.
-        durable: Flush every blob before it gets its name: it survives a power cut. Without, a power cut may
-            cost blobs, which their checksums then show; a killed process never does.
         kept_since: What was used after this (Unix time in ns) is never evicted: a put that would need its
             room is turned down. A cache that is read in circles, and is too small for the circle, would else
             always have evicted what comes next.
@@ -89,7 +89,6 @@ class HiddenStateCache:
         *,
         quota_bytes: int,
         verify: Literal["always", "first"] = "always",
-        durable: bool = True,
         kept_since: int | None = None,
     ) -> None:
         """Raises `StorageError` if the folder cannot be used."""
@@ -101,72 +100,68 @@ class HiddenStateCache:
         self._counters = CacheCounters()
         self._evictions_taken = 0
         self._owner = os.getpid()
-        self._durable = durable
         self._counting = threading.Lock()
         self._always = verify == "always"
-        self._known: set[tuple[bytes, Place]] = set()
-        """Whole when this process first used them."""
+        self._known: set[tuple[bytes, int]] = set()
+        """Keys and inodes whose bytes were right when this process first read them."""
         with self._reporting("opened"):
-            self._files = CacheFolder(self.folder, quota_bytes, kept_since)
+            self._files = CacheFiles(self.folder, quota_bytes, kept_since)
 
     def get(self, key: bytes) -> Lease | None:
-        """The array put under `key`, held until its lease is released; None if it is not here or was damaged.
+        """Return the array put under `key`, held until its lease is released; `None` if it is not here or was
+        damaged.
 
         Raises `StorageError` if the system refuses (permissions, no more files or maps).
         """
         check_key(key)
+        lease = None
         with self._reporting("read"):
             table = self._files.leases
-            if not table.acquire(key):  # it is being evicted
-                return self._missed()
-            lease = None
-            try:
-                lease = self._open(key)
-            finally:
-                if lease is None:
-                    table.release(key, os.getpid())
+            if table.acquire(key):  # or it is being evicted
+                try:
+                    lease = self._open(key)
+                finally:
+                    if lease is None:
+                        table.release(key, os.getpid())
         if lease is None:
-            return self._missed()
-        self._count(hits=1, bytes_read=lease.rows.nbytes)
+            self._count(misses=1)
+        else:
+            self._count(hits=1, bytes_read=lease.rows.nbytes)
         return lease
 
     def read_into(self, key: bytes, into: memoryview, checksum: bytes) -> bool:
-        """Fill `into` with the bytes of the array put under `key`; whether it is here, as long as `into`, and
-        has this xxh3-128 (16 bytes). What has not is given up and counted as corrupt.
+        """Fill `into` with the bytes of the array put under `key`; return whether it is here, as long as
+        `into`, and has this xxh3-128 (16 bytes). What has not is removed and counted as corrupt.
 
         Nothing is mapped, and what is compared are the bytes in `into`. Raises as `get` does.
         """
         check_key(key)
+        found = False
         with self._reporting("read"):
-            table, found = self._files.leases, False
-            if table.acquire(key):  # or it is being evicted
+            descriptor = self._files.open(key)
+            if descriptor is not None:
                 try:
-                    found = self._filled(key, into, checksum)
+                    found = self._fill(key, descriptor, into, checksum)
                 finally:
-                    table.release(key, os.getpid())
-        if found:
-            self._count(hits=1, bytes_read=len(into))
-        else:
-            self._missed()
+                    os.close(descriptor)
+        self._count(hits=int(found), misses=int(not found), bytes_read=len(into) * found)
         return found
 
     def put(self, key: bytes, rows: np.ndarray, record: CacheRecord) -> bool:
         """Keep `rows` (`[R, D]`: float32, float16, uint8, or uint16 holding bfloat16) under `key`.
 
         Returns whether the cache now has an array under `key`. One that is there already is kept, since equal
-        keys mean equal rows. False if quota and leases, or the disk, leave no room. `uid`, `teacher` and
+        keys mean equal rows. `False` if quota and leases, or the disk, leave no room. `uid`, `teacher` and
         `version` of `record` are kept, the rest is filled in. Raises `StorageError` if the disk fails.
         """
         return self.put_many([(key, rows, record)])[0]
 
     def put_many(self, items: Sequence[Item]) -> list[bool]:
-        """`put` for several arrays, made durable together, which is faster than one by one."""
+        """`put` for several arrays, which is faster than one by one."""
         kept: list[bool] = []
         with self._reporting("written"):
             for start in range(0, len(items), _GROUP):
-                group = _Group(self._files, self._durable)
-                kept += group.put(items[start : start + _GROUP])
-                self._count(bytes_written=group.written, rejected=group.rejected)
+                kept += self._put_group(items[start : start + _GROUP])
         return kept
 
     def open_rows(self, key: bytes, like: np.ndarray, count: int, record: CacheRecord) -> RowsWriter | None:
@@ -178,19 +173,18 @@ class HiddenStateCache:
         whole = replace(describe(like, record), rows=count, checksum="00" * 16)
         size = len(encode_header(key, whole)) + count * like.nbytes
         with self._reporting("written"):
-            place = self._files.begin(size)
-        if place is None:
+            (blob,) = self._files.reserve([(key, size)])
+        if blob is None:
             self._count(rejected=1)
             return None
-        blob = _Blob(self._files, key, place)
-        return RowsWriter(blob, whole, self._durable, self._reporting)
+        return RowsWriter(self._files, blob, whole, self._reporting)
 
     def written(self, count: int) -> None:
         """Count `count` bytes that a `RowsWriter` put in, or with 0 an array it had to give up."""
         self._count(bytes_written=count, rejected=count == 0)
 
     def used_bytes(self) -> int:
-        """Bytes of disk the folder takes, by all processes."""
+        """Return the bytes of disk the folder takes, by all processes."""
         with self._reporting("read"):
             return self._files.used_bytes()
 
@@ -200,7 +194,7 @@ class HiddenStateCache:
         return replace(self._counters, evictions=self._files.evictions - self._evictions_taken)
 
     def take_counters(self) -> dict[str, float]:
-        """The counters since they were last taken, as metrics."""
+        """Return the counters since they were last taken, as metrics."""
         with self._counting:
             taken = self.counters
             self._counters = CacheCounters()
@@ -211,62 +205,98 @@ class HiddenStateCache:
         """End all leases of this process. Rows handed out stay readable."""
         self._files.close()
 
-    def __enter__(self) -> HiddenStateCache:
+    def __enter__(self) -> NodeCache:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
     def _open(self, key: bytes) -> Lease | None:
-        found = self._files.find(key)
-        if found is None:
+        descriptor = self._files.open(key)
+        if descriptor is None:
             return None
-        place, held = found
         try:
-            array, record = self._checked(key, place, held)
+            array, record = self._checked(key, descriptor)
+            self._files.touch(descriptor)
         except CorruptBlobError as error:
-            self._files.remove(key, place)
-            self._count(corrupt=1)
-            _log.warning("%s was given up, it is corrupt: %s", self._files.where(place), error)
+            self._remove(key, descriptor)
+            _log.warning("%s was removed, it is corrupt: %s", self._files.path(key), error)
             return None
-        self._files.touch(place)
+        finally:
+            os.close(descriptor)
         return Lease(self._files.leases, key, array, record)
 
-    def _checked(self, key: bytes, place: Place, held: HeldBytes) -> tuple[np.ndarray, CacheRecord]:
-        known = (key, place) in self._known
-        if not (self._files.reaches(place) if known else held.load()):
+    def _checked(self, key: bytes, descriptor: int) -> tuple[np.ndarray, CacheRecord]:
+        """Map a blob and compare its checksums; with `first`, of one that is known the header's alone."""
+        found = os.fstat(descriptor)
+        if not found.st_size:
+            raise CorruptBlobError("it is empty")
+        mapped = MappedFile(descriptor, found.st_size)
+        data, blob = np.asarray(mapped), (key, found.st_ino)
+        known = blob in self._known
+        if not known and not mapped.load():
             raise CorruptBlobError("the disk cannot read all of it")
-        data = np.asarray(held)
-        try:
-            record, start = decode_header(data, key)
-            if self._always or not known:
-                verify_payload(data, record, start)
-        except CorruptBlobError:
-            self._known.discard((key, place))
-            held.forget()  # somebody may have written to the rows in this process
-            record, start = decode_header(data, key)
+        record, start = decode_header(data, key)
+        if self._always or not known:
             verify_payload(data, record, start)
-        self._known.add((key, place))
+            self._known.add(blob)
         return array_view(data, record, start), record
 
-    def _filled(self, key: bytes, into: memoryview, checksum: bytes) -> bool:
-        place = self._files.index.find(key)
-        if place is None:
-            return False
+    def _fill(self, key: bytes, descriptor: int, into: memoryview, checksum: bytes) -> bool:
+        header = os.fstat(descriptor).st_size - len(into)
         try:
-            _Blob(self._files, key, place).read_into(into, place.size - len(into))
-            whole = xxhash.xxh3_128_digest(into) == checksum
-        except OSError:  # cut short, or a disk that cannot read it
+            if header > 0:
+                read_into(descriptor, into, header)
+            whole = header > 0 and xxhash.xxh3_128_digest(into) == checksum
+        except OSError:  # cut short meanwhile, or a disk that cannot read it
             whole = False
         if whole:
-            self._files.touch(place)
+            self._files.touch(descriptor)
         else:
-            self._files.remove(key, place)
-            self._count(corrupt=1)
+            self._remove(key, descriptor)
         return whole
 
-    def _missed(self) -> None:
-        self._count(misses=1)
+    def _remove(self, key: bytes, descriptor: int) -> None:
+        inode = os.fstat(descriptor).st_ino
+        self._known.discard((key, inode))
+        self._files.remove(key, inode)
+        self._count(corrupt=1)
+
+    def _put_group(self, items: Sequence[Item]) -> list[bool]:
+        """Write arrays and give them their names together; after an error none of them is acknowledged."""
+        headers = [self._header(item) for item in items]
+        kept = [self._files.find(key) for key, _, _ in items]
+        new = [index for index, there in enumerate(kept) if not there]
+        begun = self._files.reserve([(items[i][0], len(headers[i]) + items[i][1].nbytes) for i in new])
+        blobs = {index: blob for index, blob in zip(new, begun, strict=True) if blob is not None}
+        try:
+            for index, blob in list(blobs.items()):
+                try:
+                    blob.write([headers[index], bytes_of(np.ascontiguousarray(items[index][1]))], 0)
+                except OSError as error:
+                    if not disk_full(error):
+                        raise
+                    self._files.discard([blobs.pop(index)])
+            try:
+                self._files.publish(list(blobs.values()))
+            except OSError as error:
+                if not disk_full(error):
+                    raise
+            else:
+                for index in blobs:
+                    kept[index] = True
+                    self._count(bytes_written=items[index][1].nbytes)
+                blobs.clear()
+        finally:
+            self._files.discard(list(blobs.values()))
+        self._count(rejected=kept.count(False))
+        return kept
+
+    @staticmethod
+    def _header(item: Item) -> bytes:
+        key, rows, record = item
+        check_key(key)
+        return encode_header(key, describe(np.ascontiguousarray(rows), record))
 
     def _count(self, **changes: int) -> None:
         if self._owner != os.getpid():  # forked, perhaps while another thread held the lock
@@ -277,7 +307,7 @@ class HiddenStateCache:
 
     @contextlib.contextmanager
     def _reporting(self, action: str) -> Iterator[None]:
-        """The system's errors, as one sentence that names the folder."""
+        """Raise the system's errors as one sentence that names the folder."""
         try:
             yield
         except StorageError:
@@ -291,105 +321,8 @@ class HiddenStateCache:
             ) from error
 
 
-@dataclass(frozen=True, slots=True)
-class _Blob:
-    """One blob being written: its place is reserved."""
-
-    files: CacheFolder
-    key: bytes
-    place: Place
-
-    def write(self, parts: Sequence[bytes | memoryview], offset: int) -> None:
-        """Write `parts`, one after another, from byte `offset` of the blob on. Raises `OSError`."""
-        descriptor, at = self.files.index.file(self.place.segment), self.place.blob + offset
-        for part in parts:
-            data = memoryview(part)
-            while data:
-                written = os.pwrite(descriptor, data, at)
-                data, at = data[written:], at + written
-
-    def read_into(self, data: memoryview, offset: int) -> None:
-        """Fill `data` from byte `offset` of the blob on. Raises `OSError`."""
-        descriptor, at = self.files.index.file(self.place.segment), self.place.blob + offset
-        while data:
-            count = os.preadv(descriptor, [data], at)
-            if not count:
-                raise OSError("rows that were written are gone")
-            data, at = data[count:], at + count
-
-
-class _Group:
-    """Blobs written, flushed and named together; use once."""
-
-    def __init__(self, files: CacheFolder, durable: bool) -> None:
-        """`durable`: flush the bytes of all blobs before the first gets its name."""
-        self._files = files
-        self._durable = durable
-        self._pending: dict[int, _Blob] = {}
-        self.written = 0
-        """Bytes of rows that are now in the folder because of this group."""
-        self.rejected = 0
-        """Items for which quota and leases, or the disk, left no room."""
-
-    def put(self, items: Sequence[Item]) -> list[bool]:
-        """For each item, whether the folder now has a blob under its key. Raises `OSError`, `ValueError`.
-
-        After an error nothing of the group is acknowledged, and what has no name yet is removed.
-        """
-        kept = []
-        try:
-            for index, item in enumerate(items):
-                kept.append(self._is_here(item[0]) or self._write(index, item))
-            full = False
-            try:
-                if self._durable and self._pending:
-                    self._files.index.flush({blob.place.segment for blob in self._pending.values()})
-                self._files.publish([(blob.key, blob.place) for blob in self._pending.values()])
-            except OSError as error:
-                full = disk_full(error)
-                if not full:
-                    raise
-            for index in [] if full else list(self._pending):
-                del self._pending[index]
-                self.written += items[index][1].nbytes
-            for index in self._pending:
-                kept[index] = False
-            self.rejected += len(self._pending)
-        finally:
-            for blob in self._pending.values():
-                self._files.discard(blob.place)
-        return kept
-
-    def _is_here(self, key: bytes) -> bool:
-        check_key(key)
-        place = self._files.index.find(key)
-        if place is not None:
-            self._files.touch(place)
-        return place is not None
-
-    def _write(self, index: int, item: Item) -> bool:
-        key, rows, record = item
-        rows = np.ascontiguousarray(rows)
-        header = encode_header(key, describe(rows, record))
-        place = self._files.begin(len(header) + rows.nbytes)
-        if place is not None:
-            blob = self._pending[index] = _Blob(self._files, key, place)
-            try:
-                # The header last: with it the blob counts, should the index be made anew.
-                blob.write([bytes_of(rows)], len(header))
-                blob.write([header], 0)
-                return True
-            except OSError as error:
-                if not disk_full(error):
-                    raise
-                del self._pending[index]
-                self._files.discard(place)
-        self.rejected += 1
-        return False
-
-
 class RowsWriter:
-    """Rows `[R, D]` under one key, appended in order; made by `HiddenStateCache.open_rows`.
+    """Rows `[R, D]` under one key, appended in order; made by `NodeCache.open_rows`.
 
     The bytes go to the file and its checksum as they come, so that no more than a piece is in memory. Nothing
     has a name before `finish`: a killed writer leaves what the next open of the cache sweeps.
@@ -397,26 +330,25 @@ class RowsWriter:
 
     def __init__(
         self,
-        blob: _Blob,
+        files: CacheFiles,
+        blob: NewBlob,
         record: CacheRecord,
-        durable: bool,
         reporting: Callable[[str], AbstractContextManager[None]],
     ) -> None:
         """`record` says rows, width and dtype already; `blob` has room for them and a header."""
-        self._blob, self._record, self._durable = blob, record, durable
-        self._reporting = reporting
+        self._files, self._blob, self._record, self._reporting = files, blob, record, reporting
         self._checksum = xxhash.xxh3_128()
         self._begin = len(self._header())
         self._offset = self._begin
         self._open = True
 
     def append(self, rows: np.ndarray) -> bool:
-        """Add `rows` `[r, D]`; False if the disk is full: then nothing of them counts, see `give_up`.
+        """Add `rows` `[r, D]`; `False` if the disk is full: then nothing of them counts, see `give_up`.
 
         Raises `StorageError` if the disk fails, `ValueError` if there are more rows than were announced.
         """
         data = bytes_of(np.ascontiguousarray(rows))
-        if self._offset + len(data) > self._blob.place.size:
+        if self._offset + len(data) > self._blob.size:
             raise ValueError(f"more than the {self._record.rows} rows announced; append no more")
         with self._reporting("written"):
             try:
@@ -431,16 +363,14 @@ class RowsWriter:
         return True
 
     def finish(self) -> int:
-        """Give the array its name; returns its bytes. Raises `ValueError` if rows are missing."""
-        if self._offset != self._blob.place.size:
+        """Give the array its name; return its bytes. Raises `ValueError` if rows are missing."""
+        if self._offset != self._blob.size:
             self._discard()
             raise ValueError(f"fewer than the {self._record.rows} rows announced; append all of them")
         with self._reporting("written"):
             try:
                 self._blob.write([self._header()], 0)
-                if self._durable:
-                    self._blob.files.index.flush({self._blob.place.segment})
-                self._blob.files.publish([(self._blob.key, self._blob.place)])
+                self._files.publish([self._blob])
                 self._open = False
             finally:
                 self._discard()
@@ -450,14 +380,13 @@ class RowsWriter:
         """Take back the bytes `[n]` uint8 of all rows appended so far; the cache's room is free again."""
         with self._reporting("read"):
             taken = np.empty(self._offset - self._begin, np.uint8)
-            self._blob.read_into(taken.data, self._begin)
+            read_into(self._blob.descriptor, taken.data, self._begin)
             self._discard()
         return taken
 
     def close(self) -> None:
         """Drop what was not finished."""
-        with contextlib.suppress(OSError):
-            self._discard()
+        self._discard()
 
     def _header(self) -> bytes:
         return encode_header(self._blob.key, replace(self._record, checksum=self._checksum.hexdigest()))
@@ -465,4 +394,4 @@ class RowsWriter:
     def _discard(self) -> None:
         if self._open:
             self._open = False
-            self._blob.files.discard(self._blob.place)
+            self._files.discard([self._blob])

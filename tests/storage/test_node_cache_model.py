@@ -7,13 +7,13 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
+from cached_rows import BLOCK, disk_bytes, flip, holds, key_of, keys, put, rows_of
 from full import cases
-from hidden_rows import BLOCK, disk_bytes, flip, holds, key_of, keys, put, rows_of
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from opd.storage.hidden_cache import HiddenStateCache, Lease
+from opd.storage.node_cache import Lease, NodeCache
 
 NUMBERS = st.integers(0, 7)
 SIDES = st.integers(0, 1)
@@ -35,8 +35,8 @@ class CacheMachine(RuleBasedStateMachine):
         self.leases: list[tuple[int, int, Lease]] = []
         self.sides = [self._opened(), self._opened()]
 
-    def _opened(self) -> HiddenStateCache:
-        return HiddenStateCache(self.folder, quota_bytes=self.quota, durable=False)
+    def _opened(self) -> NodeCache:
+        return NodeCache(self.folder, quota_bytes=self.quota)
 
     def _size(self, number: int) -> int:
         return (1 + number % 3) * BLOCK

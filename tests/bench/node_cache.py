@@ -1,6 +1,6 @@
 """The hidden-state cache against memcpy, plain files and two LMDB designs, in turn in one process.
 
-    python tests/bench/hidden_cache.py [--rows 64 1024 4096] [--width 2048] [--blobs 48] [--rounds 5]
+    python tests/bench/node_cache.py [--rows 64 1024 4096] [--width 2048] [--blobs 48] [--rounds 5]
                                        [--folder DIR] [--json FILE]
 
 Reading: every byte of every blob is copied out once, so the rates compare with memcpy; the time is of the
@@ -28,7 +28,7 @@ import numpy as np
 import xxhash
 
 from opd.storage.files import MappedFile, fsync_folder
-from opd.storage.hidden_cache import CacheRecord, HiddenStateCache, cache_key
+from opd.storage.node_cache import CacheRecord, NodeCache, cache_key
 
 Arrays = dict[bytes, np.ndarray]
 Folder = Callable[[], Path]
@@ -44,8 +44,8 @@ def arrays(rows: int, width: int, count: int) -> Arrays:
     }
 
 
-def opened(folder: Path, **options: Any) -> HiddenStateCache:
-    return HiddenStateCache(folder, quota_bytes=1 << 40, **options)
+def opened(folder: Path, **options: Any) -> NodeCache:
+    return NodeCache(folder, quota_bytes=1 << 40, **options)
 
 
 def items(data: Arrays) -> list[tuple[bytes, np.ndarray, CacheRecord]]:
@@ -128,16 +128,15 @@ def writers(data: Arrays, fresh: Folder) -> dict[str, Callable[[], object]]:
             for item in items(data):
                 cache.put(*item)
 
-    def grouped(durable: bool) -> None:
-        with opened(fresh(), durable=durable) as cache:
+    def grouped() -> None:
+        with opened(fresh()) as cache:
             cache.put_many(items(data))
 
     return {
         "plain files, no flush": lambda: put_all(PlainFiles(fresh(), flush=False), data),
-        "put_many, durable=False": lambda: grouped(False),
-        "plain files": lambda: put_all(PlainFiles(fresh()), data),
         "put": one_by_one,
-        "put_many": lambda: grouped(True),
+        "put_many": grouped,
+        "plain files": lambda: put_all(PlainFiles(fresh()), data),
         "LMDB index": lambda: put_all(LmdbIndex(fresh()), data),
         "LMDB values": lambda: put_all(LmdbValues(fresh()), data),
     }
@@ -152,7 +151,7 @@ def readers(data: Arrays, fresh: Folder) -> dict[str, Callable[[bytes], np.ndarr
     for store in (index, values, plain):
         put_all(store, data)
 
-    def hit(cache: HiddenStateCache) -> Callable[[bytes], np.ndarray]:
+    def hit(cache: NodeCache) -> Callable[[bytes], np.ndarray]:
         def get(key: bytes) -> np.ndarray:
             lease = cache.get(key)
             assert lease is not None

@@ -10,18 +10,18 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from cached_rows import BLOCK, disk_bytes, holds, key_of, keys, put, unfinished
 from child_python import child_python
 from full import FULL
-from hidden_rows import BLOCK, disk_bytes, holds, key_of, keys, put, unfinished
 
-from opd.storage.hidden_cache import HiddenStateCache
+from opd.storage.node_cache import NodeCache
 
 _KILLS = int(os.environ.get("OPD_CACHE_KILLS", "30" if FULL else "10"))
-_python = partial(child_python, "hidden_rows")
+_python = partial(child_python, "cached_rows")
 
 
 _HOLDS_A_LEASE = """
-cache = HiddenStateCache(folder, quota_bytes=2 * BLOCK)
+cache = NodeCache(folder, quota_bytes=2 * BLOCK)
 lease = cache.get(key_of(1))
 print("held", flush=True)
 sys.stdin.readline()
@@ -34,7 +34,7 @@ sys.stdin.readline()
 
 @pytest.mark.parametrize("ending", ["release", "kill"])
 def test_another_processs_lease_protects_until_it_ends(tmp_path: Path, ending: str) -> None:
-    cache = HiddenStateCache(tmp_path, quota_bytes=2 * BLOCK)
+    cache = NodeCache(tmp_path, quota_bytes=2 * BLOCK)
     assert put(cache, 1)
     with _python(_HOLDS_A_LEASE, tmp_path) as other:
         assert other.stdin is not None
@@ -59,7 +59,7 @@ def test_another_processs_lease_protects_until_it_ends(tmp_path: Path, ending: s
 
 def test_a_forked_child_leases_for_itself(tmp_path: Path) -> None:
     script = """
-cache = HiddenStateCache(folder, quota_bytes=2 * BLOCK)
+cache = NodeCache(folder, quota_bytes=2 * BLOCK)
 assert put(cache, 1) and put(cache, 2)
 inherited, kept = cache.get(key_of(1)), cache.get(key_of(1))
 told, tell = os.pipe()
@@ -94,7 +94,7 @@ print("ok", flush=True)
 
 _STRESS = """
 quota, seed, seconds = int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4])
-cache = HiddenStateCache(folder, quota_bytes=quota, durable=False)
+cache = NodeCache(folder, quota_bytes=quota)
 chooser = np.random.default_rng(seed)
 leases, end = [], time.monotonic() + seconds
 counters = cache.counters
@@ -110,7 +110,7 @@ while time.monotonic() < end or not (counters.hits and counters.evictions):
     if len(leases) > 2:
         number, lease = leases.pop(0)
         assert np.array_equal(lease.rows, rows_of(number, 5 + 40 * (number % 3)))
-        assert cache._files.index.find(key_of(number)) is not None, "evicted under a lease"
+        assert cache._files.find(key_of(number)), "evicted under a lease"
         lease.release()
 counters = cache.counters
 assert counters.corrupt == 0
@@ -121,7 +121,7 @@ print(counters.hits, counters.evictions, flush=True)
 @pytest.mark.slow
 def test_processes_share_a_tight_quota_without_a_wrong_row(tmp_path: Path) -> None:
     quota = 14 * BLOCK
-    HiddenStateCache(tmp_path, quota_bytes=quota).close()
+    NodeCache(tmp_path, quota_bytes=quota).close()
     running = [_python(_STRESS, tmp_path, str(quota), str(seed), "2.0") for seed in range(4)]
     processes = [context.__enter__() for context in running]
     try:
@@ -135,7 +135,7 @@ def test_processes_share_a_tight_quota_without_a_wrong_row(tmp_path: Path) -> No
     assert all(process.returncode == 0 for process in processes)
     assert all(int(hits) > 0 and int(evictions) > 0 for hits, evictions in results)
     assert unfinished(tmp_path) == []
-    cache = HiddenStateCache(tmp_path, quota_bytes=quota)
+    cache = NodeCache(tmp_path, quota_bytes=quota)
     assert cache.used_bytes() == disk_bytes(tmp_path) <= quota
 
 
@@ -145,7 +145,7 @@ _KILLS_USERS = """
 import signal
 
 def use_for_ever(first, acknowledge):
-    cache = HiddenStateCache(folder, quota_bytes=int(sys.argv[2]), durable=len(sys.argv) > 3)
+    cache = NodeCache(folder, quota_bytes=int(sys.argv[2]))
     os.write(acknowledge, b"ready\\n")
     leases = []
     while True:
@@ -178,17 +178,13 @@ for line in sys.stdin:
 
 
 @pytest.mark.some(1)
-@pytest.mark.parametrize(
-    ("quota", "durable"), [(1 << 30, True), (8 * BLOCK, False)], ids=["putting", "evicting"]
-)
-def test_kill_9_loses_nothing_acknowledged_and_leaves_nothing(
-    tmp_path: Path, quota: int, durable: bool
-) -> None:
-    """Kills (`OPD_CACHE_KILLS`) at random times in writing, flushing, renaming, evicting and leasing."""
+@pytest.mark.parametrize("quota", [1 << 30, 8 * BLOCK], ids=["putting", "evicting"])
+def test_kill_9_loses_nothing_acknowledged_and_leaves_nothing(tmp_path: Path, quota: int) -> None:
+    """Kills (`OPD_CACHE_KILLS`) at random times in writing, renaming, evicting and leasing."""
     chooser = random.Random(0)
     acknowledged: list[int] = []
     first = 0
-    with _python(_KILLS_USERS, tmp_path, str(quota), *["durable"] * durable) as killer:
+    with _python(_KILLS_USERS, tmp_path, str(quota)) as killer:
         assert killer.stdin is not None
         assert killer.stdout is not None
         for _ in range(_KILLS):
@@ -201,12 +197,12 @@ def test_kill_9_loses_nothing_acknowledged_and_leaves_nothing(
         assert killer.wait() == 0
     assert len(acknowledged) > 2 * _KILLS
     if quota == 1 << 30:
-        with HiddenStateCache(tmp_path, quota_bytes=quota) as cache:
+        with NodeCache(tmp_path, quota_bytes=quota) as cache:
             assert all(holds(cache, number) for number in acknowledged)
 
 
 def _check_after_a_kill(folder: Path, quota: int, acknowledged: list[int]) -> None:
-    with HiddenStateCache(folder, quota_bytes=quota) as cache:
+    with NodeCache(folder, quota_bytes=quota) as cache:
         assert unfinished(folder) == []
         assert cache.used_bytes() == disk_bytes(folder) <= quota
         # At most three unacknowledged blobs and two leases can have pushed out others than these.
@@ -222,13 +218,11 @@ def _check_after_a_kill(folder: Path, quota: int, acknowledged: list[int]) -> No
 
 def test_a_stopped_holder_of_the_lock_is_waited_for(tmp_path: Path) -> None:
     script = """
-from opd.storage.cache_index import CacheFolder
-files_ = CacheFolder(folder, 1 << 20)
-with files_.index.change():
+with NodeCache(folder, quota_bytes=1 << 20)._files.index():
     print("locked", flush=True)
     time.sleep(60)
 """
-    cache = HiddenStateCache(tmp_path, quota_bytes=1 << 20)
+    cache = NodeCache(tmp_path, quota_bytes=1 << 20)
     assert put(cache, 1)
     with _python(script, tmp_path) as holder:
         assert holder.stdout is not None
