@@ -185,6 +185,14 @@ def same_on_every_rank(problem: Problem, group: dist.ProcessGroup) -> bool:
     return all(torch.equal(results[0], other) for other in [results[1], *everyone])
 
 
+def cases_of(dtype: torch.dtype, form: str, group: dist.ProcessGroup) -> dict[str, float]:
+    """Every operation on parts of a head of this form."""
+    cases = {}
+    for run in (kl_cases, mixture_cases, logprob_cases):
+        cases.update(run(Problem(dtype, FORMS[form]), group))
+    return cases
+
+
 def main() -> None:
     rank, world, store = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     torch.set_num_threads(1)
@@ -194,10 +202,7 @@ def main() -> None:
     for group in (pairs[rank // 2], dist.group.WORLD):
         size = dist.get_world_size(group)
         for form, dtype in (*product(FORMS, (torch.float64, torch.float32)), ("plain", torch.bfloat16)):
-            cases = {}
-            for run in (kl_cases, mixture_cases, logprob_cases):
-                cases.update(run(Problem(dtype, FORMS[form]), group))
-            for case, value in cases.items():
+            for case, value in cases_of(dtype, form, group).items():
                 name = f"{size} ranks, {str(dtype).removeprefix('torch.')}, {form}, {case}"
                 results["differences"][name] = value
         problem = Problem(torch.float32, {})

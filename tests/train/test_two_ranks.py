@@ -15,6 +15,7 @@ import sharded_ranks
 import tiny
 import torch
 import two_ranks
+import vocab_parallel_worker
 from backend_ranks import assert_same, assert_same_gradients, read_state
 from rank_processes import run_ranks
 from safetensors.torch import load_file
@@ -48,6 +49,7 @@ TASKS = [
       for name, task in BACKENDS.items()),
     *({"kind": "step", "name": name, "case": name} for name in CASES),
     *({"kind": "ring", "name": f"ring {name}", "case": name} for name in ring_ranks.CASES),
+    *({"kind": "head", "name": f"head {form}", "form": form} for form in vocab_parallel_worker.FORMS),
     *({"kind": "sharded", "name": f"alike {name}", "does": "alike"} | task for name, task in ALIKE.items()),
     {"kind": "sharded", "name": "saved", "does": "saves", "into": "checkpoints", "model": "tied"},
     {"kind": "sharded", "name": "altered", "does": "limited", "model": "altered"},
@@ -102,6 +104,13 @@ def test_the_ring_attends_as_ranks_with_all_keys_and_values_do(place, case):
     for differences in said(place, f"ring {case}"):
         assert differences.keys() == {"output", "query", "key", "value"}
         assert max(differences.values()) <= 1e-5
+
+
+@pytest.mark.parametrize("form", vocab_parallel_worker.FORMS)
+def test_parts_of_a_head_give_what_the_whole_one_gives(place, form):
+    for differences in said(place, f"head {form}"):
+        assert len(differences) == 13
+        assert {case: value for case, value in differences.items() if not value <= 1e-13} == {}
 
 
 @pytest.mark.parametrize("name", ALIKE)

@@ -9,7 +9,9 @@ import context_ranks
 import ring_ranks
 import sharded_engine_ranks
 import sharded_ranks
+import torch
 import torch.distributed as dist
+import vocab_parallel_worker
 from rank_processes import do_tasks
 
 from opd.megatron.module import megatron_core
@@ -30,6 +32,8 @@ def one_task(rank: int, task: dict, folder: Path) -> dict:
         return ring_ranks.compare(dist.group.WORLD, ring_ranks.CASES[task["case"]])
     if kind == "engine":
         return sharded_engine_ranks.one_task(rank, task, folder, Ranks(dist.group.WORLD, store(task, folder)))
+    if kind == "head":
+        return vocab_parallel_worker.cases_of(torch.float64, task["form"], dist.group.WORLD)
     return sharded_ranks.one_task(rank, task, folder)
 
 
