@@ -44,7 +44,7 @@ SHAPES = {CPU.name: TileShape(8, 32, 32, 1, 1), CUDA.name: TileShape(128, 128, 6
 
 
 @dataclass(frozen=True)
-class Problem:
+class KernelProblem:
     """What a fused kernel is compiled for; tokens and vocabulary stay open."""
 
     dtype: str
@@ -65,7 +65,7 @@ class Logits(NamedTuple):
     """`(hidden, weight, bias, (factor, cap), capped, width, token, column, vocabulary, z)`."""
 
 
-def tile_logits(target: Target, problem: Problem) -> Logits:
+def tile_logits(target: Target, problem: KernelProblem) -> Logits:
     """`z = factor (h W^T + b)`, or `cap tanh` of it, for one tile; `MASKED` beyond the vocabulary."""
     T = language()
 
@@ -108,7 +108,7 @@ class Totals(NamedTuple):
     coef: Any
 
 
-def tile_statistics(target: Target, problem: Problem) -> Any:
+def tile_statistics(target: Target, problem: KernelProblem) -> Any:
     """Statistics of each vocabulary tile, for `opd.kernels.tilelang_fused` to combine.
 
     Arguments: student hidden `[T, Ds]`, weight `[V, Ds]`, bias `[V]`; teacher hidden `[T, Dt]`, weight
@@ -175,7 +175,7 @@ def tile_statistics(target: Target, problem: Problem) -> Any:
     return statistics
 
 
-def tile_results(target: Target, problem: Problem, kind: str, gradient: bool) -> Any:
+def tile_results(target: Target, problem: KernelProblem, kind: str, gradient: bool) -> Any:
     """What needs the totals of a row first: the gradient at the student's logits, or the terms of the
     Jensen-Shannon divergence.
 
@@ -316,7 +316,7 @@ CPU_DTYPES = (torch.float32, torch.float16)
 CUDA_DTYPES = (torch.bfloat16, torch.float16)
 
 
-class Scores(NamedTuple):
+class KernelScores(NamedTuple):
     """Divergences, and what their gradient is made from."""
 
     values: Tensor
@@ -340,7 +340,7 @@ def fused_kl(
     kind: str = "reverse",
     beta: float = 0.5,
     temperature: float = 1.0,
-) -> Scores:
+) -> KernelScores:
     """Per-token divergence `[T]` as `opd.kernels.ops.score_kl`, with the statistics its gradient needs.
 
     Raises `TypeError` for dtypes the machine's fused kernels do not take, `ValueError` for what does not fit
@@ -374,7 +374,7 @@ def fused_kl(
         from_student, from_teacher = terms.double().sum(dim=1) / totals[2:4]
         totals[4] = from_student
         values = beta * from_teacher + (1 - beta) * from_student
-    return Scores(values.float().clamp_min_(0), totals)
+    return KernelScores(values.float().clamp_min_(0), totals)
 
 
 def logits_gradient(
@@ -455,9 +455,11 @@ def _side(hidden: Tensor, head: Head, temperature: float) -> _Side:
     )
 
 
-def _problem(first: _Side, second: _Side) -> Problem:
+def _problem(first: _Side, second: _Side) -> KernelProblem:
     dtype = str(first.arrays[0].dtype).removeprefix("torch.")
-    return Problem(dtype, first.arrays[0].shape[1], second.arrays[0].shape[1], first.capped, second.capped)
+    return KernelProblem(
+        dtype, first.arrays[0].shape[1], second.arrays[0].shape[1], first.capped, second.capped
+    )
 
 
 def score_kl(

@@ -34,7 +34,7 @@ _PROJECT = "opd"
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class MetricsTarget:
     """Whose metrics they are, and where they go."""
 
     stage: Path
@@ -59,7 +59,7 @@ class Place:
 
 
 class Sink(Protocol):
-    """A tracker that is open for one stage. Its factory is given a `Place` and the first step it will see."""
+    """A tracker that is open for one stage. Its factory is given a `MetricsTarget` and the first step."""
 
     def write(self, step: int, row: Mapping[str, float]) -> None:
         """One step's numbers by name; steps rise."""
@@ -73,7 +73,7 @@ class Sink(Protocol):
 class TensorBoard:
     """Event files in `tensorboard/` of the stage."""
 
-    def __init__(self, place: Place, step: int) -> None:
+    def __init__(self, place: MetricsTarget, step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         # Events of the first step after a resume, and later ones, are hidden.
@@ -93,7 +93,7 @@ class WandB:
     have one id, and so become one run.
     """
 
-    def __init__(self, place: Place, step: int) -> None:
+    def __init__(self, place: MetricsTarget, step: int) -> None:
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         wandb: Any = import_module("wandb")
         mode = os.environ.get("WANDB_MODE", "offline")
@@ -123,7 +123,7 @@ class MLflow:
     that begins another one would be a file where a folder is needed.
     """
 
-    def __init__(self, place: Place, step: int) -> None:
+    def __init__(self, place: MetricsTarget, step: int) -> None:
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
         self._mlflow: Any = import_module("mlflow")
@@ -160,7 +160,7 @@ class Trackio:
     `TRACKIO_SERVER_URL` say.
     """
 
-    def __init__(self, place: Place, step: int) -> None:
+    def __init__(self, place: MetricsTarget, step: int) -> None:
         os.environ.setdefault("TRACKIO_DIR", str(place.data("trackio").absolute()))
         os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
         os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")
@@ -196,7 +196,7 @@ class Kind:
         forgets: Whether it hides by itself what a resumed stage writes again.
     """
 
-    open: Callable[[Place, int], Sink]
+    open: Callable[[MetricsTarget, int], Sink]
     module: str
     extra: bool = True
     forgets: bool = False
@@ -268,7 +268,7 @@ class Sinks:
         sink = self._open[name]
         if sink is None:
             run = self._stage.parent.parent
-            place = Place(self._stage, run, self._run_name or run.name, state["id"])
+            place = MetricsTarget(self._stage, run, self._run_name or run.name, state["id"])
             sink = self._open[name] = kind.open(place, step)
         sink.write(step, row)
 

@@ -26,7 +26,7 @@ from opd.pipelines.options import (
 )
 
 if TYPE_CHECKING:
-    from opd.pipelines.commands.sample import Asked
+    from opd.pipelines.commands.sample import SampleOptions
     from opd.pipelines.doctor.checks import Finding
     from opd.pipelines.records.run_folder import Accepted, HubRecord, RunFolder
 
@@ -187,18 +187,18 @@ def _said(options: argparse.Namespace, name: str) -> Any:
     return getattr(options, name.replace("-", "_"))
 
 
-def _asked(options: argparse.Namespace) -> Asked:
+def _asked(options: argparse.Namespace) -> SampleOptions:
     """What models are to be asked. Raises `ConfigError` for options that do not go together."""
     require_address_space()
     recipe = None if options.recipe is None else located(load_recipe([options.recipe]))
-    from opd.pipelines.commands.sample import Asked
+    from opd.pipelines.commands.sample import SampleOptions
 
     fields = {"system": "system", "domain": "domain", "prompts": "count"}
     fields |= {"max-tokens": "max_tokens", "temperature": "temperature", "seed": "seed"}
     given = {
         field: _said(options, name) for name, field in fields.items() if _said(options, name) is not None
     }
-    return Asked(prompts=tuple(options.prompt or ()), recipe=recipe, **given)
+    return SampleOptions(prompts=tuple(options.prompt or ()), recipe=recipe, **given)
 
 
 def _push(options: argparse.Namespace, overrides: Sequence[str]) -> int:

@@ -27,9 +27,9 @@ from opd.storage.files import atomic_folder, check_files, file_state, read_seale
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from opd.storage.tensors import Piece, TensorParts
+    from opd.storage.tensors import TensorParts, TensorPiece
 
-Tensors = Mapping[str, Mapping[str, "Tensor | Piece"]]
+Tensors = Mapping[str, Mapping[str, "Tensor | TensorPiece"]]
 """By file and name."""
 Compare = Callable[[Path, Mapping[str, str], str, type[CheckpointError]], None]
 """`check_files`, or how several ranks do it together."""

@@ -218,7 +218,7 @@ def _write_snapshot(folder: Path, header: FileHeader, contents: Iterable[Content
     return size
 
 
-class Segment:
+class LogSegment:
     """One open file of a log. `append` has one caller at a time; `sync` may be called beside it."""
 
     def __init__(
@@ -336,7 +336,7 @@ class FramedLog:
             self._replace(found.last_sequence + 1, found.next_lsn)
         else:
             header = self._header(found.last_sequence + 1, found.durable_lsn + 1)
-            self._segment = Segment(folder, header, found.tail, found.tail_frames, io, self._reserve)
+            self._segment = LogSegment(folder, header, found.tail, found.tail_frames, io, self._reserve)
         background = policy.fsync == "interval"
         self._syncer = (
             Syncer(lambda: guard.in_background(self.sync), policy.interval_seconds) if background else None
@@ -441,9 +441,9 @@ class FramedLog:
         self._older.append(file_name(full.sequence))
         self._older_bytes += full.size
 
-    def _begin(self, sequence: int, next_lsn: int) -> Segment:
+    def _begin(self, sequence: int, next_lsn: int) -> LogSegment:
         """A new segment without frames."""
-        return Segment(self._folder, self._header(sequence, next_lsn), b"", 0, self._io, self._reserve)
+        return LogSegment(self._folder, self._header(sequence, next_lsn), b"", 0, self._io, self._reserve)
 
     def _many_small(self) -> bool:
         count = len(self._older)

@@ -85,7 +85,7 @@ class Unit:
 
 
 @dataclass(frozen=True, slots=True)
-class Extent:
+class ShardExtent:
     """A contiguous piece of a unit in a shard file."""
 
     shard: int
@@ -191,7 +191,7 @@ def place(tensors: Iterable[tuple[str, str, Sequence[int]]]) -> tuple[dict[str, 
     return entries, end
 
 
-def extents(unit: Unit, rank: int, world: int, shards: int, offsets: Sequence[int]) -> Iterator[Extent]:
+def extents(unit: Unit, rank: int, world: int, shards: int, offsets: Sequence[int]) -> Iterator[ShardExtent]:
     """What to read, from which shard file, for rank `rank` of `world`; `offsets` are the unit's per shard.
 
     One extent if `world` is the number of shards.
@@ -201,7 +201,7 @@ def extents(unit: Unit, rank: int, world: int, shards: int, offsets: Sequence[in
         low, high = unit.part(shard, shards)
         first, last = max(low, start), min(high, stop)
         if first < last:
-            yield Extent(shard, offsets[shard] + first - low, first, last)
+            yield ShardExtent(shard, offsets[shard] + first - low, first, last)
 
 
 FORMAT = "opd-published-model"
@@ -315,7 +315,7 @@ class Manifest:
         """Where the part of `unit` starts in a shard file."""
         return self._offsets[shard][unit]
 
-    def extents(self, unit: str, rank: int, world: int) -> list[Extent]:
+    def extents(self, unit: str, rank: int, world: int) -> list[ShardExtent]:
         """What rank `rank` of `world` reads of `unit`, in the order of the unit's buffer."""
         offsets = [self._offsets[shard][unit] for shard in range(self.shards)]
         return list(extents(self.unit(unit), rank, world, self.shards, offsets))

@@ -87,7 +87,7 @@ class Range:
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class RangeRequest:
     """Neighbouring ranges of one object, in order, that one request reads."""
 
     ranges: Sequence[Range]
@@ -115,7 +115,7 @@ class Request:
         return found
 
 
-def join(ranges: Sequence[Range], size: int) -> list[Request]:
+def join(ranges: Sequence[Range], size: int) -> list[RangeRequest]:
     """`ranges`, in their order, as requests of about `size` bytes where they are neighbours.
 
     A run of neighbours is cut where ranges end, as near as can be to every multiple of `size`: its requests
@@ -134,7 +134,7 @@ def join(ranges: Sequence[Range], size: int) -> list[Request]:
         edge = edge if near else wanted.start
         while edge < middle:
             edge += size
-    return [Request(group) for group in groups]
+    return [RangeRequest(group) for group in groups]
 
 
 def rest(views: Sequence[memoryview], done: int) -> list[memoryview]:
@@ -224,7 +224,7 @@ class ObjectStore(ABC):
         """Write the object, replacing an old one. Afterwards it is durable; before, nobody sees it."""
 
     @abstractmethod
-    def _read(self, request: Request) -> None:
+    def _read(self, request: RangeRequest) -> None:
         """Fill the ranges of `request`, with retries."""
 
     def get(self, path: str, most: int | None = None) -> bytes:
@@ -259,7 +259,7 @@ class ObjectStore(ABC):
 
     def read_range(self, wanted: Range) -> None:
         """Fill one range by one request, in the calling thread: also from inside `arrived`, below."""
-        self._read(Request([wanted]))
+        self._read(RangeRequest([wanted]))
 
     def read_ranges(self, ranges: Sequence[Range], arrived: Callable[[Range], None] | None) -> None:
         """Read all `ranges`, by `options.threads` requests at a time; neighbours share a request.
@@ -270,7 +270,7 @@ class ObjectStore(ABC):
         error is raised after all running reads have ended: nothing writes into the buffers afterwards.
         """
 
-        def read(request: Request) -> None:
+        def read(request: RangeRequest) -> None:
             self._read(request)
             if arrived is not None:
                 for wanted in request.ranges:
@@ -386,11 +386,11 @@ class LocalStore(ObjectStore):
                 " command again, a run with --resume."
             ) from error
 
-    def _read(self, request: Request) -> None:
+    def _read(self, request: RangeRequest) -> None:
         what = f"{self.name(request.path)} bytes {request.start}-{request.stop} cannot be read"
         with_retries(self.options, what, lambda: self._pread(request))
 
-    def _pread(self, request: Request) -> None:
+    def _pread(self, request: RangeRequest) -> None:
         target = self._at(request.path)
         try:
             descriptor = open_plain(target, follow=True)  # a pipe put in its place would be waited for
@@ -500,7 +500,7 @@ class FsspecStore(ObjectStore):
 
         self._ask(path, "written", write)
 
-    def _read(self, request: Request) -> None:
+    def _read(self, request: RangeRequest) -> None:
         def read() -> None:
             data = self.fs.cat_file(self._key(request.path), start=request.start, end=request.stop)
             self._count(len(data))

@@ -40,7 +40,7 @@ _PROBED = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Piece(Range):
+class BlockPiece(Range):
     """A block of a unit: where it lies in the store, and where it is wanted."""
 
     unit: Unit
@@ -126,7 +126,7 @@ class PublishedModel:
 
     def read_parts(self, units: Sequence[str], rank: int, world: int, into: Sequence[memoryview]) -> None:
         """`read_part` of several units at once, which keeps every connection busy also for small parts."""
-        pieces: list[Piece] = []
+        pieces: list[BlockPiece] = []
         for name, buffer in zip(units, into, strict=True):
             pieces += self._pieces(name, rank, world, buffer)
         # Units' parts lie side by side in a shard file: in its order they share requests.
@@ -164,18 +164,18 @@ class PublishedModel:
     def _path(self, below_url: str) -> str:
         return below_url if self._folder else below_url.partition("/")[2]
 
-    def _fetch(self, pieces: Sequence[Piece], kept: Callable[[Piece], None] | None = None) -> None:
+    def _fetch(self, pieces: Sequence[BlockPiece], kept: Callable[[BlockPiece], None] | None = None) -> None:
         """Read `pieces` from the store, and tell `kept` of each that was verified."""
 
         def arrived(piece: Range) -> None:
-            assert isinstance(piece, Piece)
+            assert isinstance(piece, BlockPiece)
             self._verify(piece)
             if kept is not None:
                 kept(piece)
 
         self.store.read_ranges(pieces, arrived)
 
-    def _pieces(self, name: str, rank: int, world: int, into: memoryview) -> Iterator[Piece]:
+    def _pieces(self, name: str, rank: int, world: int, into: memoryview) -> Iterator[BlockPiece]:
         """What to read, block by block."""
         unit = self.manifest.unit(name)
         start, stop = unit.part(rank, world)
@@ -191,9 +191,9 @@ class PublishedModel:
             for index in range(extent.start // unit.block_bytes, -(-extent.stop // unit.block_bytes)):
                 low, high = unit.block(index)
                 at = extent.offset + low - extent.start
-                yield Piece(path, at, buffer[low - start : high - start], unit, index)
+                yield BlockPiece(path, at, buffer[low - start : high - start], unit, index)
 
-    def _verify(self, block: Piece) -> None:
+    def _verify(self, block: BlockPiece) -> None:
         """Read a block with a wrong checksum again, a few times."""
         if block_checksum(block.into) == block.checksum:
             return

@@ -27,7 +27,7 @@ from opd.storage.object_store import (
     MIB,
     Chunks,
     FsspecStore,
-    Request,
+    RangeRequest,
     StoreOptions,
     TransientError,
     chunks_of,
@@ -418,7 +418,7 @@ class S3Store(FsspecStore):
         except (OSError, *self._transient()):
             return  # the parts stay until the bucket's rule for unfinished uploads takes them
 
-    def _read(self, request: Request) -> None:
+    def _read(self, request: RangeRequest) -> None:
         key = self._object(request.path)
         where = f"{self.name(request.path)} bytes {request.start}-{request.stop} cannot be read"
         at, views = request.start, request.views()

@@ -28,7 +28,7 @@ from opd.storage.leases import LeaseTable
 from opd.storage.node_cache import CacheRecord, NodeCache
 
 if TYPE_CHECKING:
-    from opd.storage.published import Piece
+    from opd.storage.published import BlockPiece
 
 _log = logging.getLogger(__name__)
 
@@ -40,9 +40,9 @@ _PATIENCE = 30.0
 _LOOK = 0.02
 """Seconds between two looks at what others are fetching."""
 
-Fetch = Callable[[Sequence["Piece"], Callable[["Piece"], None]], None]
+Fetch = Callable[[Sequence["BlockPiece"], Callable[["BlockPiece"], None]], None]
 """Fills and verifies pieces, and calls the function with each of them, in any thread. May raise."""
-_Named = tuple[bytes, "Piece"]
+_Named = tuple[bytes, "BlockPiece"]
 
 
 class ShardCache:
@@ -68,7 +68,7 @@ class ShardCache:
         self._held = contextlib.ExitStack()
         self._told: set[str] = set()
 
-    def fill(self, digest: str, pieces: Sequence[Piece], fetch: Fetch) -> int:
+    def fill(self, digest: str, pieces: Sequence[BlockPiece], fetch: Fetch) -> int:
         """Fill all `pieces` of the model of that digest; returns how many bytes came from here.
 
         What is not here is read by `fetch`, and kept. Raises what `fetch` raises.
@@ -115,7 +115,7 @@ class ShardCache:
         """Those of `named` that are not here; the others are filled."""
         return [(key, piece) for key, piece in named if not self._take(key, piece)]
 
-    def _take(self, key: bytes, piece: Piece) -> bool:
+    def _take(self, key: bytes, piece: BlockPiece) -> bool:
         files = self._files
         if files is None:
             return False
@@ -158,7 +158,7 @@ class ShardCache:
             fetch([piece for _, piece in named], lambda piece: self._keep(keys[id(piece)], piece))
         return sum(len(piece.into) for _, piece in named)
 
-    def _keep(self, key: bytes, piece: Piece) -> None:
+    def _keep(self, key: bytes, piece: BlockPiece) -> None:
         files = self._files
         if files is None or "full" in self._told:
             return
@@ -185,7 +185,7 @@ class ShardCache:
             _log.warning("the cache of teachers' weights %s %s", self.folder, what)
 
 
-def _key(digest: str, piece: Piece) -> bytes:
+def _key(digest: str, piece: BlockPiece) -> bytes:
     """The 32-byte name of a block's bytes. A tied head is the embedding's, and has its name."""
     unit, (start, stop) = piece.unit, piece.unit.block(piece.index)
     name = hashlib.blake2b(digest_size=KEY_BYTES, person=b"opd.weights.1")

@@ -51,7 +51,7 @@ _WRITTEN_BYTES = 8 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TensorPiece:
     """What one process has of a tensor."""
 
     values: Tensor
@@ -62,23 +62,25 @@ class Piece:
     """Number of the first of them."""
 
 
-def copied(values: Tensor, shape: Sequence[int], first: int) -> Tensor | Piece:
+def copied(values: Tensor, shape: Sequence[int], first: int) -> Tensor | TensorPiece:
     """A copy in the host's memory of the elements `values` from number `first` on of a tensor of `shape`: in
     that shape if these are all.
     """
     found = values.detach().reshape(-1).to("cpu", copy=True)
     return (
-        found.view(tuple(shape)) if found.numel() == math.prod(shape) else Piece(found, tuple(shape), first)
+        found.view(tuple(shape))
+        if found.numel() == math.prod(shape)
+        else TensorPiece(found, tuple(shape), first)
     )
 
 
-def save_tensors(path: str | os.PathLike[str], tensors: Mapping[str, Tensor | Piece]) -> str:
+def save_tensors(path: str | os.PathLike[str], tensors: Mapping[str, Tensor | TensorPiece]) -> str:
     """Write `tensors` (any shapes, devices; dtypes of `DTYPES`) to `path`, atomically; return the file's
     sha256 in hex. Beside them a few MiB are in memory.
 
     Raises `OSError` if the file cannot be written, for example on a full disk.
     """
-    values = {name: t.values if isinstance(t, Piece) else t for name, t in tensors.items()}
+    values = {name: t.values if isinstance(t, TensorPiece) else t for name, t in tensors.items()}
     # As safetensors orders them: the widest elements first, so that all are aligned.
     order = sorted(values, key=lambda name: (-values[name].dtype.itemsize, name))
     digest = hashlib.sha256()
@@ -96,7 +98,7 @@ def save_tensors(path: str | os.PathLike[str], tensors: Mapping[str, Tensor | Pi
 
 
 def write_files(
-    draft: Path, tensors: Mapping[str, Mapping[str, Tensor | Piece]], rank: int = 0, ranks: int = 1
+    draft: Path, tensors: Mapping[str, Mapping[str, Tensor | TensorPiece]], rank: int = 0, ranks: int = 1
 ) -> dict[str, str]:
     """Write what `rank` of `ranks` has into `draft`; returns the sha256 of each file by name without suffix.
 
@@ -111,8 +113,8 @@ def write_files(
     return digests
 
 
-def _pieces_of(tensors: Mapping[str, Tensor | Piece]) -> dict[str, list[Any]]:
-    return {name: [list(t.shape), t.first] for name, t in tensors.items() if isinstance(t, Piece)}
+def _pieces_of(tensors: Mapping[str, Tensor | TensorPiece]) -> dict[str, list[Any]]:
+    return {name: [list(t.shape), t.first] for name, t in tensors.items() if isinstance(t, TensorPiece)}
 
 
 def _header(values: Mapping[str, Tensor], pieces: Mapping[str, list[Any]]) -> bytes:
@@ -255,7 +257,7 @@ def shape_of(saved: Mapping[str, Tensor], name: str) -> tuple[int, ...]:
     return saved.shape(name) if isinstance(saved, TensorParts) else tuple(saved[name].shape)
 
 
-State = Mapping[str, Mapping[str, Tensor | Piece]]
+State = Mapping[str, Mapping[str, Tensor | TensorPiece]]
 """The files of a checkpoint, by name, and what this rank has of each."""
 Saved = Mapping[str, Mapping[str, Tensor]]
 """A checkpoint, of which tensors are read when they are asked for."""

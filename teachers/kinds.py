@@ -39,7 +39,7 @@ class Placement:
 
 
 @dataclass(frozen=True, slots=True)
-class Opening:
+class TeacherOpening:
     """What teachers are opened with."""
 
     recipe: Recipe
@@ -69,7 +69,7 @@ def nothing_to_check(name: str, settings: Any, recipe: Recipe) -> Iterable[str |
 class TeacherKind:
     """What the file of a kind gives."""
 
-    open: Callable[[Mapping[str, Any], Opening], AbstractContextManager[Mapping[str, Teacher]]]
+    open: Callable[[Mapping[str, Any], TeacherOpening], AbstractContextManager[Mapping[str, Teacher]]]
     """All teachers of the kind at once, by name -> settings: they may share memory, streams and modules."""
     check: Callable[[str, Any, Recipe], Iterable[str | OpdError]] = nothing_to_check
     """What `opd doctor` and every start of a run ask, before any weights are read, of teacher `name` with
@@ -83,7 +83,7 @@ def kind_of(settings: TeacherSettings) -> TeacherKind:
 
 
 @contextmanager
-def open_kinds(names: Iterable[str], opening: Opening) -> Iterator[dict[str, Teacher]]:
+def open_kinds(names: Iterable[str], opening: TeacherOpening) -> Iterator[dict[str, Teacher]]:
     """The teachers of `names` while the block runs, each of the kind that the recipe says.
 
     Raises what the kinds raise: `StorageError`, `CheckpointError`, `ConfigError`, `TeacherError`.

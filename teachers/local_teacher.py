@@ -13,7 +13,7 @@ from opd.config.teachers import LocalTeacherConfig
 from opd.kernels.head import Head
 from opd.models.causal_lm import CausalLM
 from opd.models.long_sequence import LayerMemory
-from opd.teachers.kinds import Opening, TeacherKind
+from opd.teachers.kinds import TeacherKind, TeacherOpening
 from opd.teachers.score_cache import RowPieces, row_pieces
 from opd.train.packing import pack_tokens, sent, split_by_tokens
 from opd.types import HiddenStates, Sample
@@ -101,7 +101,9 @@ class LocalTeacher:
 
 
 @contextmanager
-def _open(teachers: Mapping[str, LocalTeacherConfig], opening: Opening) -> Iterator[dict[str, LocalTeacher]]:
+def _open(
+    teachers: Mapping[str, LocalTeacherConfig], opening: TeacherOpening
+) -> Iterator[dict[str, LocalTeacher]]:
     place = opening.placement
     yield {
         name: LocalTeacher(

@@ -32,7 +32,7 @@ from opd.megatron.form import (
     HEAD,
     Cut,
     MegatronForm,
-    Piece,
+    ParameterPart,
     assemble,
     check_tensors,
     head_shard,
@@ -46,7 +46,7 @@ from opd.models.hf_folder import check_folder, read_config, weight_files
 from opd.storage.files import file_digest
 from opd.storage.published import PublishedModel
 from opd.storage.weight_folder import read_headers
-from opd.teachers.kinds import Opening, Placement, TeacherKind
+from opd.teachers.kinds import Placement, TeacherKind, TeacherOpening
 from opd.teachers.layer_stream import UnitGather
 from opd.teachers.skeleton import is_published, small_files, unit_tensors
 from opd.train.packing import pack_tokens, split_by_tokens
@@ -77,7 +77,7 @@ class WeightSource(Protocol):
         """Bytes of weights this rank has taken from the node's copies, in the place of the store."""
         ...
 
-    def read(self, pieces: Sequence[Piece]) -> Iterator[tuple[str, Tensor]]:
+    def read(self, pieces: Sequence[ParameterPart]) -> Iterator[tuple[str, Tensor]]:
         """Each of `pieces` by name, in their order, in the source's dtype and memory of its own.
 
         With a group all its ranks read the same pieces together.
@@ -112,7 +112,7 @@ class FolderSource:
             self._digest = digest.hexdigest()
         return self._digest
 
-    def read(self, pieces: Sequence[Piece]) -> Iterator[tuple[str, Tensor]]:
+    def read(self, pieces: Sequence[ParameterPart]) -> Iterator[tuple[str, Tensor]]:
         """The slices are copied out of the mapped files, which are open while this runs."""
         with ExitStack() as stack:
             handles: dict[Path, Any] = {}
@@ -173,7 +173,7 @@ class PublishedSource:
         """What came from the node's copies."""
         return self.published.cached_bytes
 
-    def read(self, pieces: Sequence[Piece]) -> Iterator[tuple[str, Tensor]]:
+    def read(self, pieces: Sequence[ParameterPart]) -> Iterator[tuple[str, Tensor]]:
         """Raises `StorageError` from the reader, and `TeacherError` if another rank could not read."""
         for unit, members in groupby(pieces, key=_unit):
             weights = self._tensors(unit)
@@ -202,7 +202,7 @@ def open_source(
     return PublishedSource(source, group, device, cache) if is_published(source) else FolderSource(source)
 
 
-def _unit(piece: Piece) -> str:
+def _unit(piece: ParameterPart) -> str:
     """The published unit all cuts of `piece` lie in."""
     if piece.name == HEAD:
         return "head"
@@ -453,7 +453,7 @@ def megatron_teachers(
 
 @contextmanager
 def _open(
-    teachers: Mapping[str, MegatronTeacherConfig], opening: Opening
+    teachers: Mapping[str, MegatronTeacherConfig], opening: TeacherOpening
 ) -> Iterator[dict[str, MegatronTeacher]]:
     alike: dict[tuple[int, bool], dict[str, str]] = {}
     for name, settings in teachers.items():

@@ -40,7 +40,7 @@ from opd.served.loop_thread import LoopThread
 from opd.served.sglang_answers import Question
 from opd.served.urls_file import UrlsFile
 from opd.storage.published import PublishedModel
-from opd.teachers.kinds import Opening, Placement
+from opd.teachers.kinds import Placement, TeacherOpening
 from opd.teachers.skeleton import read_head
 from opd.types import HiddenStates, Sample, TeacherTargets, TokenLogprobs, TopKLogprobs
 
@@ -55,7 +55,7 @@ _LOOK = 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class SignalNeeds:
     """What a loss needs of a served teacher beside the kind of its signal."""
 
     temperature: float = 1.0
@@ -139,7 +139,7 @@ class ServedTeacher(ABC):
         url: str,
         config: ServedTeacherConfig,
         *,
-        asked: Asked,
+        asked: SignalNeeds,
         placement: Placement,
         cache: ShardCache | None = None,
     ) -> None:
@@ -158,9 +158,9 @@ class ServedTeacher(ABC):
         self.pool = HTTPPool(f"teacher {name}", pool_options(config), TeacherError, self._admit, watch=True)
         self._begun: dict[str, tuple[Question, Future[Any]]] = {}
         self.check: Callable[[], None] = lambda: None
-        """See `Opening`."""
+        """See `TeacherOpening`."""
         self.own_turn: Callable[[], AbstractContextManager[None]] | None = None
-        """One of the `turns` of `Opening`, if its servers sleep outside of it."""
+        """One of the `turns` of `TeacherOpening`, if its servers sleep outside of it."""
 
     @abstractmethod
     async def _admit(self, server: Server) -> None:
@@ -351,17 +351,17 @@ Visit = Callable[[HTTPPool, Server], Awaitable[str]]
 
 def opener(
     make: Make,
-) -> Callable[[Mapping[str, Any], Opening], AbstractContextManager[dict[str, ServedTeacher]]]:
+) -> Callable[[Mapping[str, Any], TeacherOpening], AbstractContextManager[dict[str, ServedTeacher]]]:
     """How teachers are opened that `make` makes of what `ServedTeacher` takes."""
 
     @contextmanager
     def opened(
-        teachers: Mapping[str, ServedTeacherConfig], opening: Opening
+        teachers: Mapping[str, ServedTeacherConfig], opening: TeacherOpening
     ) -> Iterator[dict[str, ServedTeacher]]:
         recipe, found = opening.recipe, {}
         loss = recipe.distill.loss
         main = opening.group is None or dist.get_rank(opening.group) == 0
-        asked = Asked(recipe.rollout.temperature, loss.k if isinstance(loss, TopKKL) else 1, main)
+        asked = SignalNeeds(recipe.rollout.temperature, loss.k if isinstance(loss, TopKKL) else 1, main)
         check_own_servers(teachers)
         with ExitStack() as stack:
             for name, settings in teachers.items():

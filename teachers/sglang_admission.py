@@ -17,7 +17,7 @@ from opd.config.teachers import SGLangTeacherConfig
 from opd.errors import TeacherError
 from opd.foreign import decoding
 from opd.kernels.head import Head
-from opd.served.hidden_segments import Plugin, Segment, most_answered, plugin_of, width_of
+from opd.served.hidden_segments import HiddenSegment, Plugin, most_answered, plugin_of, width_of
 from opd.served.http_client import RefusedError, Server, UnavailableError
 from opd.served.http_pool import HTTPPool
 from opd.served.sglang_answers import (
@@ -51,7 +51,7 @@ class HeadShape:
 
 
 @dataclass(slots=True)
-class Expected:
+class ExpectedSGLang:
     """What a server must be; what the recipe leaves open is what the first server was."""
 
     config: Mapping[str, Any]
@@ -76,7 +76,7 @@ class Expected:
     """Whether it was said that hidden states come as JSON."""
 
 
-async def admit(pool: HTTPPool, server: Server, expected: Expected) -> float | None:
+async def admit(pool: HTTPPool, server: Server, expected: ExpectedSGLang) -> float | None:
     """The most by which the probe's log-probabilities differ, in nats; `None` where there are none to compare
     with.
 
@@ -104,7 +104,7 @@ async def admit(pool: HTTPPool, server: Server, expected: Expected) -> float | N
         ) from None
 
 
-async def _look_for_plugin(pool: HTTPPool, server: Server, expected: Expected) -> None:
+async def _look_for_plugin(pool: HTTPPool, server: Server, expected: ExpectedSGLang) -> None:
     expected.plugins.pop(server.url, None)
     plugin = await plugin_of(pool, server)
     if plugin is not None:
@@ -123,7 +123,7 @@ async def hidden_states(
     pool: HTTPPool,
     server: Server,
     question: Question,
-    expected: Expected,
+    expected: ExpectedSGLang,
     check: Callable[[dict[str, Any]], None],
     *,
     logprobs: bool = False,
@@ -143,7 +143,7 @@ async def hidden_states(
         check(answer)
         rows = hidden_of(answer, question, head.width, head.rows)
     else:
-        with Segment(plugin, question, head.width) as segment:
+        with HiddenSegment(plugin, question, head.width) as segment:
             body = segment.body(logprobs=logprobs)
             answer = await pool.ask(server, "POST", "/generate", body, most_answered(body))
             check(answer)
@@ -162,7 +162,7 @@ async def checksum(pool: HTTPPool, server: Server) -> str:
     return "+".join(map(str, told))
 
 
-def _check_kind(owner: str, server: Server, info: dict[str, Any], expected: Expected) -> None:
+def _check_kind(owner: str, server: Server, info: dict[str, Any], expected: ExpectedSGLang) -> None:
     for key in ("architectures", "model_type"):
         there, here = info.get(key), expected.config.get(key)
         if there and here and there != here:
@@ -172,7 +172,7 @@ def _check_kind(owner: str, server: Server, info: dict[str, Any], expected: Expe
             )
 
 
-def _check_version(owner: str, server: Server, version: str, expected: Expected) -> None:
+def _check_version(owner: str, server: Server, version: str, expected: ExpectedSGLang) -> None:
     if expected.weight_version is None:
         expected.weight_version = version
     if version != expected.weight_version:
@@ -182,7 +182,7 @@ def _check_version(owner: str, server: Server, version: str, expected: Expected)
         )
 
 
-def check_versions(owner: str, answer: dict[str, Any], expected: Expected) -> None:
+def check_versions(owner: str, answer: dict[str, Any], expected: ExpectedSGLang) -> None:
     """`TeacherError` unless the answer was computed with the expected weights alone."""
     found = versions_of(answer)
     if found != {expected.weight_version}:
@@ -199,7 +199,7 @@ async def _settings(pool: HTTPPool, server: Server) -> dict[str, Any]:
         return {}  # a router passes scoring on but not this
 
 
-def _check_settings(owner: str, server: Server, settings: dict[str, Any], expected: Expected) -> None:
+def _check_settings(owner: str, server: Server, settings: dict[str, Any], expected: ExpectedSGLang) -> None:
     if expected.hidden and settings.get("enable_return_hidden_states") is False:
         raise TeacherError(
             f"{owner}: {server.url} returns no hidden states; start it with --enable-return-hidden-states, or"
@@ -217,7 +217,7 @@ def _check_settings(owner: str, server: Server, settings: dict[str, Any], expect
         expected.tolerance = HALF
 
 
-async def _check_checksum(pool: HTTPPool, server: Server, expected: Expected) -> None:
+async def _check_checksum(pool: HTTPPool, server: Server, expected: ExpectedSGLang) -> None:
     held = await checksum(pool, server)
     if held != expected.checksum:
         raise TeacherError(
@@ -227,7 +227,7 @@ async def _check_checksum(pool: HTTPPool, server: Server, expected: Expected) ->
 
 
 async def _outputs(
-    pool: HTTPPool, server: Server, settings: dict[str, Any], expected: Expected
+    pool: HTTPPool, server: Server, settings: dict[str, Any], expected: ExpectedSGLang
 ) -> np.ndarray:
     """The probe's log-probabilities: what is made of hidden states where these are asked for, else what the
     server says, compared with each other where it can be done.
@@ -271,7 +271,7 @@ def expected_of(
     settings: SGLangTeacherConfig,
     read: Read | None,
     load: Callable[[], Head] | None = None,
-) -> Expected:
+) -> ExpectedSGLang:
     """What the servers of a teacher must be: the published `model`, or the one of a configuration, whose head
     `load` gives. `read`: the proof, which a checksum takes the place of.
     """
@@ -285,4 +285,6 @@ def expected_of(
     hidden, known = settings.signal == "hidden", settings.checksum is not None
     proof = WeightProof(None if known else read, needed=hidden)
     rebuild = None if load is None else rebuild_with(load)
-    return Expected(described, shape, hidden, rebuild, settings.weight_version, settings.checksum, proof)
+    return ExpectedSGLang(
+        described, shape, hidden, rebuild, settings.weight_version, settings.checksum, proof
+    )

@@ -29,7 +29,7 @@ from opd.storage.published import PublishedModel
 from opd.teachers.kinds import TeacherKind
 from opd.teachers.served_teacher import ServedTeacher, Visit, lost_weights, opener, visits
 from opd.teachers.sglang_admission import (
-    Expected,
+    ExpectedSGLang,
     admit,
     check_versions,
     checksum,
@@ -37,7 +37,7 @@ from opd.teachers.sglang_admission import (
     hidden_states,
 )
 from opd.teachers.skeleton import is_published, small_files
-from opd.teachers.unpublished import FolderWeights
+from opd.teachers.unpublished import UnpublishedWeights
 from opd.teachers.weight_probe import by_published, by_source
 
 
@@ -131,17 +131,17 @@ def _check(name: str, settings: SGLangTeacherConfig, recipe: Recipe) -> Iterator
     return visits(name, settings, recipe, prepare)
 
 
-def _expected(settings: SGLangTeacherConfig, stack: ExitStack) -> Expected:
+def _expected(settings: SGLangTeacherConfig, stack: ExitStack) -> ExpectedSGLang:
     assert settings.path is not None
     path, read = settings.path, by_source(settings.path)
     if is_published(path):
         return expected_of(stack.enter_context(PublishedModel.open(path)), settings, read)
-    load = None if read is None else lambda: FolderWeights(Path(path)).head()
+    load = None if read is None else lambda: UnpublishedWeights(Path(path)).head()
     with small_files(path) as folder:
         return expected_of(read_object(folder / "config.json"), settings, read, load)
 
 
-async def _visit(pool: HTTPPool, server: Server, expected: Expected) -> str:
+async def _visit(pool: HTTPPool, server: Server, expected: ExpectedSGLang) -> str:
     apart = await admit(pool, server, expected)
     held = await checksum(pool, server)
     plugin = expected.plugins.get(server.url)

@@ -24,7 +24,7 @@ from opd.errors import TeacherError
 from opd.kernels.head import Head
 from opd.models.causal_lm import torch_device, torch_dtype
 from opd.storage.published import PublishedModel
-from opd.teachers.kinds import Opening, Placement, TeacherKind
+from opd.teachers.kinds import Placement, TeacherKind, TeacherOpening
 from opd.teachers.layer_stream import LayerStream, UnitPass, in_background
 from opd.teachers.published_adapter import PublishedAdapter, is_adapter
 from opd.teachers.score_cache import RowPieces, response_rows, row_pieces
@@ -455,7 +455,7 @@ def streamed_teachers(
 
 @contextmanager
 def _open(
-    teachers: Mapping[str, StreamedTeacherConfig], opening: Opening
+    teachers: Mapping[str, StreamedTeacherConfig], opening: TeacherOpening
 ) -> Iterator[dict[str, StreamedTeacher | LoRATeacher]]:
     made = streamed_teachers(
         {name: opening.sources[name] for name in teachers},

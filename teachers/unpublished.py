@@ -39,7 +39,7 @@ def folder_units(folder: Path, form: ModelForm) -> tuple[dict[str, Unit], dict[s
         raise stream_fault(folder) or error from None
 
 
-class FolderWeights:
+class UnpublishedWeights:
     """In float32 on the CPU.
 
     Raises `StorageError` or `CheckpointError` if the folder cannot be read.

@@ -54,7 +54,7 @@ from opd.teachers.served_teacher import (
     visits,
 )
 from opd.teachers.skeleton import is_published, small_files
-from opd.teachers.unpublished import FolderWeights
+from opd.teachers.unpublished import UnpublishedWeights
 from opd.teachers.weight_probe import Read, UnprovedError, WeightProof, by_published, by_source
 
 _POOLING = shlex.join(ServerGroupConfig(type="vllm", arguments=VLLMTeacherConfig.POOLING).words)
@@ -78,7 +78,7 @@ class Rows:
 
 
 @dataclass(slots=True)
-class Expected:
+class ExpectedVLLM:
     """What a server must be; what nothing else says is what the first server was."""
 
     vocabulary: int
@@ -94,7 +94,7 @@ class Expected:
     """What the first server calls its model."""
 
 
-async def admit(pool: HTTPPool, server: Server, expected: Expected) -> float | None:
+async def admit(pool: HTTPPool, server: Server, expected: ExpectedVLLM) -> float | None:
     """The most by which the probe's log-probabilities differ, in nats; `None` where there are none to compare
     with.
 
@@ -136,7 +136,7 @@ async def checksum(pool: HTTPPool, server: Server) -> str | None:
 
 
 async def _probe(
-    pool: HTTPPool, server: Server, expected: Expected, settings: dict[str, Any] | None
+    pool: HTTPPool, server: Server, expected: ExpectedVLLM, settings: dict[str, Any] | None
 ) -> np.ndarray | None:
     top_k, rows = expected.top_k, expected.rows
     try:
@@ -199,7 +199,7 @@ def _rows_described(path: str) -> Rows:
     with decoding(lambda cause: ConfigError(f"{path}/config.json does not say hidden_size ({cause}).")):
         width = whole(config.get("text_config", config)["hidden_size"], 1, 2**31, "hidden_size")
     here = Path(path).is_dir()
-    return Rows(width, rebuild_with(lambda: FolderWeights(Path(path)).head()) if here else None)
+    return Rows(width, rebuild_with(lambda: UnpublishedWeights(Path(path)).head()) if here else None)
 
 
 class VLLMTeacher(ServedTeacher):
@@ -211,7 +211,7 @@ class VLLMTeacher(ServedTeacher):
         top_k = min(self._asked.top_k, self._vocabulary) if self.signal == "topk" else 0
         rows = rows_of(self.published) if self.signal == "hidden" else None
         read = by_published(url, others.get("cache")) if self._asked.main else None
-        self._expected = Expected(self._vocabulary, rows, top_k, _proof(read, config), config.checksum)
+        self._expected = ExpectedVLLM(self._vocabulary, rows, top_k, _proof(read, config), config.checksum)
 
     @property
     def served_as(self) -> str:
@@ -279,13 +279,13 @@ def _check(name: str, settings: VLLMTeacherConfig, recipe: Recipe) -> Iterator[s
             rows = _rows_described(settings.path)
         top_k = min(loss.k, vocabulary) if isinstance(loss, TopKKL) and settings.signal == "topk" else 0
         proof = _proof(by_source(settings.path), settings)
-        expected = Expected(vocabulary, rows, top_k, proof, settings.checksum)
+        expected = ExpectedVLLM(vocabulary, rows, top_k, proof, settings.checksum)
         return lambda pool, server: _visit(pool, server, expected)
 
     return visits(name, settings, recipe, prepare)
 
 
-async def _visit(pool: HTTPPool, server: Server, expected: Expected) -> str:
+async def _visit(pool: HTTPPool, server: Server, expected: ExpectedVLLM) -> str:
     apart = await admit(pool, server, expected)
     held = await checksum(pool, server)
     told = "tells no checksum" if held is None else f"checksum {held}"

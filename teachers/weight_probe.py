@@ -25,7 +25,7 @@ from opd.teachers.kinds import Placement
 from opd.teachers.layer_stream import LayerStream
 from opd.teachers.skeleton import is_published
 from opd.teachers.streamed_teacher import StreamedTeacher
-from opd.teachers.unpublished import FolderWeights
+from opd.teachers.unpublished import UnpublishedWeights
 from opd.types import Sample
 
 _log = logging.getLogger(__name__)
@@ -132,7 +132,7 @@ def by_folder(folder: str | Path) -> Read:
     """By a Hugging Face folder, which the run will publish."""
 
     def read() -> np.ndarray:
-        weights = FolderWeights(Path(folder))
+        weights = UnpublishedWeights(Path(folder))
         hidden = weights.hidden(torch.from_numpy(PROBE[:-1].astype(np.int64)))
         return _logprobs(hidden, weights.head())
 

@@ -22,7 +22,7 @@ from opd.config.load import load_recipe
 from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.stages.context import StageContext
 from opd.pipelines.stages.distill import Distill
-from opd.pipelines.stages.loop import PhaseTimer, Step
+from opd.pipelines.stages.loop import PhaseTimer, StepContext
 from opd.pipelines.stages.samples import StepSamples
 from opd.train.backend import TorchBackend
 
@@ -42,7 +42,7 @@ def gradients(whole: Path, start: Path, words: Sequence[str], draws: int, *files
         ExitStack() as stack,
     ):
         context = StageContext.open(recipe, folder, "merge", lambda *_: None)
-        merge, step = Distill(context, start, stack), Step(0, 0.0, PhaseTimer(), {})
+        merge, step = Distill(context, start, stack), StepContext(0, 0.0, PhaseTimer(), {})
         student, backend = merge.student, merge.student.backend
         assert isinstance(backend, TorchBackend)
         module = backend.model.module

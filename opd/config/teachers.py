@@ -329,7 +329,7 @@ class MegatronTeacherConfig(TeacherSettings):
         return "whole" if self.keep else "published"
 
 
-class Entry(Config):
+class TeacherEntry(Config):
     """What an entry of `teachers` has beside its kind."""
 
     path: Place | None = Field(default=None, min_length=1)
@@ -337,15 +337,15 @@ class Entry(Config):
     (`opd publish`); `null` is the specialist that this run trains on the domain of that name."""
 
 
-class LocalTeacherEntry(LocalTeacherConfig, Entry):
+class LocalTeacherEntry(LocalTeacherConfig, TeacherEntry):
     __doc__ = LocalTeacherConfig.__doc__
 
 
-class StreamedTeacherEntry(StreamedTeacherConfig, Entry):
+class StreamedTeacherEntry(StreamedTeacherConfig, TeacherEntry):
     __doc__ = StreamedTeacherConfig.__doc__
 
 
-class MegatronTeacherEntry(MegatronTeacherConfig, Entry):
+class MegatronTeacherEntry(MegatronTeacherConfig, TeacherEntry):
     __doc__ = MegatronTeacherConfig.__doc__
 
 

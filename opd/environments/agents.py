@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from opd.config.environments import EnvironmentConfig
-from opd.environments.branches import Branches, Turn
+from opd.environments.branches import Branches, BranchTurn
 from opd.environments.episodes import EPISODE, assemble, ended_groups, task_of
 from opd.environments.gateway import Gateway, Session, require_server
 from opd.environments.kinds import agent_function
@@ -47,7 +47,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class AgentOutcome:
     """What an agent returned."""
 
     reward: float | None = None
@@ -105,7 +105,7 @@ class Agents:
         sampling: SamplingParams,
         seed: int,
         news: threading.Event,
-    ) -> _Batch:
+    ) -> _AgentBatch:
         """See `opd.rollout.beside`."""
         groups = [prompt.group(group_size) for prompt in prompts]
         episodes = [
@@ -114,7 +114,7 @@ class Agents:
             for sample in group.samples
         ]
         opened = partial(Gateway, self._tokenizer)
-        batch = _Batch(self._config, self._domain, self._run, opened, seed, news)
+        batch = _AgentBatch(self._config, self._domain, self._run, opened, seed, news)
         batch.add(groups, episodes)
         return batch
 
@@ -122,7 +122,7 @@ class Agents:
         return Branches(sample, self._config, self._tokenizer, self._template, sampling)
 
 
-class _Batch:
+class _AgentBatch:
     """Episodes that are written together."""
 
     def __init__(
@@ -139,7 +139,7 @@ class _Batch:
         self._waiting: deque[_Episode] = deque()
         """Not begun: as many are open as may be."""
         self._running = 0
-        self._writing: dict[str, Turn] = {}
+        self._writing: dict[str, BranchTurn] = {}
         """By uid of the request in flight."""
         self._transcript = Transcript()
         self._groups: list[SampleGroup] = []
@@ -183,7 +183,7 @@ class _Batch:
             f" randomness from task.seed, and no time of day from anywhere ({error})"
         )
 
-    def _asked(self, session: Session, turns: Sequence[Turn]) -> None:
+    def _asked(self, session: Session, turns: Sequence[BranchTurn]) -> None:
         """A client wants these to be written. In the gateway's thread."""
         self._loop.tell((session, turns), None)
 
@@ -210,7 +210,7 @@ class _Batch:
             return None
         return asked
 
-    def _begin(self, session: Session, turns: Sequence[Turn]) -> list[RolloutRequest]:
+    def _begin(self, session: Session, turns: Sequence[BranchTurn]) -> list[RolloutRequest]:
         self._writing |= {turn.uid: turn for turn in turns}
         self._transcript.begin({turn.uid: Tokens.empty() for turn in turns})
         return [session.branches.request(turn, self._seed) for turn in turns]
@@ -218,7 +218,7 @@ class _Batch:
     def take(self, chunk: Chunk) -> None:
         """What the engine has written, told to who waits for it."""
         self._transcript.add(chunk)
-        news: list[tuple[Turn, Tokens, Status | None]] = []
+        news: list[tuple[BranchTurn, Tokens, Status | None]] = []
         for uid in dict.fromkeys((*chunk.uids, *chunk.finished)):
             status = chunk.finished.get(uid)
             if status not in (None, Status.COMPLETED, Status.TRUNCATED):
@@ -230,7 +230,7 @@ class _Batch:
         if news:
             self._gateway.loop.call(_feed, news)
 
-    async def _play(self, episode: _Episode) -> Outcome:
+    async def _play(self, episode: _Episode) -> AgentOutcome:
         """Call the agent until it returns. Raises `RolloutError` once all attempts have failed."""
         session, retry = episode.session, Retry(attempts=self._config.attempts)
         where = f"{self._what}, {episode.task.uid})"
@@ -241,7 +241,7 @@ class _Batch:
             except FailedError as error:
                 if session.branches.limit is not None:  # it was refused what the recipe does not allow
                     self._without_room.append(f"{episode.task.uid} {error}")
-                    return Outcome(0.0)
+                    return AgentOutcome(0.0)
                 if failures == retry.attempts:
                     raise given_up(where, error, failures) from error
                 _log.warning("%s: %s; it is called again, and given the same answers", where, error)
@@ -286,7 +286,7 @@ class _Batch:
         except (SystemExit, KeyboardInterrupt) as error:  # an exit is no end of the command
             raise RuntimeError(f"{type(error).__name__}: {error}") from error
 
-    def _checked(self, said: Any, branches: Branches) -> Outcome:
+    def _checked(self, said: Any, branches: Branches) -> AgentOutcome:
         """`said`, if it is what an agent may return."""
         what = f"{self._what}) returned"
         given = dict(said) if isinstance(said, Mapping) else {"reward": said}
@@ -305,19 +305,19 @@ class _Batch:
         if len(json.dumps(info)) > MOST_INFO:
             raise FailedError(f"{what} more than {MOST_INFO:,} characters beside its reward")
         if answer is None:
-            return Outcome(number, info)
+            return AgentOutcome(number, info)
         known = isinstance(answer, str) and isinstance(choice, int | np.integer)  # others may have no hash
         if not known or (answer, choice) not in branches.answered:
             named = f"answer {told(answer, repr)[:100]}, choice {told(choice, repr)[:100]}"
             raise FailedError(f"{what} {named}, which is none it had")
-        return Outcome(number, info, (answer, int(choice)))
+        return AgentOutcome(number, info, (answer, int(choice)))
 
-    def _end(self, episode: _Episode, outcome: Outcome) -> None:
+    def _end(self, episode: _Episode, outcome: AgentOutcome) -> None:
         """The agent has returned: the branch in which it ended becomes the sample, others its branches."""
         branches, sample = episode.session.branches, episode.sample
         why = branches.limit or "done"
         sample.status = Status.COMPLETED if why == "done" else Status.TRUNCATED
-        learnt: set[Turn] = set()
+        learnt: set[BranchTurn] = set()
         ends = branches.ends(branches.chosen(outcome.answer))
         if not ends:
             assemble(sample, None, [])
@@ -338,7 +338,7 @@ class _Batch:
             "branches": len(ends),
         }
 
-    def _branch(self, sample: Sample, end: Turn) -> Sample:
+    def _branch(self, sample: Sample, end: BranchTurn) -> Sample:
         """A further sample of the episode of `sample`, for the branch that ends in `end`."""
         group = next(one for one in self._groups if one.uid == sample.group_uid)
         own = {"uid": f"{sample.uid}/{end.branch}", "branch_of": sample.uid}
@@ -347,7 +347,7 @@ class _Batch:
         return branch
 
 
-def _written(path: Sequence[Turn], learnt: Collection[Turn]) -> list[tuple[Tokens, bool]]:
+def _written(path: Sequence[BranchTurn], learnt: Collection[BranchTurn]) -> list[tuple[Tokens, bool]]:
     """The response of a branch: what was written, and what lies between. Turns that another sample has in its
     loss mask are what this one is written behind, as all that the model has not written is.
     """
@@ -366,6 +366,6 @@ def _given(ids: np.ndarray, versions: np.ndarray) -> Tokens:
     return Tokens(ids, np.zeros(len(ids), np.float32), versions)
 
 
-def _feed(news: Sequence[tuple[Turn, Tokens, Status | None]]) -> None:
+def _feed(news: Sequence[tuple[BranchTurn, Tokens, Status | None]]) -> None:
     for turn, tokens, status in news:
         turn.feed(tokens, status)

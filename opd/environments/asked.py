@@ -28,7 +28,7 @@ _READ = ("role", "content", "name", "tool_call_id", "tool_calls", *THOUGHTS)
 _AS_RECIPE = "is not applied: what is learnt from is sampled as the recipe says"
 
 
-class RefusedError(Exception):
+class RefusedRequestError(Exception):
     """A request that is not answered: an error object of OpenAI's API."""
 
     def __init__(
@@ -46,7 +46,7 @@ class RefusedError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class AgentRequest:
     """A request, read."""
 
     prompt: str | tuple[int, ...] | None
@@ -109,7 +109,7 @@ class _Common(BaseModel):
             raise ValueError(f"has at most {MOST_STOPS} texts of 1 to {LONGEST_STOP:,} characters")
         return stops
 
-    def _asked(self, **own: Any) -> Asked:
+    def _asked(self, **own: Any) -> AgentRequest:
         usage = (self.stream_options or {}).get("include_usage") is True
         common: dict[str, Any] = {
             "prompt": None,
@@ -125,7 +125,7 @@ class _Common(BaseModel):
             "ids": bool(self.return_token_ids),
             "model": self.model,
         }
-        return Asked(**{**common, **own})
+        return AgentRequest(**{**common, **own})
 
 
 class _Chat(_Common):
@@ -176,7 +176,7 @@ class _Chat(_Common):
             raise ValueError('is ["text"]: the model writes nothing else')
         return given
 
-    def asked(self) -> Asked:
+    def asked(self) -> AgentRequest:
         tools = tuple(_tool(one, place) for place, one in enumerate(self.tools or ()))
         _refuse_large(tools, "tools")
         limits = [most for most in (self.max_tokens, self.max_completion_tokens) if most is not None]
@@ -204,32 +204,34 @@ class _Completion(_Common):
             raise ValueError("is not supported")
         return given
 
-    def asked(self) -> Asked:
+    def asked(self) -> AgentRequest:
         if self.best_of not in (None, self.n or 1):
-            raise RefusedError("best_of is n, or left out: all that is written is answered.", param="best_of")
+            raise RefusedRequestError(
+                "best_of is n, or left out: all that is written is answered.", param="best_of"
+            )
         prompt: Any = self.prompt
         if isinstance(prompt, list) and prompt and isinstance(prompt[0], str):
             if len(prompt) > 1:
-                raise RefusedError("prompt is one text, or the token ids of one.", param="prompt")
+                raise RefusedRequestError("prompt is one text, or the token ids of one.", param="prompt")
             prompt = prompt[0]
         if not prompt:
-            raise RefusedError("prompt is empty.", param="prompt")
+            raise RefusedRequestError("prompt is empty.", param="prompt")
         prompt = prompt if isinstance(prompt, str) else tuple(prompt)
         # OpenAI's own default of 16 tokens is an old one: what is left is what a chat would have.
         return self._asked(prompt=prompt, logprobs=self.logprobs is not None)
 
 
-def read_asked(body: bytes, chat: bool) -> Asked:
-    """The request in `body`. Raises `RefusedError`."""
+def read_asked(body: bytes, chat: bool) -> AgentRequest:
+    """The request in `body`. Raises `RefusedRequestError`."""
     try:
         given = read_document(body, MOST_BODY)
         json.dumps(given, ensure_ascii=False).encode()  # halves of characters are no text
     except (ValueError, RecursionError) as error:
-        raise RefusedError(
+        raise RefusedRequestError(
             f"the body is no JSON that is read: {shown(error, 200)}.", "invalid_json"
         ) from None
     if not isinstance(given, dict):
-        raise RefusedError("the body is no object.", "invalid_json")
+        raise RefusedRequestError("the body is no object.", "invalid_json")
     try:
         form = (_Chat if chat else _Completion).model_validate(given)
     except ValidationError as error:
@@ -238,42 +240,42 @@ def read_asked(body: bytes, chat: bool) -> Asked:
 
 
 def _refuse_large(objects: Sequence[Any], what: str) -> None:
-    """Raise `RefusedError` for more than `MOST_OBJECTS` characters."""
+    """Raise `RefusedRequestError` for more than `MOST_OBJECTS` characters."""
     count = len(json.dumps(objects, ensure_ascii=False)) if objects else 0
     if count > MOST_OBJECTS:
-        raise RefusedError(
+        raise RefusedRequestError(
             f"{what} have {count:,} characters, and {MOST_OBJECTS:,} are the most.", "too_large", what, 413
         )
 
 
-def _refused(error: ValidationError) -> RefusedError:
+def _refused(error: ValidationError) -> RefusedRequestError:
     first = error.errors(include_url=False, include_input=False, include_context=False)[0]
     param = shown(".".join(str(part) for part in first["loc"]))
     if param.startswith("prompt."):  # a form for each kind of it
-        return RefusedError("prompt is one text, or the token ids of one.", "invalid_value", "prompt")
+        return RefusedRequestError("prompt is one text, or the token ids of one.", "invalid_value", "prompt")
     if first["type"] == "extra_forbidden":
-        return RefusedError(f"{param} is not supported.", "unsupported_parameter", param)
+        return RefusedRequestError(f"{param} is not supported.", "unsupported_parameter", param)
     said = shown(first["msg"].removeprefix("Value error, "), 300)
-    return RefusedError(f"{param}: {said}.", "invalid_value", param)
+    return RefusedRequestError(f"{param}: {said}.", "invalid_value", param)
 
 
 def messages_of(given: Sequence[Mapping[str, Any]]) -> tuple[Message, ...]:
     """Messages as chat templates take them: text, calls with their arguments as objects, and nothing else of
-    what a client may keep in them. Raises `RefusedError`.
+    what a client may keep in them. Raises `RefusedRequestError`.
     """
     _refuse_large([one.get("tool_calls") for one in given if one.get("tool_calls")], "tool_calls")
     for place, one in enumerate(given):
         if not isinstance(one.get("role"), str) or one["role"] not in _ROLES:
             where = f"messages[{place}].role"
-            raise RefusedError(f"{where} is one of {', '.join(_ROLES)}.", param=where)
+            raise RefusedRequestError(f"{where} is one of {', '.join(_ROLES)}.", param=where)
     read = [{key: one[key] for key in _READ if one.get(key) is not None} for one in given]
     try:
         found = tuple(read_messages([{"content": None, **one} for one in read]))
     except MessageError as error:
         where = f"messages{'' if error.place[:1] in ('', '[') else '.'}{error.place}"
-        raise RefusedError(f"{where}: {error}.", param=where) from None
+        raise RefusedRequestError(f"{where}: {error}.", param=where) from None
     if found[-1]["role"] == "assistant":
-        raise RefusedError("the last message is the assistant's: nothing goes on with an answer.")
+        raise RefusedRequestError("the last message is the assistant's: nothing goes on with an answer.")
     return found
 
 
@@ -281,5 +283,7 @@ def _tool(given: dict[str, Any], place: int) -> dict[str, Any]:
     where = f"tools[{place}]"
     told = given.get("function")
     if given.get("type") != "function" or not isinstance(told, dict) or not isinstance(told.get("name"), str):
-        raise RefusedError(f'{where} is {{"type": "function", "function": {{"name": ...}}}}.', param=where)
+        raise RefusedRequestError(
+            f'{where} is {{"type": "function", "function": {{"name": ...}}}}.', param=where
+        )
     return given

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from opd.config.environments import EnvironmentConfig
-from opd.environments.asked import Asked, RefusedError
+from opd.environments.asked import AgentRequest, RefusedRequestError
 from opd.environments.conversation import Conversation
 from opd.environments.protocol import Message
 from opd.environments.tool_calls import parse, without_calls
@@ -36,12 +36,12 @@ Limit = Literal["turns", "tokens"]
 
 
 @dataclass(slots=True, eq=False)
-class Turn:
+class BranchTurn:
     """What the model is asked for once, and what it wrote."""
 
     uid: str
     """Of its request."""
-    parent: Turn | None
+    parent: BranchTurn | None
     """The turn that it goes on with."""
     added: np.ndarray
     """[A] int32: what lies between the parent's tokens and its own; a branch's whole prompt."""
@@ -67,13 +67,13 @@ class Turn:
     def context(self) -> np.ndarray:
         """[C] int32: the tokens it is written behind."""
         parts: list[np.ndarray] = []
-        turn: Turn | None = self
+        turn: BranchTurn | None = self
         while turn is not None:
             parts += [turn.added] if turn is self else [turn.tokens.token_ids, turn.added]
             turn = turn.parent
         return np.concatenate(parts[::-1])
 
-    def path(self) -> list[Turn]:
+    def path(self) -> list[BranchTurn]:
         """From the branch's first turn to this."""
         found, turn = [], self
         while turn is not None:
@@ -134,22 +134,22 @@ class Branches:
         self._config, self._tokenizer, self._template = config, tokenizer, template
         self.room = len(sample.prompt_ids) + sampling.max_new_tokens
         """Tokens of a branch, its prompt included."""
-        self.turns: list[Turn] = []
+        self.turns: list[BranchTurn] = []
         self.limit: Limit | None = None
         """For which a request was refused last."""
         self.calls = self.broken = 0
         """Tool calls that could be read, and that could not."""
-        self.asks: list[list[Turn]] = []
+        self.asks: list[list[BranchTurn]] = []
         """The turns of each request, one a choice, in the order in which they were asked for."""
-        self.answered: dict[tuple[str, int], Turn] = {}
+        self.answered: dict[tuple[str, int], BranchTurn] = {}
         """By name of the answer and number of the choice."""
-        self._ends: dict[bytes, Turn] = {}
+        self._ends: dict[bytes, BranchTurn] = {}
         """By digest of a conversation whose last message is the turn's."""
-        self._texts: dict[Turn, tuple[str, ...]] = {}
+        self._texts: dict[BranchTurn, tuple[str, ...]] = {}
         """Prompt and what was written, of turns without messages: all of it, and up to the stop string's end
         if that is within a token."""
 
-    def conversation(self, asked: Asked) -> Conversation:
+    def conversation(self, asked: AgentRequest) -> Conversation:
         """What makes tokens of messages, with the tools of the request."""
         tools = {"tools": list(asked.tools)} if asked.tools else {}
         return Conversation(self._tokenizer, {**self._template, **tools}, self.sampling.stop_ids)
@@ -162,7 +162,7 @@ class Branches:
         self.asks.clear()
         self.answered.clear()
 
-    def chosen(self, answer: tuple[str, int] | None = None) -> Turn | None:
+    def chosen(self, answer: tuple[str, int] | None = None) -> BranchTurn | None:
         """The turn that ends the branch which becomes the sample: that of `answer`, else the one that was
         asked for last of those that were answered. Raises `KeyError` if no answer has that name.
         """
@@ -171,7 +171,7 @@ class Branches:
         told = set(self.answered.values())
         return next((turn for turns in reversed(self.asks) for turn in turns if turn in told), None)
 
-    def ends(self, chosen: Turn | None) -> list[Turn]:
+    def ends(self, chosen: BranchTurn | None) -> list[BranchTurn]:
         """The turns in which branches end: those that were answered and that no answered one goes on with.
         The one `chosen` comes first, if it is given; the others by name, since sub-agents that ask side by
         side do so in no order.
@@ -182,21 +182,23 @@ class Branches:
         first = [] if chosen is None else [chosen]
         return [*first, *sorted(ends, key=lambda turn: turn.uid)]
 
-    def place(self, asked: Asked) -> tuple[list[Turn], list[Turn]]:
+    def place(self, asked: AgentRequest) -> tuple[list[BranchTurn], list[BranchTurn]]:
         """The turns that answer `asked`, one a choice, and those of them that the model has to be asked for.
-        Raises `RefusedError`.
+        Raises `RefusedRequestError`.
         """
         self._refuse_text(asked)
         try:
             parent, added = self._behind(asked)
-        except RefusedError:
+        except RefusedRequestError:
             raise
         except RolloutError as error:
-            raise RefusedError(str(error), "template_error", "messages") from error
+            raise RefusedRequestError(str(error), "template_error", "messages") from error
         except BaseException as error:  # tokenizers raise plain Exceptions of many kinds
             if not is_of_library(error):
                 raise
-            raise RefusedError(f"the tokenizer cannot encode the request ({reason_of(error)}).") from error
+            raise RefusedRequestError(
+                f"the tokenizer cannot encode the request ({reason_of(error)})."
+            ) from error
         most = self._most(asked, parent, added)
         same = [one for one in self.turns if not one.taken and _is(one, parent, added, most, asked.stops)]
         found = same[: asked.choices]
@@ -205,7 +207,7 @@ class Branches:
         had = {one for turns in self.asks for one in turns}
         if len(had.union(found)) + lacking > self._config.max_turns:
             self.limit = "turns"
-            raise RefusedError(
+            raise RefusedRequestError(
                 f"the episode has had its {self._config.max_turns} turns (environment.max_turns).",
                 "max_turns",
             )
@@ -218,14 +220,14 @@ class Branches:
         self.asks.append([*found, *new])
         return self.asks[-1], new
 
-    def request(self, turn: Turn, seed: int) -> RolloutRequest:
+    def request(self, turn: BranchTurn, seed: int) -> RolloutRequest:
         """What the engine is asked for."""
         sampling = replace(self.sampling, max_new_tokens=turn.most)
         return RolloutRequest(
             turn.uid, turn.context(), sampling, seed, session=self.sample.uid, continues=True
         )
 
-    def tell(self, asked: Asked, turn: Turn, name: str, choice: int, begun: str = "") -> Said:
+    def tell(self, asked: AgentRequest, turn: BranchTurn, name: str, choice: int, begun: str = "") -> Said:
         """What a turn that has ended says to its client, to whom `begun` of it was told before."""
         written = self.conversation(asked).text(turn.tokens.token_ids.tolist())
         ends = [(place, place + len(stop)) for stop in asked.stops if (place := written.find(stop)) >= 0]
@@ -252,7 +254,7 @@ class Branches:
             self._texts[turn] = tuple(asked.prompt + whole for whole in wholes)
         return said
 
-    def _calls(self, asked: Asked, text: str, name: str) -> list[dict[str, Any]]:
+    def _calls(self, asked: AgentRequest, text: str, name: str) -> list[dict[str, Any]]:
         """The calls in `text`, for a client. One with a token of the chat template's own in it is broken: it
         would be refused when it is brought back.
         """
@@ -268,7 +270,7 @@ class Branches:
         self.broken += len(broken)
         return found
 
-    def _most(self, asked: Asked, parent: Turn | None, added: np.ndarray) -> int:
+    def _most(self, asked: AgentRequest, parent: BranchTurn | None, added: np.ndarray) -> int:
         """Tokens that may follow."""
         path = [] if parent is None else parent.path()
         first = len(path[0].added) if path else len(added)
@@ -276,7 +278,7 @@ class Branches:
         left = min(self.room - before, self.sampling.max_new_tokens - (before - first))
         if left <= 0:
             self.limit = "tokens"
-            raise RefusedError(
+            raise RefusedRequestError(
                 f"this conversation has {before:,} tokens and leaves no room for an answer: a branch has"
                 f" {self.room:,}, {self.sampling.max_new_tokens:,} of them behind its first prompt"
                 " (rollout.max_new_tokens).",
@@ -285,9 +287,9 @@ class Branches:
             )
         return min(left, self._config.turn_tokens or left, asked.most or left)
 
-    def _refuse_text(self, asked: Asked) -> None:
-        """Raise `RefusedError` for text that fits in no branch however it is encoded: everybody would wait
-        while megabytes are encoded.
+    def _refuse_text(self, asked: AgentRequest) -> None:
+        """Raise `RefusedRequestError` for text that fits in no branch however it is encoded: everybody would
+        wait while megabytes are encoded.
         """
         longest = longest_token(self._tokenizer)
         given = asked.prompt if isinstance(asked.prompt, str) else ""
@@ -298,24 +300,26 @@ class Branches:
         count += len(json.dumps(objects, ensure_ascii=False)) if objects else 0
         if longest is not None and count > self.room * longest:
             self.limit = "tokens"
-            raise RefusedError(
+            raise RefusedRequestError(
                 f"a text of {count:,} characters leaves no room for an answer: a branch has {self.room:,}"
                 " tokens (rollout.max_new_tokens).",
                 "context_length_exceeded",
                 "messages" if asked.chat else "prompt",
             )
 
-    def _refuse_unread(self, asked: Asked, messages: Sequence[Message]) -> None:
-        """Raise `RefusedError` for what the chat template would not show the model of `messages`, which are
-        new to it, and for tools.
+    def _refuse_unread(self, asked: AgentRequest, messages: Sequence[Message]) -> None:
+        """Raise `RefusedRequestError` for what the chat template would not show the model of `messages`,
+        which are new to it, and for tools.
         """
         own = {"tools": list(asked.tools)} if asked.tools else {}
         try:
             refuse_unread(self._tokenizer, messages, {**self._template, **own}, own)
         except TemplateError as error:
-            raise RefusedError(f"{error}.", "template_error", "messages") from None
+            raise RefusedRequestError(f"{error}.", "template_error", "messages") from None
 
-    def _new(self, parent: Turn | None, added: np.ndarray, most: int, stops: tuple[str, ...]) -> Turn:
+    def _new(
+        self, parent: BranchTurn | None, added: np.ndarray, most: int, stops: tuple[str, ...]
+    ) -> BranchTurn:
         """A turn with a name that a resumed run gives again, whatever other branches it is asked beside."""
         before = [one for one in self.turns if one.parent is parent]
         if parent is None:
@@ -328,9 +332,9 @@ class Branches:
         else:
             branch = hashlib.sha256(told + b"#%d" % len(before)).hexdigest()[:12]
             depth = 0 if parent is None else parent.depth + 1
-        return Turn(f"{self.sample.uid}/{branch}/{depth}", parent, added, most, stops, branch, depth)
+        return BranchTurn(f"{self.sample.uid}/{branch}/{depth}", parent, added, most, stops, branch, depth)
 
-    def _behind(self, asked: Asked) -> tuple[Turn | None, np.ndarray]:
+    def _behind(self, asked: AgentRequest) -> tuple[BranchTurn | None, np.ndarray]:
         """The turn that `asked` goes on with, and the tokens that come behind it."""
         if isinstance(asked.prompt, str):
             return self._behind_text(asked.prompt)
@@ -339,12 +343,12 @@ class Branches:
         conversation = self.conversation(asked)
         unread = [{key: one[key] for key in one if key != "content"} for one in asked.messages]
         if special := conversation.special_in(json.dumps([unread, asked.tools], ensure_ascii=False)):
-            raise RefusedError(
+            raise RefusedRequestError(
                 f"names, tool calls and tools hold {special}, a token of the chat template's own.",
                 param="messages",
             )
         if asked.tools and self._config.tool_format == "none":
-            raise RefusedError(
+            raise RefusedRequestError(
                 "the recipe does not say how the model writes tool calls: set environment.tool_format.",
                 param="tools",
             )
@@ -360,7 +364,7 @@ class Branches:
         count = len(given) if list(asked.messages[: len(given)]) == given else 0
         return None, conversation.opening(asked.messages[:count], asked.messages[count:])
 
-    def _behind_text(self, prompt: str) -> tuple[Turn | None, np.ndarray]:
+    def _behind_text(self, prompt: str) -> tuple[BranchTurn | None, np.ndarray]:
         best, known = None, 0
         for turn, texts in self._texts.items():
             for text in texts:
@@ -374,10 +378,10 @@ class Branches:
         ended = len(written) and len(added) and added[0] == written[-1] in self.sampling.stop_ids
         return best, added[1:] if ended else added
 
-    def _behind_ids(self, prompt: Sequence[int]) -> tuple[Turn | None, np.ndarray]:
+    def _behind_ids(self, prompt: Sequence[int]) -> tuple[BranchTurn | None, np.ndarray]:
         size = id_count(self._tokenizer)
         if not all(0 <= one < size for one in prompt):
-            raise RefusedError(f"prompt holds ids outside of 0 to {size - 1}.", param="prompt")
+            raise RefusedRequestError(f"prompt holds ids outside of 0 to {size - 1}.", param="prompt")
         ids, best, longest = _ids(prompt), None, 0
         for turn in self.turns:
             if turn.status is None or not turn.taken:
@@ -404,7 +408,9 @@ def longest_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
     return longest if len(ids) * longest >= len(odd) and tokenizer.unk_token_id not in ids else None
 
 
-def _is(turn: Turn, parent: Turn | None, added: np.ndarray, most: int, stops: tuple[str, ...]) -> bool:
+def _is(
+    turn: BranchTurn, parent: BranchTurn | None, added: np.ndarray, most: int, stops: tuple[str, ...]
+) -> bool:
     limits = turn.most == most and turn.stops == stops
     return limits and turn.parent is parent and np.array_equal(turn.added, added)
 

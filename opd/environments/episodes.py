@@ -185,14 +185,14 @@ class Episodes:
         sampling: SamplingParams,
         seed: int,
         news: threading.Event,
-    ) -> _Batch:
+    ) -> _EpisodeBatch:
         """See `opd.rollout.beside`."""
         groups = [prompt.group(group_size) for prompt in prompts]
         samples = [sample for group in groups for sample in group.samples]
         conversation = Conversation(self._tokenizer, self._template, sampling.stop_ids)
         success = self._config.success
         episodes = [Episode(one, self._world(one, seed), success=success) for one in samples]
-        batch = _Batch(self._config, conversation, sampling, seed, news)
+        batch = _EpisodeBatch(self._config, conversation, sampling, seed, news)
         batch.add(groups, episodes)
         return batch
 
@@ -211,7 +211,7 @@ def _logged(make: Callable[[], Any], log: TrajectoryLog) -> Any:
     return made
 
 
-class _Batch:
+class _EpisodeBatch:
     """Episodes that are written together, from the first reset to the last close."""
 
     def __init__(

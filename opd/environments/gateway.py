@@ -17,8 +17,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from opd.environments.asked import MOST_BODY, Asked, RefusedError, read_asked
-from opd.environments.branches import Branches, Said, Turn
+from opd.environments.asked import MOST_BODY, AgentRequest, RefusedRequestError, read_asked
+from opd.environments.branches import Branches, BranchTurn, Said
 from opd.environments.world import Loop
 from opd.errors import MissingExtraError, reason_of
 from opd.foreign import visible
@@ -63,12 +63,12 @@ class Session:
 
 
 class Gateway:
-    """The server. `ask` is told, in the server's thread, which turns the engine is to write; `Turn.feed` is
-    to be called through `loop`.
+    """The server. `ask` is told, in the server's thread, which turns the engine is to write;
+    `BranchTurn.feed` is to be called through `loop`.
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, ask: Callable[[Session, Sequence[Turn]], None]
+        self, tokenizer: PreTrainedTokenizerBase, ask: Callable[[Session, Sequence[BranchTurn]], None]
     ) -> None:
         """Raises `MissingExtraError`."""
         require_server()
@@ -166,27 +166,27 @@ class Gateway:
                 finally:
                     session.in_flight -= 1
                     session.quiet = time.monotonic()
-            except RefusedError as error:
+            except RefusedRequestError as error:
                 return _refusal(web, error)
             except web.HTTPException as error:
-                said = RefusedError(f"{error.reason}.", "not_found", status=error.status)
+                said = RefusedRequestError(f"{error.reason}.", "not_found", status=error.status)
                 return _refusal(web, said)
             except asyncio.CancelledError:
                 raise
             except ConnectionError:  # nobody will read this: raised on, it would be a traceback in the log
-                return _refusal(web, RefusedError("the client has gone.", "gone"))
+                return _refusal(web, RefusedRequestError("the client has gone.", "gone"))
             except Exception as error:
                 _log.exception("gateway: %s failed (%s)", visible(request.path, ""), reason_of(error))
-                return _refusal(web, RefusedError("the gateway failed.", "internal", status=500))
+                return _refusal(web, RefusedRequestError("the gateway failed.", "internal", status=500))
 
         return guard
 
     def _session(self, request: web.Request) -> Session:
-        """Of the episode whose key it has. Raises `RefusedError`."""
+        """Of the episode whose key it has. Raises `RefusedRequestError`."""
         scheme, _, key = request.headers.get("Authorization", "").partition(" ")
         session = self._sessions.get(_digest(key.strip())) if scheme.lower() == "bearer" else None
         if session is None:
-            raise RefusedError(
+            raise RefusedRequestError(
                 "the key is none of an episode that is open; use the api_key that the agent was called with.",
                 "invalid_api_key",
                 status=401,
@@ -236,7 +236,7 @@ class Gateway:
             _left(placed)
             raise
 
-    async def _placed(self, session: Session, asked: Asked) -> list[Turn]:
+    async def _placed(self, session: Session, asked: AgentRequest) -> list[BranchTurn]:
         """The turns that answer `asked`, each of which the engine writes, or has written. Not to be ended
         in its middle: a turn that was made, and never asked for, would keep whoever asks again waiting.
         """
@@ -262,8 +262,8 @@ class _Answer:
 
     def __init__(
         self,
-        asked: Asked,
-        turns: Sequence[Turn],
+        asked: AgentRequest,
+        turns: Sequence[BranchTurn],
         branches: Branches,
         tokenizer: PreTrainedTokenizerBase,
         one: ThreadPoolExecutor,
@@ -316,16 +316,18 @@ class _Answer:
         if self._asked.usage:
             yield {**head, "choices": [], "usage": self._usage()}
 
-    async def _tell(self, turn: Turn, place: int, begun: str = "") -> Said:
+    async def _tell(self, turn: BranchTurn, place: int, begun: str = "") -> Said:
         loop, told = asyncio.get_running_loop(), self._branches.tell
         return await loop.run_in_executor(self._one, told, self._asked, turn, self.name, place, begun)
 
-    def _ended(self, turn: Turn) -> bool:
+    def _ended(self, turn: BranchTurn) -> bool:
         if self._stops is not None:
             turn.stop_at(self._stops)
         return turn.status is not None
 
-    def _piece(self, place: int, turn: Turn, start: int, end: int, delta: dict[str, Any]) -> dict[str, Any]:
+    def _piece(
+        self, place: int, turn: BranchTurn, start: int, end: int, delta: dict[str, Any]
+    ) -> dict[str, Any]:
         found: dict[str, Any] = {"index": place, "finish_reason": None}
         found |= {"delta": delta} if self._asked.chat else {"text": delta["content"]}
         found["logprobs"] = self._logprobs(turn, start, end)
@@ -341,7 +343,7 @@ class _Answer:
         prompt, written = len(self._turns[0].context()), sum(len(turn.tokens) for turn in self._turns)
         return {"prompt_tokens": prompt, "completion_tokens": written, "total_tokens": prompt + written}
 
-    def _logprobs(self, turn: Turn, start: int, end: int) -> dict[str, Any] | None:
+    def _logprobs(self, turn: BranchTurn, start: int, end: int) -> dict[str, Any] | None:
         if not self._asked.logprobs:
             return None
         texts = [self._decode([one]) for one in turn.tokens.token_ids[start:end].tolist()]
@@ -385,7 +387,7 @@ class _Pieces:
         return new
 
 
-def _left(placed: asyncio.Future[list[Turn]]) -> None:
+def _left(placed: asyncio.Future[list[BranchTurn]]) -> None:
     """The client of these turns has gone."""
     if not placed.cancelled() and placed.exception() is None:
         for turn in placed.result():
@@ -405,16 +407,16 @@ def _message(said: Said) -> dict[str, Any]:
     return made
 
 
-async def _change(turn: Turn) -> None:
+async def _change(turn: BranchTurn) -> None:
     await turn.changed.wait()
     turn.changed.clear()
 
 
 async def _body(request: web.Request) -> bytes:
-    """All of it. Raises `RefusedError` if it is too large, or comes too slowly."""
+    """All of it. Raises `RefusedRequestError` if it is too large, or comes too slowly."""
     from aiohttp import web
 
-    large = RefusedError(f"the body has more than {MOST_BODY:,} bytes.", "too_large", status=413)
+    large = RefusedRequestError(f"the body has more than {MOST_BODY:,} bytes.", "too_large", status=413)
     if (request.content_length or 0) > MOST_BODY:
         raise large
     try:
@@ -422,10 +424,12 @@ async def _body(request: web.Request) -> bytes:
     except web.HTTPRequestEntityTooLarge:
         raise large from None
     except TimeoutError:
-        raise RefusedError(f"the body took longer than {READING:g} s.", "timeout", status=408) from None
+        raise RefusedRequestError(
+            f"the body took longer than {READING:g} s.", "timeout", status=408
+        ) from None
 
 
-def _refusal(web: Any, error: RefusedError) -> Any:
+def _refusal(web: Any, error: RefusedRequestError) -> Any:
     response = web.json_response(error.body, status=error.status, dumps=_dumps)
     if error.status in (401, 408, 413):
         response.force_close()

@@ -135,7 +135,7 @@ class TrajectoryReport(FrameReport):
     commands: int = 0
 
 
-class TrajectoryTable:
+class EpisodeTable:
     """Episodes as records make them, whether written now or read."""
 
     def __init__(self, store: SnapshotStore) -> None:
@@ -237,7 +237,7 @@ class TrajectoryReplay:
 
     def __init__(self, folder: Path, store: SnapshotStore) -> None:
         self.report = TrajectoryReport(str(folder))
-        self.table = TrajectoryTable(store)
+        self.table = EpisodeTable(store)
 
     def take(self, frame: Frame, payload: memoryview) -> None:
         """See `framed_log.Replay`."""

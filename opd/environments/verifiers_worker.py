@@ -22,7 +22,7 @@ from typing import Any
 MOST_LINE = 64 << 20
 
 
-class World:
+class VerifiersWorld:
     """The environment. Raises whatever the library, or what it loads, does."""
 
     def __init__(self, taskset: str, settings: Mapping[str, Any]) -> None:
@@ -114,7 +114,7 @@ class Serving:
         self._settings, self._answers = settings, answers
         self._playing: dict[int, asyncio.Task[None]] = {}
         self._lines: asyncio.Queue[bytes] = asyncio.Queue()
-        self._world: World | None = None
+        self._world: VerifiersWorld | None = None
 
     async def run(self) -> None:
         """Until the end of standard input."""
@@ -137,7 +137,7 @@ class Serving:
     async def _answer(self, number: int, episode: int, what: str, given: Any) -> None:
         try:
             if self._world is None:
-                self._world = World(self._settings["id"], self._settings["env"])
+                self._world = VerifiersWorld(self._settings["id"], self._settings["env"])
             if what == "play":
                 value = await self._world.play(episode, *given)
             else:

@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from opd.megatron.form import Cut, Piece
+from opd.megatron.form import Cut, ParameterPart
 from opd.models.peft_folder import LORA_A, LORA_B
 
 
-def adapter_pieces(bases: Iterable[Piece], adapted: Collection[str]) -> list[Piece]:
+def adapter_pieces(bases: Iterable[ParameterPart], adapted: Collection[str]) -> list[ParameterPart]:
     """The parameters of a rank that has the parameters `bases` of the base: `A` and `B` of each Hugging Face
     layer there whose tensors are among the names `adapted`.
     """
@@ -29,7 +29,7 @@ def adapter_pieces(bases: Iterable[Piece], adapted: Collection[str]) -> list[Pie
 
 def adapt(
     module: Any,
-    bases: Iterable[Piece],
+    bases: Iterable[ParameterPart],
     shapes: Mapping[str, Sequence[int]],
     scaling: float,
     group: dist.ProcessGroup,
@@ -59,7 +59,7 @@ class LinearAdapters(nn.Module):
 
     def __init__(
         self,
-        base: Piece,
+        base: ParameterPart,
         shapes: Mapping[str, Sequence[int]],
         scaling: float,
         group: dist.ProcessGroup,
@@ -107,7 +107,7 @@ def _add(linear: Any, given: tuple[Tensor, ...], made: tuple[Tensor, Tensor | No
     return linear.adapters(given[0], output), bias
 
 
-def _pairs(base: Piece, adapted: Collection[str]) -> dict[str, tuple[Piece, Piece]]:
+def _pairs(base: ParameterPart, adapted: Collection[str]) -> dict[str, tuple[ParameterPart, ParameterPart]]:
     """`A` and `B` of each adapted tensor that is in the parameter `base`."""
     found = {}
     for cut in _sources(base):
@@ -120,13 +120,13 @@ def _pairs(base: Piece, adapted: Collection[str]) -> dict[str, tuple[Piece, Piec
                 a = replace(cut, source=a.source)
             ours = f"{base.name.removesuffix('.weight')}.adapters"
             found[cut.source] = (
-                Piece(f"{ours}.lora_A.{_layer(cut.source)}", (a,), split=cut.axis == 1),
-                Piece(f"{ours}.lora_B.{_layer(cut.source)}", (b,), split=cut.axis == 0),
+                ParameterPart(f"{ours}.lora_A.{_layer(cut.source)}", (a,), split=cut.axis == 1),
+                ParameterPart(f"{ours}.lora_B.{_layer(cut.source)}", (b,), split=cut.axis == 0),
             )
     return found
 
 
-def _sources(base: Piece) -> Iterator[Cut]:
+def _sources(base: ParameterPart) -> Iterator[Cut]:
     """What `base` has of each tensor; cuts of one follow one another there, and are given as one."""
     found: dict[str, Cut] = {}
     for cut in base.cuts:
@@ -139,7 +139,7 @@ def _layer(source: str) -> str:
     return source.removesuffix(".weight").rpartition(".")[2]
 
 
-def _shape(piece: Piece, shapes: Mapping[str, Sequence[int]]) -> list[int]:
+def _shape(piece: ParameterPart, shapes: Mapping[str, Sequence[int]]) -> list[int]:
     [cut] = piece.cuts
     shape = list(shapes[cut.source])
     if cut.stop is not None:

@@ -28,7 +28,7 @@ FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral")
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class LayerStage:
     """The layers that some ranks have; the next ones' are on others."""
 
     layers: range
@@ -123,7 +123,7 @@ class MegatronForm:
         self.check_divisible(ranks)
         self.stage(0, stages)
 
-    def stage(self, number: int, count: int) -> Stage:
+    def stage(self, number: int, count: int) -> LayerStage:
         """The layers of stage `number` of `count`; where they cannot be equal, the last ones have one less:
         the head is there. Raises `ModelError` if one would have none.
         """
@@ -134,9 +134,9 @@ class MegatronForm:
             )
         each, more = divmod(self.layers, count)
         start = number * each + min(number, more)
-        return Stage(range(start, start + each + (number < more)), number == 0, number == count - 1)
+        return LayerStage(range(start, start + each + (number < more)), number == 0, number == count - 1)
 
-    def part(self, stage: Stage) -> MegatronForm:
+    def part(self, stage: LayerStage) -> MegatronForm:
         """The same with the layers of a stage alone."""
         layers = slice(stage.layers.start, stage.layers.stop)
         return replace(
@@ -244,7 +244,7 @@ class Cut:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class ParameterPart:
     """One rank's Megatron-Core parameter."""
 
     name: str
@@ -255,7 +255,7 @@ class Piece:
     """False if every rank holds the same."""
 
 
-def pieces(form: MegatronForm, rank: int, ranks: int, stage: Stage | None = None) -> list[Piece]:
+def pieces(form: MegatronForm, rank: int, ranks: int, stage: LayerStage | None = None) -> list[ParameterPart]:
     """Every parameter of rank `rank` of `ranks`, or those of a `stage`, in the order of a forward pass, and
     the head at the end.
     """
@@ -266,20 +266,22 @@ def pieces(form: MegatronForm, rank: int, ranks: int, stage: Stage | None = None
     for number, layer in enumerate(stage.layers):
         found += _layer(form, layer, f"decoder.layers.{number}", (rank, ranks))
     if stage.last:
-        found.append(Piece("decoder.final_layernorm.weight", (Cut("model.norm.weight"),), split=False))
+        found.append(
+            ParameterPart("decoder.final_layernorm.weight", (Cut("model.norm.weight"),), split=False)
+        )
         head = "model.embed_tokens" if form.tied else "lm_head"
         found.append(_vocabulary_rows(form, HEAD, head, rank, ranks))
     return found
 
 
-def _vocabulary_rows(form: MegatronForm, name: str, source: str, rank: int, ranks: int) -> Piece:
+def _vocabulary_rows(form: MegatronForm, name: str, source: str, rank: int, ranks: int) -> ParameterPart:
     rows = form.padded_vocabulary(ranks) // ranks
     start, stop = (min(form.vocabulary, r * rows) for r in (rank, rank + 1))
     cuts = (Cut(f"{source}.weight", 0, start, stop),) if stop > start else ()
-    return Piece(name, cuts, padding=rows - (stop - start))
+    return ParameterPart(name, cuts, padding=rows - (stop - start))
 
 
-def _layer(form: MegatronForm, layer: int, ours: str, place: tuple[int, int]) -> Iterator[Piece]:
+def _layer(form: MegatronForm, layer: int, ours: str, place: tuple[int, int]) -> Iterator[ParameterPart]:
     """Of the rank and ranks in `place`; `ours` is Megatron-Core's name of the layer."""
     (rank, ranks), theirs = place, f"model.layers.{layer}"
     whole = {
@@ -292,14 +294,14 @@ def _layer(form: MegatronForm, layer: int, ours: str, place: tuple[int, int]) ->
             "self_attention.k_layernorm": "self_attn.k_norm",
         }
     for own, source in whole.items():
-        yield Piece(f"{ours}.{own}.weight", (Cut(f"{theirs}.{source}.weight"),), split=False)
+        yield ParameterPart(f"{ours}.{own}.weight", (Cut(f"{theirs}.{source}.weight"),), split=False)
     for kind in ("weight", "bias") if form.qkv_bias else ("weight",):
-        yield Piece(
+        yield ParameterPart(
             f"{ours}.self_attention.linear_qkv.{kind}",
             tuple(_qkv(form, f"{theirs}.self_attn", kind, rank, ranks)),
         )
     columns = _share(form.heads * form.head_dim, rank, ranks)
-    yield Piece(
+    yield ParameterPart(
         f"{ours}.self_attention.linear_proj.weight", (Cut(f"{theirs}.self_attn.o_proj.weight", 1, *columns),)
     )
     if form.moe_layers and form.moe_layers[layer]:
@@ -318,19 +320,21 @@ def _qkv(form: MegatronForm, attention: str, kind: str, rank: int, ranks: int) -
             yield Cut(f"{attention}.{name}.{kind}", 0, group * size, (group + 1) * size)
 
 
-def _mlp(ours: str, names: list[str], width: int, rank: int, ranks: int) -> Iterator[Piece]:
+def _mlp(ours: str, names: list[str], width: int, rank: int, ranks: int) -> Iterator[ParameterPart]:
     """`names` are the tensors of gate, up and down."""
     gate, up, down = names
     rows = _share(width, rank, ranks)
-    yield Piece(f"{ours}.linear_fc1.weight", (Cut(gate, 0, *rows), Cut(up, 0, *rows)))
-    yield Piece(f"{ours}.linear_fc2.weight", (Cut(down, 1, *rows),))
+    yield ParameterPart(f"{ours}.linear_fc1.weight", (Cut(gate, 0, *rows), Cut(up, 0, *rows)))
+    yield ParameterPart(f"{ours}.linear_fc2.weight", (Cut(down, 1, *rows),))
 
 
-def _expert_pieces(form: MegatronForm, ours: str, theirs: str, rank: int, ranks: int) -> Iterator[Piece]:
+def _expert_pieces(
+    form: MegatronForm, ours: str, theirs: str, rank: int, ranks: int
+) -> Iterator[ParameterPart]:
     mixtral = form.family == "mixtral"
     theirs = f"{theirs}.block_sparse_moe" if mixtral else f"{theirs}.mlp"
     linears = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
-    yield Piece(f"{ours}.router.weight", (Cut(f"{theirs}.gate.weight"),), split=False)
+    yield ParameterPart(f"{ours}.router.weight", (Cut(f"{theirs}.gate.weight"),), split=False)
     for expert in range(form.experts):
         names = [f"{theirs}.experts.{expert}.{linear}.weight" for linear in linears]
         yield from _mlp(f"{ours}.experts.local_experts.{expert}", names, form.expert_ffn, rank, ranks)
@@ -349,7 +353,7 @@ Read = Callable[[Cut], Tensor]
 """Gives the part of a Hugging Face tensor that a cut names."""
 
 
-def parts_of(piece: Piece, tensor: Tensor) -> dict[str, tuple[Cut, Tensor]]:
+def parts_of(piece: ParameterPart, tensor: Tensor) -> dict[str, tuple[Cut, Tensor]]:
     """What a rank's parameter `tensor` has of each Hugging Face tensor, by name, and where in it that lies.
 
     Cuts of one tensor follow one another there, and are given as one. Raises `ModelError` if `tensor` does
@@ -408,7 +412,7 @@ def check_tensors(form: MegatronForm, shapes: Mapping[str, Sequence[int]], where
         )
 
 
-def assemble(piece: Piece, form: MegatronForm, read: Read) -> Tensor:
+def assemble(piece: ParameterPart, form: MegatronForm, read: Read) -> Tensor:
     """The tensor of `piece`, in memory of its own."""
     found = [read(cut) for cut in piece.cuts]
     if piece.padding:

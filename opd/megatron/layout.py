@@ -15,7 +15,7 @@ _AXES = ("stages", "data", "context", "tensor")
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class RankLayout:
     """`size` ranks, of which `tensor` share each layer and `context` each sequence, in so many `stages`."""
 
     rank: int

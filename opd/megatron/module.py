@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from opd.errors import MissingExtraError, TeacherError
-from opd.megatron.form import MegatronForm, Stage
+from opd.megatron.form import LayerStage, MegatronForm
 from opd.models.attention import Attend, AttentionCall, PackedAttention
 from opd.models.long_sequence import recomputed
 from opd.ranks import process_group
@@ -290,7 +290,7 @@ class MegatronModule:
         dtype: torch.dtype,
         device: torch.device,
         trained: bool = False,
-        stage: Stage | None = None,
+        stage: LayerStage | None = None,
     ) -> None:
         form.check_divisible(group.size())
         self.recompute = False
@@ -342,7 +342,9 @@ class MegatronModule:
         return rows[:, 0]
 
 
-def _build(form: MegatronForm, ranks: int, dtype: torch.dtype, device: torch.device, stage: Stage) -> Any:
+def _build(
+    form: MegatronForm, ranks: int, dtype: torch.dtype, device: torch.device, stage: LayerStage
+) -> Any:
     """A `GPTModel` of `form`'s layers, as if they were all: what other stages have is nothing to it."""
     core = megatron_core()
     config = _transformer_config(form, ranks, dtype, device)

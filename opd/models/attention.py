@@ -65,9 +65,9 @@ class AttentionCall:
         return self.query[0], self.key[0], self.value[0]
 
     @property
-    def scores(self) -> Scores:
+    def scores(self) -> ScoreForm:
         """How the scores of a pair are computed."""
-        return Scores(self.scaling, self.softcap, self.sliding_window)
+        return ScoreForm(self.scaling, self.softcap, self.sliding_window)
 
 
 _MASKED = 1024
@@ -232,7 +232,7 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, call: AttentionC
             query, key, value, is_causal=True, scale=call.scaling, enable_gqa=shared
         )
     if length > _MASKED:
-        scores = Scores(call.scaling, call.softcap, window)
+        scores = ScoreForm(call.scaling, call.softcap, window)
         triples = zip(query, key, value, strict=True)
         return torch.stack([block_attention(*triple, scores) for triple in triples])
     if groups > 1:
@@ -241,7 +241,7 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, call: AttentionC
 
 
 def masked_attention(
-    query: Tensor, key: Tensor, value: Tensor, form: Scores, visible: Tensor, shared: bool = False
+    query: Tensor, key: Tensor, value: Tensor, form: ScoreForm, visible: Tensor, shared: bool = False
 ) -> Tensor:
     """`query` [B, H, Q, d] to `key` and `value` [B, H, L, d] where they are `visible` (bool, broadcast to
     [B, H, Q, L]) -> [B, H, Q, d], with the scaling and softcap of `form`. `shared`: keys have fewer heads,
@@ -324,7 +324,7 @@ _SCORES_GPU = 1 << 25
 
 
 @dataclass(frozen=True, slots=True)
-class Scores:
+class ScoreForm:
     """How the scores of a pair are computed."""
 
     scaling: float
@@ -343,7 +343,7 @@ class _Block:
     """Whether some pair in it does not see each other."""
 
 
-def block_attention(query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
+def block_attention(query: Tensor, key: Tensor, value: Tensor, scores: ScoreForm) -> Tensor:
     """`query` [H, C, d], `key` [Hkv, S, d], `value` [Hkv, S, dv] -> [H, C, dv], differentiable in all three.
 
     Statistics are float32 at least, results have the dtype of `value`.
@@ -353,7 +353,7 @@ def block_attention(query: Tensor, key: Tensor, value: Tensor, scores: Scores) -
 
 class _BlockAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, scores: ScoreForm) -> Tensor:
         output, logsumexp = attend(query, key, value, scores)
         ctx.save_for_backward(query, key, value, output, logsumexp)
         ctx.scores = scores
@@ -368,7 +368,7 @@ class _BlockAttention(torch.autograd.Function):
         return (*(x.to(like.dtype) for x, like in zip(gradients, (query, key, value), strict=True)), None)
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
+def attend(query: Tensor, key: Tensor, value: Tensor, scores: ScoreForm) -> tuple[Tensor, Tensor]:
     """`block_attention` and the rows' log-sum-exp [H, C] (float32 at least), without a gradient."""
     found = nothing_seen(query, value, value.dtype)
     attend_more(query, key, value, scores, found)
@@ -387,7 +387,7 @@ def attend_more(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    scores: Scores,
+    scores: ScoreForm,
     found: tuple[Tensor, Tensor],
     first: int | None = None,
 ) -> None:
@@ -419,7 +419,7 @@ def attend_backward(
     inputs: tuple[Tensor, Tensor, Tensor],
     ahead: tuple[Tensor, Tensor, Tensor],
     gradients: Sequence[Tensor],
-    scores: Scores,
+    scores: ScoreForm,
     first: int | None = None,
 ) -> None:
     """Add the gradients of `attend_more` in its query, key and value (`inputs`) to `gradients`, one of each.
@@ -455,7 +455,7 @@ def _rows(packed: Tensor, queries: slice, key: Tensor, dtype: torch.dtype) -> Te
     return part.reshape(key.shape[0], -1, packed.shape[-1])
 
 
-def _scores(rows: Tensor, keys: Tensor, block: _Block, scores: Scores) -> Tensor:
+def _scores(rows: Tensor, keys: Tensor, block: _Block, scores: ScoreForm) -> Tensor:
     """[Hkv, G * Bq, Bk] scores of a block, hidden pairs at `_HIDDEN`."""
     found = (rows @ keys.transpose(1, 2)).mul_(scores.scaling)
     if scores.softcap is not None:
@@ -472,7 +472,7 @@ def _scores(rows: Tensor, keys: Tensor, block: _Block, scores: Scores) -> Tensor
 
 
 def _blocks(
-    query: Tensor, key: Tensor, scores: Scores, first: int | None = None
+    query: Tensor, key: Tensor, scores: ScoreForm, first: int | None = None
 ) -> Iterator[tuple[slice, list[_Block]]]:
     """Blocks of queries, each with the blocks of keys that one of them sees; none that sees no key."""
     heads, count, size = query.shape[0], query.shape[1], key.shape[1]

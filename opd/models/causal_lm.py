@@ -172,7 +172,7 @@ class WeightsDigest:
         return self._hash.hexdigest()
 
 
-class Watched:
+class DigestedTensors:
     """Named tensors that are walked once, each of them added to `digest` before it is handed over, or by
     whoever takes them, beside a copy.
     """
@@ -189,7 +189,7 @@ class Watched:
         self._taken = True
         return self._digest
 
-    def __iter__(self) -> Watched:
+    def __iter__(self) -> DigestedTensors:
         return self
 
     def __next__(self) -> tuple[str, Tensor]:
@@ -464,7 +464,7 @@ class CausalLM:
             parameter.data = parameter.new_empty(shape)
         own = dict(self.weights())
         missing = set(own)
-        sent = weights.take_digest() if held is not None and isinstance(weights, Watched) else None
+        sent = weights.take_digest() if held is not None and isinstance(weights, DigestedTensors) else None
         for name, tensor in weights:
             if name not in own:
                 raise ModelError(

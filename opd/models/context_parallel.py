@@ -35,7 +35,7 @@ from opd.errors import ModelError
 from opd.models.attention import (
     Attend,
     AttentionCall,
-    Scores,
+    ScoreForm,
     attend_backward,
     attend_more,
     nothing_seen,
@@ -51,7 +51,7 @@ from opd.models.long_sequence import (
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
+class QuerySegment:
     """Queries of one rank that lie in one sequence, and the keys they may see."""
 
     queries: slice
@@ -80,7 +80,7 @@ class TokenShare:
     """[t] int64."""
     places: Tensor
     """[t] int64: where each lies among the packed tokens; `T` and above is padding."""
-    segments: tuple[Segment, ...]
+    segments: tuple[QuerySegment, ...]
 
 
 class ContextParallel:
@@ -99,7 +99,7 @@ class ContextParallel:
         own = [self.rank, 2 * self.size - 1 - self.rank]
         places = torch.cat([torch.arange(part * block, (part + 1) * block) for part in own])
         segments = [
-            Segment(slice(first - start + at, last - start + at), slice(begin, last))
+            QuerySegment(slice(first - start + at, last - start + at), slice(begin, last))
             for at, start in ((place * block, part * block) for place, part in enumerate(own))
             for begin, end in pairwise(ends)
             if (first := max(begin, start)) < (last := min(end, start + block))
@@ -146,9 +146,9 @@ class Ring:
     """Attention of a rank's queries on everybody's keys and values. All ranks make the same calls."""
 
     ranks: ContextParallel
-    segments: tuple[Segment, ...]
+    segments: tuple[QuerySegment, ...]
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, scores: ScoreForm) -> tuple[Tensor, Tensor]:
         """The output [H, t, dv] of the dtype of `value`, and the rows' log-sum-exp [H, t], float32 at least.
 
         `query` [H, t, d], `key` [Hkv, t, d] and `value` [Hkv, t, dv] are this rank's. No gradient.
@@ -165,7 +165,7 @@ class Ring:
         self,
         inputs: tuple[Tensor, Tensor, Tensor],
         ahead: tuple[Tensor, Tensor, Tensor],
-        scores: Scores,
+        scores: ScoreForm,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients in `inputs`, this rank's query, key and value, from all ranks' queries.
 
@@ -188,7 +188,7 @@ class Ring:
         found = [x.to(like.dtype) for x, like in zip(gradients, inputs, strict=True)]
         return found[0], found[1], found[2]
 
-    def _pairs(self, owner: int, held: Tensor, scores: Scores) -> Iterator[tuple[slice, slice, int]]:
+    def _pairs(self, owner: int, held: Tensor, scores: ScoreForm) -> Iterator[tuple[slice, slice, int]]:
         """This rank's queries, the places among the keys `held` [Hkv, t, n] of rank `owner` that they see,
         and where the first query lies, counted from the first of those keys.
         """
@@ -205,7 +205,7 @@ class Ring:
 class ContextAttention:
     """The `attend` of a rank: its queries on everybody's keys. All ranks run the same layers in step."""
 
-    def __init__(self, ranks: ContextParallel, segments: Sequence[Segment]) -> None:
+    def __init__(self, ranks: ContextParallel, segments: Sequence[QuerySegment]) -> None:
         self._ring = Ring(ranks, tuple(segments))
 
     def __call__(self, call: AttentionCall) -> Tensor:
@@ -215,7 +215,7 @@ class ContextAttention:
 
 class _RingAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, ring: Ring, scores: Scores) -> Tensor:
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, ring: Ring, scores: ScoreForm) -> Tensor:
         output, logsumexp = ring.forward(query, key, value, scores)
         ctx.save_for_backward(query, key, value, output, logsumexp)
         ctx.ring, ctx.scores = ring, scores
@@ -256,7 +256,9 @@ class SharedPieces(LayerPieces):
     All ranks call the same layers in step.
     """
 
-    def __init__(self, ranks: ContextParallel, segments: Sequence[Segment], tokens: int, chunk: int) -> None:
+    def __init__(
+        self, ranks: ContextParallel, segments: Sequence[QuerySegment], tokens: int, chunk: int
+    ) -> None:
         super().__init__(tokens, [slice(at, min(at + chunk, tokens)) for at in range(0, tokens, chunk)])
         self._ring = Ring(ranks, tuple(segments))
 
@@ -285,7 +287,7 @@ class SharedPieces(LayerPieces):
         return gradient
 
     @torch.no_grad()
-    def _projected(self, hidden: Tensor, call: LayerCall) -> tuple[tuple[Tensor, Tensor, Tensor], Scores]:
+    def _projected(self, hidden: Tensor, call: LayerCall) -> tuple[tuple[Tensor, Tensor, Tensor], ScoreForm]:
         """Queries, keys and values of all of this rank's tokens, and how the layer scores them."""
         found = [self.projected(hidden[:, span], call, span) for span in self.spans]
         calls = [one for one in found if one is not None]

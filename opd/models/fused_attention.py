@@ -47,7 +47,7 @@ _ASKS_FOR_SHARED = "enable_gqa" in signature(varlen_attn).parameters
 def fused(packed: PackedAttention, call: AttentionCall) -> Tensor | None:
     """[1, T, H, d] by one kernel; `None` where none takes this call, or none gives what it should here."""
     kernel = kernel_for(packed, call)
-    if kernel is None or not trusted(Form.of(kernel, call)):
+    if kernel is None or not trusted(AttentionForm.of(kernel, call)):
         return None
     return KERNELS[kernel](packed, call)
 
@@ -144,7 +144,7 @@ def attend(
 
 @lru_cache(maxsize=1)
 def compiled() -> Callable[..., Tensor]:
-    """`attend`, compiled once for each `Form` with and without a gradient, whatever the lengths are."""
+    """`attend`, compiled once for each `AttentionForm`, with and without a gradient, for all lengths."""
     # Not below /tmp, where others could have put what the compiler loads.
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path.home() / ".cache/opd/torchinductor"))
     torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
@@ -178,7 +178,7 @@ def _ordered(dense: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class AttentionForm:
     """What a kernel is compiled for."""
 
     kernel: str
@@ -193,7 +193,7 @@ class Form:
     windowed: bool
 
     @classmethod
-    def of(cls, kernel: str, call: AttentionCall) -> Form:
+    def of(cls, kernel: str, call: AttentionCall) -> AttentionForm:
         query, key, value = call.query, call.key, call.value
         heads, sizes = (query.shape[1], key.shape[1]), (query.shape[-1], value.shape[-1])
         capped, windowed = call.softcap is not None, call.sliding_window is not None
@@ -201,7 +201,7 @@ class Form:
 
 
 @lru_cache(maxsize=256)
-def trusted(form: Form) -> bool:
+def trusted(form: AttentionForm) -> bool:
     """Whether the kernel gives on this GPU what the path without it gives in float64, asked once for each
     form: values and gradients of `LENGTHS`, and the same bits twice. What decides is the result and never a
     clock. One that fails, or cannot be compiled, is left aside with a warning.
@@ -222,7 +222,7 @@ EXACT_TF32 = 1e-2
 
 
 @torch.inference_mode(False)
-def fault(form: Form) -> str | None:
+def fault(form: AttentionForm) -> str | None:
     """What the kernel does wrong, as the end of a sentence; `None` where nothing."""
     packed = PackedAttention(list(accumulate(LENGTHS, initial=0)))
     generator = torch.Generator(form.device).manual_seed(0)
@@ -252,7 +252,9 @@ def fault(form: Form) -> str | None:
     return None
 
 
-def _results(form: Form, kernel: Kernel, packed: PackedAttention, given: list[Tensor]) -> list[Tensor]:
+def _results(
+    form: AttentionForm, kernel: Kernel, packed: PackedAttention, given: list[Tensor]
+) -> list[Tensor]:
     """The output without a gradient and, but in inference mode, with one, and those of query, key and value.
 
     `given` holds these as [1, T, heads, size], and what arrives from above.

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from opd.errors import ModelError
-from opd.models.attention import Attend, AttentionCall, PackedAttention, Scores, attend, attend_backward
+from opd.models.attention import Attend, AttentionCall, PackedAttention, ScoreForm, attend, attend_backward
 
 Layer = Callable[..., Tensor]
 """`layer(hidden [1, t, D], **arguments) -> [1, t, D]`."""
@@ -171,7 +171,7 @@ class _Recomputed(torch.autograd.Function):
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class SequencePiece:
     """The packed tokens `start ... stop - 1`: several whole sequences, or a part of one."""
 
     start: int
@@ -187,14 +187,14 @@ class Piece:
         return slice(self.start, self.stop)
 
 
-def pieces_of(cu_seqlens: Sequence[int], chunk: int) -> list[Piece]:
+def pieces_of(cu_seqlens: Sequence[int], chunk: int) -> list[SequencePiece]:
     """Cut packed sequences into pieces of at most `chunk` tokens; only those longer than that are cut."""
-    pieces: list[Piece] = []
+    pieces: list[SequencePiece] = []
     begin, bounds = 0, [0]
 
     def whole() -> None:
         if bounds[-1] > 0:
-            pieces.append(Piece(begin, begin + bounds[-1], tuple(bounds)))
+            pieces.append(SequencePiece(begin, begin + bounds[-1], tuple(bounds)))
 
     for start, stop in pairwise(cu_seqlens):
         if stop - begin > chunk:
@@ -203,7 +203,7 @@ def pieces_of(cu_seqlens: Sequence[int], chunk: int) -> list[Piece]:
         if stop - start > chunk:
             for first in range(start, stop, chunk):
                 last = min(first + chunk, stop)
-                pieces.append(Piece(first, last, (0, last - first), (start, stop)))
+                pieces.append(SequencePiece(first, last, (0, last - first), (start, stop)))
             begin = stop
         else:
             bounds.append(stop - begin)
@@ -220,7 +220,7 @@ class _Cache:
         self.values: Tensor | None = None
         self.gradients: tuple[Tensor, ...] | None = None
 
-    def put(self, piece: Piece, key: Tensor, value: Tensor) -> slice:
+    def put(self, piece: SequencePiece, key: Tensor, value: Tensor) -> slice:
         """Keep the keys and values of `piece`; returns their place."""
         place = slice(piece.start - self.start, piece.stop - self.start)
         if self.keys is None or self.values is None:
@@ -253,7 +253,13 @@ class _PieceAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, cache: _Cache, piece: Piece, scores: Scores
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cache: _Cache,
+        piece: SequencePiece,
+        scores: ScoreForm,
     ) -> Tensor:
         place = cache.put(piece, key, value)
         output, logsumexp = attend(query, *cache.until(place), scores)
@@ -279,7 +285,7 @@ class _PieceAttend:
     """The `attend` of one piece of a long sequence."""
 
     cache: _Cache
-    piece: Piece
+    piece: SequencePiece
 
     def __call__(self, call: AttentionCall) -> Tensor:
         return _PieceAttention.apply(*call.packed, self.cache, self.piece, call.scores).transpose(0, 1)[None]

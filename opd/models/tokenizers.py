@@ -216,7 +216,7 @@ def fingerprint(tokenizer: PreTrainedTokenizerBase) -> Fingerprint:
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class TokenizerDifferences:
     """How a teacher's tokenizer differs from the student's, one sentence a difference."""
 
     wrong: list[str]
@@ -227,7 +227,7 @@ class Comparison:
 
 def compare(
     student: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase, stops: Collection[int]
-) -> Comparison:
+) -> TokenizerDifferences:
     """Compare what is scored: the token behind every id that the student can write.
 
     Special and added tokens may differ unless they are among `stops`, the ids at which the student's
@@ -238,7 +238,7 @@ def compare(
     other = [i for i, token in ours.items() if theirs.get(i) != token]
     special = [i for i in other if i in named and i not in stops and (i not in theirs or i in added)]
     wrong = sorted(set(other) - set(special))
-    found = Comparison([], [])
+    found = TokenizerDifferences([], [])
     for ids, sentences in ((wrong, found.wrong), (special, found.harmless)):
         if ids:
             first = (

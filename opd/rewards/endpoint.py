@@ -60,7 +60,7 @@ class EndpointError(RewardError):
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class EndpointForm:
     """How an endpoint is asked.
 
     Args:
@@ -120,7 +120,7 @@ def reach(settings: ServedReward) -> None:
             ) from None
 
 
-def ask(settings: ServedReward, form: Form, questions: Sequence[dict[str, Any]]) -> list[Any]:
+def ask(settings: ServedReward, form: EndpointForm, questions: Sequence[dict[str, Any]]) -> list[Any]:
     """What the endpoint answers to each of `questions`, in order; to the same one the same.
 
     Raises `RewardError` once patience or attempts are over. What was answered until then is kept.
@@ -128,7 +128,7 @@ def ask(settings: ServedReward, form: Form, questions: Sequence[dict[str, Any]])
     return asyncio.run(_ask(settings, form, questions))
 
 
-async def _ask(settings: ServedReward, form: Form, questions: Sequence[dict[str, Any]]) -> list[Any]:
+async def _ask(settings: ServedReward, form: EndpointForm, questions: Sequence[dict[str, Any]]) -> list[Any]:
     said = (settings.type, [redact(url) for url in settings.urls], form.path)
     keys = [_digest([*said, question]) for question in questions]
     different = dict(zip(keys, questions, strict=True))
@@ -158,7 +158,7 @@ async def _ask(settings: ServedReward, form: Form, questions: Sequence[dict[str,
     return [known[key] for key in keys]
 
 
-async def _told(pool: _Pool, form: Form, questions: list[dict[str, Any]]) -> list[Any]:
+async def _told(pool: _Pool, form: EndpointForm, questions: list[dict[str, Any]]) -> list[Any]:
     """What one request brings."""
     count = len(questions)
     most = CONTROL + form.most * count

@@ -49,7 +49,7 @@ class Objects:
         """`value` for JSON: a plain one as it is, anything else as [kind, ...]."""
         if value is None or type(value) in (bool, int, float, str):
             return value
-        if isinstance(value, Remote):
+        if isinstance(value, RemoteObject):
             return ["own", object.__getattribute__(value, "_number")]
         fields = getattr(type(value), "_fields", None)
         if isinstance(value, tuple) and isinstance(fields, tuple):
@@ -131,7 +131,7 @@ _CHANGED = (list, dict, set)
 """Arguments that a function may change: what it leaves in them is told, too."""
 
 
-class Remote:
+class RemoteObject:
     """In the tests: an object of the answer's. It is asked over there, but for what would let it judge
     itself: it equals only what is of the answer's too, and what it contains is looked through here.
     """
@@ -150,7 +150,7 @@ class Remote:
         return _asked(self, "call", *arguments, **named)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Remote) and bool(_asked(self, "eq", other))
+        return isinstance(other, RemoteObject) and bool(_asked(self, "eq", other))
 
     def __hash__(self) -> int:
         return hash(_asked(self, "hash"))
@@ -173,7 +173,7 @@ class Remote:
         return item
 
     def __instancecheck__(self, instance: Any) -> bool:
-        return isinstance(instance, Remote) and bool(_asked(self, "isinstance", instance))
+        return isinstance(instance, RemoteObject) and bool(_asked(self, "isinstance", instance))
 
     def __len__(self) -> int:
         return int(_asked(self, "len"))
@@ -235,17 +235,17 @@ class Remote:
 
 
 def _of_the_answer(other: Any) -> Any:
-    if not isinstance(other, Remote):
+    if not isinstance(other, RemoteObject):
         raise TypeError("an object of the answer's is compared with another of its own alone")
     return other
 
 
-def _asked(remote: Remote, *words: Any, **named: Any) -> Any:
+def _asked(remote: RemoteObject, *words: Any, **named: Any) -> Any:
     ask = object.__getattribute__(remote, "_ask")
     return ask(object.__getattribute__(remote, "_number"), *words, **named)
 
 
-async def _awaited(coroutine: Remote) -> Any:
+async def _awaited(coroutine: RemoteObject) -> Any:
     """In the tests, a coroutine of the answer's: it runs to its end over there when it is awaited."""
     return _asked(coroutine, "await")
 
@@ -322,12 +322,12 @@ def _say(pipe: BinaryIO, what: Any) -> None:
     pipe.flush()
 
 
-class Answer:
+class AnswerProcess:
     """The process with the answer's code, as the tests see it."""
 
     def __init__(self, read: int, write: int) -> None:
         self._told, self._asked = os.fdopen(read, "rb"), os.fdopen(write, "wb")
-        self._objects = Objects(lambda number: Remote(number, self.ask))
+        self._objects = Objects(lambda number: RemoteObject(number, self.ask))
         self._same: dict[Any, Any] = {}
 
     def names(self) -> dict[str, Any]:
@@ -374,7 +374,7 @@ def test(job: Mapping[str, Any]) -> None:
     """Run each test by itself, and write `1` or `0` for it when it has ended."""
     verdicts = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)
-    answer = Answer(job["read"], job["write"])
+    answer = AnswerProcess(job["read"], job["write"])
     names = answer.names()
     for one in job["tests"]:
         try:

@@ -12,7 +12,16 @@ from typing import Any
 from opd.config.rewards import JudgeReward
 from opd.foreign import decoding, shown
 from opd.redact import redact
-from opd.rewards.endpoint import LARGEST, EndpointError, Form, ask, filled, label_fault, require, seconds
+from opd.rewards.endpoint import (
+    LARGEST,
+    EndpointError,
+    EndpointForm,
+    ask,
+    filled,
+    label_fault,
+    require,
+    seconds,
+)
 from opd.rewards.extract import answered
 from opd.rewards.verifier import Answered, Score, Verifier, compared
 from opd.served.http_client import UnavailableError
@@ -36,7 +45,9 @@ def score(settings: JudgeReward, answers: Sequence[Answered]) -> list[Score]:
     parts: `reward`, and `unreadable` 0 or 1.
     """
     most = _TOKEN * settings.max_tokens
-    form = Form("/chat/completions", 1, lambda questions: questions[0], _said, most, str, lenient=True)
+    form = EndpointForm(
+        "/chat/completions", 1, lambda questions: questions[0], _said, most, str, lenient=True
+    )
     replies = ask(settings, form, [question(settings, answer) for answer in answers])
     numbers = [_scaled(settings, number) for number in _numbers(settings, replies)]
     missing = [reply for reply, number in zip(replies, numbers, strict=True) if number is None]

@@ -18,7 +18,7 @@ from typing import Any
 from opd.config.rewards import PythonReward
 from opd.rewards.extract import extracted
 from opd.rewards.inside import OWN
-from opd.rewards.sandbox import Limits, find_sandbox, run_programs, run_tests
+from opd.rewards.sandbox import AnswerLimits, find_sandbox, run_programs, run_tests
 from opd.rewards.verifier import Answered, Score, Verifier, is_missing, side_by_side
 
 _WANTED = (
@@ -26,8 +26,8 @@ _WANTED = (
 )
 
 
-def _limits(settings: PythonReward) -> Limits:
-    return Limits(settings.seconds, settings.memory_mb << 20, settings.output_mb << 20)
+def _limits(settings: PythonReward) -> AnswerLimits:
+    return AnswerLimits(settings.seconds, settings.memory_mb << 20, settings.output_mb << 20)
 
 
 def require(settings: PythonReward) -> None:

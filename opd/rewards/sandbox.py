@@ -39,7 +39,7 @@ _TEMPORARY = 1 << 26
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class AnswerLimits:
     """Of one answer."""
 
     seconds: int = 5
@@ -58,7 +58,7 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class Sandbox:
+class AnswerSandbox:
     """One way to keep a process apart."""
 
     kind: Kind
@@ -92,7 +92,7 @@ def _command(kind: Kind) -> list[str]:
 
 @contextlib.contextmanager
 def _process(
-    kind: Kind, job: Mapping[str, Any], limits: Limits, keep: Sequence[int] = (), output: Any = None
+    kind: Kind, job: Mapping[str, Any], limits: AnswerLimits, keep: Sequence[int] = (), output: Any = None
 ) -> Iterator[subprocess.Popen[bytes]]:
     """`inside.py` at its `job`, until the block ends; `keep` are descriptors that it is given."""
     with ExitStack() as stack:
@@ -161,7 +161,7 @@ def _read(process: subprocess.Popen[bytes], most: int, seconds: float) -> bytes:
 
 
 @functools.cache
-def find_sandbox(wanted: Kind | Literal["auto"] = "auto") -> Sandbox:
+def find_sandbox(wanted: Kind | Literal["auto"] = "auto") -> AnswerSandbox:
     """The strongest that works here, or the one that is `wanted`; tried once a process.
 
     Raises `RewardError` where none works, or not that one.
@@ -177,10 +177,10 @@ def find_sandbox(wanted: Kind | Literal["auto"] = "auto") -> Sandbox:
     )
 
 
-def _tried(kind: Kind) -> Sandbox | None:
+def _tried(kind: Kind) -> AnswerSandbox | None:
     if kind == "landlock" and not lockdown.landlock_version():
         return None
-    limits = Limits()
+    limits = AnswerLimits()
     with (
         tempfile.NamedTemporaryFile(prefix="opd-secret-") as secret,
         contextlib.suppress(OSError, ValueError),
@@ -193,11 +193,13 @@ def _tried(kind: Kind) -> Sandbox | None:
         secret.seek(0)
         kept = {what: said[what] is True for what in ("processes", "sockets")}
         kept |= {"reading": said["read"] != _SECRET.decode(), "writing": secret.read() == _SECRET}
-        return Sandbox(kind, kept, said["seccomp"] is True)
+        return AnswerSandbox(kind, kept, said["seccomp"] is True)
     return None
 
 
-def run_tests(sandbox: Sandbox, source: str, tests: Sequence[Any], setup: str, limits: Limits) -> list[bool]:
+def run_tests(
+    sandbox: AnswerSandbox, source: str, tests: Sequence[Any], setup: str, limits: AnswerLimits
+) -> list[bool]:
     """Whether each test passes on the code `source`: a test is code, or a call with what it should return
     (`{"call": name, "arguments": [...], "expected": ...}`). `setup` runs before each. What has not ended in
     time has not passed.
@@ -217,7 +219,9 @@ def run_tests(sandbox: Sandbox, source: str, tests: Sequence[Any], setup: str, l
     return [verdict == ord("1") for verdict in verdicts.ljust(len(tests), b"0")]
 
 
-def run_programs(sandbox: Sandbox, source: str, inputs: Sequence[str], limits: Limits) -> list[str | None]:
+def run_programs(
+    sandbox: AnswerSandbox, source: str, inputs: Sequence[str], limits: AnswerLimits
+) -> list[str | None]:
     """What the program `source` writes for each standard input; `None` where it fails or takes too long."""
     from opd.rewards.inside import SIZE
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from opd.config.rewards import ScorerReward
 from opd.foreign import decoding
-from opd.rewards.endpoint import Form, ask, filled, finite, label_fault, require, seconds
+from opd.rewards.endpoint import EndpointForm, ask, filled, finite, label_fault, require, seconds
 from opd.rewards.verifier import Answered, Score, Verifier
 from opd.served.http_client import UnavailableError
 
@@ -28,7 +28,7 @@ def score(settings: ScorerReward, answers: Sequence[Answered]) -> list[Score]:
         with decoding(_unreadable):
             return _checked(numbers(reply), count)
 
-    form = Form("", settings.batch, asked, read, _NUMBER, float)
+    form = EndpointForm("", settings.batch, asked, read, _NUMBER, float)
     found = ask(settings, form, [_question(settings, answer) for answer in answers])
     return [_sigmoid(value) for value in found] if settings.sigmoid else found
 

@@ -25,7 +25,7 @@ from opd.foreign import decoding, shown
 from opd.rollout import served_workers
 from opd.rollout.adapted_student import AdaptedStudent, AdapterFolder
 from opd.rollout.served_messages import MessageReader
-from opd.rollout.served_workers import RETRY, Ask, Expected, Newest, Prepared, Push, Verbs, new_label
+from opd.rollout.served_workers import RETRY, Ask, ExpectedAnswers, Newest, Prepared, Push, Verbs, new_label
 from opd.rollout.weight_proof import Proof, apart_at_most
 from opd.served.http_client import RefusedError, Server, UnavailableError
 from opd.served.http_pool import HTTPPool
@@ -121,7 +121,7 @@ class AdapterVerbs(Verbs):
         self._base = Newest(-1, f"{new_label()}.base", Prepared(weights), Proof(weights))
         self._proved: set[str] = set()
         """URLs of workers whose base was proved, and which were tried."""
-        self._expected = Expected(push.student.outputs)
+        self._expected = ExpectedAnswers(push.student.outputs)
 
     def use(self, pool: HTTPPool) -> None:
         """See `Verbs`."""

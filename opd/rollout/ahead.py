@@ -150,7 +150,7 @@ class RolloutAhead:
         groups: list[SampleGroup] | None = None
         failure: BaseException | None = None
         try:
-            groups = self._write(_Batch(self, index), index)
+            groups = self._write(_AheadBatch(self, index), index)
         except StoppedError:
             pass
         except BaseException as error:
@@ -179,7 +179,7 @@ class RolloutAhead:
 
 
 @dataclass(frozen=True, slots=True)
-class _Batch:
+class _AheadBatch:
     """What one batch is written through."""
 
     ahead: RolloutAhead

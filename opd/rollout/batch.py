@@ -41,7 +41,7 @@ NO_SLOTS = np.zeros(0, dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class EngineLimits:
     """What the engine can serve."""
 
     vocab_size: int
@@ -134,7 +134,7 @@ def _widened(stops: np.ndarray, width: int) -> np.ndarray:
 
 
 def queue_requests(
-    requests: Sequence[RolloutRequest], limits: Limits, in_flight: Collection[str] = ()
+    requests: Sequence[RolloutRequest], limits: EngineLimits, in_flight: Collection[str] = ()
 ) -> RequestQueue:
     """Check `requests` and queue them. Raises `RolloutError` for one that cannot be served, or whose uid is
     among those `in_flight`.
@@ -201,7 +201,7 @@ def _check_uids(requests: Sequence[RolloutRequest], in_flight: Collection[str]) 
         seen.add(request.uid)
 
 
-def _check_sampling(params: SamplingParams, limits: Limits) -> None:
+def _check_sampling(params: SamplingParams, limits: EngineLimits) -> None:
     wrong = None
     if not (params.temperature >= 0 and np.isfinite(params.temperature)):
         wrong = f"temperature {params.temperature} must be finite and at least 0 (0 is greedy)"
@@ -217,7 +217,7 @@ def _check_sampling(params: SamplingParams, limits: Limits) -> None:
         raise RolloutError(f"sampling parameters: {wrong}.")
 
 
-def _check_tokens(requests: Sequence[RolloutRequest], limits: Limits) -> None:
+def _check_tokens(requests: Sequence[RolloutRequest], limits: EngineLimits) -> None:
     for request in requests:
         prompt = len(request.prompt_ids)
         if prompt == 0:

@@ -42,7 +42,7 @@ class Event:
     """Whether it raised because it does not serve what it was asked for."""
 
 
-class Source:
+class RunningEngine:
     """One engine at work, advanced by whoever takes from it. Requests join what is in flight there."""
 
     def __init__(self, engine: RolloutEngine) -> None:
@@ -102,7 +102,7 @@ class Call:
     """One engine at work for a rollout, from its first request until it has none, or fails."""
 
     engine: int
-    source: Source
+    source: RunningEngine
     open: dict[str, int] = field(default_factory=dict)
     """Requests that have not ended, and with which submission each came."""
     left: bool = False
@@ -157,7 +157,7 @@ class Gate:
             source.stepping.release()
 
 
-class ThreadSource(Source):
+class ThreadSource(RunningEngine):
     """One engine at work in a thread of its own; every event is put, with `key`, into a shared inbox."""
 
     def __init__(
@@ -354,9 +354,9 @@ class EnginePool:
         self.paused = False
         self.threaded = len(self.engines) > 1 or policy.step_timeout is not None
         self.gate = Gate()
-        self._occupied: dict[int, Source] = {}
+        self._occupied: dict[int, RunningEngine] = {}
 
-    def occupy(self, index: int, source: Source) -> None:
+    def occupy(self, index: int, source: RunningEngine) -> None:
         """Engine `index` is not free before `source` is done."""
         self._occupied[index] = source
 

@@ -23,7 +23,7 @@ from opd.rollout.engine_pool import (
     EnginePool,
     Event,
     RetryPolicy,
-    Source,
+    RunningEngine,
     ThreadSource,
     words,
 )
@@ -185,14 +185,16 @@ class Dispatch:
             try:
                 engine = self._pool.take(index)
             except Exception as error:
-                self._failed(Call(index, Source(self._pool.engines[index]), dict.fromkeys(uids, 0)), error)
+                self._failed(
+                    Call(index, RunningEngine(self._pool.engines[index]), dict.fromkeys(uids, 0)), error
+                )
                 return
             if self._pool.threaded:
                 source = ThreadSource(engine, self._inbox, self._pool.gate)
                 call = Call(index, source)
                 source.start(call)
             else:
-                call = Call(index, Source(engine))
+                call = Call(index, RunningEngine(engine))
             self._calls[index] = call
         call.ask(requests)
 

@@ -24,7 +24,7 @@ from torch.nn import functional
 from opd.errors import ModelError
 from opd.kernels.head import Head
 from opd.kernels.projection import DecodeWeight, wide_product
-from opd.models.attention import AttentionCall, PackedAttention, Scores
+from opd.models.attention import AttentionCall, PackedAttention, ScoreForm
 from opd.models.causal_lm import CausalLM, WeightsDigest, held_bytes
 from opd.rollout.batch import Band, RunningBatch
 from opd.rollout.kv_cache import KVCache, LayerCache, PromptKV, Window
@@ -107,7 +107,7 @@ class CachedAttention(ABC):
         return self.attend(cache, query, key, value, call.scores)[None]
 
     @abstractmethod
-    def attend(self, cache: LayerCache, query: Tensor, key: Tensor, value: Tensor, form: Scores) -> Tensor:
+    def attend(self, cache: LayerCache, query: Tensor, key: Tensor, value: Tensor, form: ScoreForm) -> Tensor:
         """`query` [T, H, d], `key` and `value` [T, Hkv, d] -> [T, H, dv]."""
 
 
@@ -126,7 +126,7 @@ class DecodeAttention(CachedAttention):
             self._parts = [(0, span.rows, span.window)]
         self._biases: dict[tuple[int | None, int, int], Tensor | None] = {}
 
-    def attend(self, cache: LayerCache, query: Tensor, key: Tensor, value: Tensor, form: Scores) -> Tensor:
+    def attend(self, cache: LayerCache, query: Tensor, key: Tensor, value: Tensor, form: ScoreForm) -> Tensor:
         """`query` [B, H, d], `key` and `value` [B, Hkv, d] of the new tokens -> [B, H, dv]."""
         if self._slots is None:
             rows, last = self._span.rows, self._span.longest - 1
@@ -167,7 +167,7 @@ class DecodeAttention(CachedAttention):
         return (bias if span.equal else bias.repeat_interleave(keys.shape[1], 0))[:, None]
 
 
-def attend_cached(query: Tensor, window: Window, bias: Tensor | None, form: Scores) -> Tensor:
+def attend_cached(query: Tensor, window: Window, bias: Tensor | None, form: ScoreForm) -> Tensor:
     """Attention of one query per slot: `query` [B, H, d] to the cached [B, Hkv, L, d] -> [B, H, dv].
 
     Batched matrix products over `B * Hkv`: for one query on CPU 3 to 4 times faster than
@@ -215,7 +215,7 @@ class LeanLayer:
     """[2 F, D]."""
     down: DecodeWeight
     """[D, F]."""
-    form: Scores
+    form: ScoreForm
 
     @classmethod
     def read(cls, layer: Any, config: Any, order: Tensor) -> LeanLayer:
@@ -246,7 +246,7 @@ class LeanLayer:
             mlp_norm=layer.post_attention_layernorm.weight.detach(),
             gate_up=DecodeWeight(torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]).detach()),
             down=DecodeWeight(mlp.down_proj.weight.detach()),
-            form=Scores(float(attention.scaling), window=getattr(attention, "sliding_window", window)),
+            form=ScoreForm(float(attention.scaling), window=getattr(attention, "sliding_window", window)),
         )
 
     def move_to(self, old: LeanLayer) -> None:

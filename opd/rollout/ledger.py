@@ -136,7 +136,7 @@ class Tokens:
         return len(self.token_ids)
 
 
-class _Growing:
+class _TokenBuffer:
     """One request's tokens in buffers that double: appending `R` tokens one by one copies less than `2 R`."""
 
     __slots__ = ("_held", "length")
@@ -175,7 +175,7 @@ class Transcript:
 
     def __init__(self, known: Mapping[str, Tokens] | None = None) -> None:
         """`known`: requests, with the tokens they have already."""
-        self._requests: dict[str, _Growing] = {}
+        self._requests: dict[str, _TokenBuffer] = {}
         self._numbers: dict[str, int] = {}
         self._due = np.zeros(0, np.int64)
         """By number of a request: the position of its next token."""
@@ -187,7 +187,7 @@ class Transcript:
 
     def begin(self, known: Mapping[str, Tokens]) -> None:
         """More requests, with the tokens they have already."""
-        self._requests |= {uid: _Growing(tokens) for uid, tokens in known.items()}
+        self._requests |= {uid: _TokenBuffer(tokens) for uid, tokens in known.items()}
         self._numbers |= zip(known, range(len(self._due), len(self._due) + len(known)), strict=True)
         self._due = np.append(self._due, np.array([len(tokens) for tokens in known.values()], np.int64))
 

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from opd.errors import OpdError, RolloutError
-from opd.rollout.batch import Limits, queue_requests
-from opd.rollout.served_messages import MessageReader, Piece, chunks_of, is_message
+from opd.rollout.batch import EngineLimits, queue_requests
+from opd.rollout.served_messages import MessagePart, MessageReader, chunks_of, is_message
 from opd.rollout.served_workers import Workers
 from opd.rollout.streams import Streaming
 from opd.served.http_client import RefusedError, Server, UnavailableError
@@ -92,8 +92,8 @@ class ServedEngine(Streaming):
 
     def __init__(self, dialect: Dialect, workers: Workers, model: ServedModel) -> None:
         self._dialect, self._workers = dialect, workers
-        self._limits = Limits(model.vocabulary, model.max_sequence)
-        self._arrived: queue.SimpleQueue[tuple[object, Piece] | BaseException] = queue.SimpleQueue()
+        self._limits = EngineLimits(model.vocabulary, model.max_sequence)
+        self._arrived: queue.SimpleQueue[tuple[object, MessagePart] | BaseException] = queue.SimpleQueue()
         """Pieces, each with the one of `_left` that it is of."""
         self._left: dict[str, object] = {}
         """What is in flight: a name of its own for each request, whose uid may come again."""
@@ -144,7 +144,7 @@ class ServedEngine(Streaming):
         while (chunk := next(self._chunks, None)) is None:
             if not self._ended and not self._left:
                 return None
-            pieces = [Piece(uid, 0, [], [], [], status) for uid, status in self._ended.items()]
+            pieces = [MessagePart(uid, 0, [], [], [], status) for uid, status in self._ended.items()]
             self._ended.clear()
             self._chunks = chunks_of(pieces or self._take(), self._workers.version)
         return chunk
@@ -198,9 +198,9 @@ class ServedEngine(Streaming):
         self.abort(list(self._left))
         self._workers.close()
 
-    def _take(self) -> list[Piece]:
+    def _take(self) -> list[MessagePart]:
         """What has arrived, waiting for the first."""
-        pieces: list[Piece] = []
+        pieces: list[MessagePart] = []
         while not pieces or not self._arrived.empty():
             if not pieces and self._workers.paused and self._arrived.empty():
                 raise RolloutError("the engine is paused; call resume() before the next chunk.")
@@ -344,7 +344,7 @@ class Homes:
             self._known.popitem(last=False)
 
 
-def _as_asked(piece: Piece, written: Sequence[int], sampling: SamplingParams) -> Piece:
+def _as_asked(piece: MessagePart, written: Sequence[int], sampling: SamplingParams) -> MessagePart:
     """`piece`, the last of `written`, without an end that its request does not know.
 
     SGLang stops at the ends of its model, too, whatever a request says, unless it says that nothing is one.

@@ -16,7 +16,7 @@ from opd.types import Chunk, Status
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class MessagePart:
     """What one message of a stream brought of one request."""
 
     uid: str
@@ -64,7 +64,7 @@ class MessageReader(ABC):
         self.base: str | None = None
         """What messages call the weights, where those of the attempt are adapters on them."""
 
-    def read(self, line: bytes) -> Piece | None:
+    def read(self, line: bytes) -> MessagePart | None:
         """The new part of one line; `None` if there is none. Raises `UnavailableError` if it is wrong, and
         `RefusedError` for what no later attempt changes.
         """
@@ -95,7 +95,7 @@ class MessageReader(ABC):
     def _unreadable(self, cause: str) -> UnavailableError:
         return UnavailableError(f"a message of {self.uid} is not readable ({cause})", answered=True)
 
-    def _piece(self, told: Told) -> Piece:
+    def _piece(self, told: Told) -> MessagePart:
         ids = [int(token) for _, token in told.entries]
         logprobs = np.array([value for value, _ in told.entries], dtype=np.float64)
         if any(not 0 <= token < self._vocabulary for token in ids) or not np.isfinite(logprobs).all():
@@ -108,7 +108,7 @@ class MessageReader(ABC):
         self._last = ids[-1] if ids else self._last
         if finished is Status.TRUNCATED and self._last in self._stop_ids:
             finished = Status.COMPLETED
-        piece = Piece(self.uid, self._start + self.seen, ids, logprobs.tolist(), versions, finished)
+        piece = MessagePart(self.uid, self._start + self.seen, ids, logprobs.tolist(), versions, finished)
         self.seen += len(ids)
         return piece
 
@@ -128,7 +128,7 @@ def is_message(line: bytes) -> bool:
 _STATUS = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.ABORTED}
 
 
-def chunks_of(pieces: Sequence[Piece], current: int) -> Iterator[Chunk]:
+def chunks_of(pieces: Sequence[MessagePart], current: int) -> Iterator[Chunk]:
     """`pieces` as one chunk for each version; those of a request that ends without a new token in one of
     version `current`.
     """

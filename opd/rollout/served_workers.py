@@ -120,7 +120,7 @@ class Newest:
     proof: Proof
 
 
-class Expected:
+class ExpectedAnswers:
     """What servers have to say with the newest weights: computed once, whichever worker asks first."""
 
     def __init__(self, outputs: Callable[[list[tuple[str, Tensor]]], np.ndarray]) -> None:

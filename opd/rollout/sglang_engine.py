@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from opd.rollout.served_workers import Push
 
 
-class MessageReader(served_messages.MessageReader):
+class SGLangMessageReader(served_messages.MessageReader):
     """Messages may be cumulative or not, and say which version sampled each token."""
 
     def _told(self, message: Any) -> Told:
@@ -47,7 +47,7 @@ class MessageReader(served_messages.MessageReader):
 class SGLangDialect(Dialect):
     """`POST /generate`."""
 
-    path, reader = "/generate", MessageReader
+    path, reader = "/generate", SGLangMessageReader
 
     def __init__(self, model: ServedModel) -> None:
         self._never = never_sampled(model)

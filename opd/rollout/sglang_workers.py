@@ -86,7 +86,7 @@ async def read_folder(ask: Ask, server: Server, name: str, folder: Path) -> None
     _check(server, name, done)
 
 
-class FolderPush(served_workers.FolderPush):
+class SGLangFolderPush(served_workers.FolderPush):
     """See `served_workers.FolderPush`."""
 
     async def _read(self, ask: Ask, server: Server, name: str, folder: Path) -> None:

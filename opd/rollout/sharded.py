@@ -19,7 +19,7 @@ from torch import Tensor
 from opd.errors import ModelError, OpdError, RanksError, reason_of
 from opd.kernels.head import Head
 from opd.models.attention import PackedAttention
-from opd.models.causal_lm import CausalLM, Watched, WeightsDigest, weights_digest
+from opd.models.causal_lm import CausalLM, DigestedTensors, WeightsDigest, weights_digest
 from opd.models.sharded import Root, close_up, local_part, own_parts
 from opd.ranks import Ranks
 from opd.rollout.forward import Runner
@@ -95,7 +95,7 @@ class ShardedRunner(Runner):
         """
         close_up(self._root)
         own = dict(self.model.weights())
-        sent = weights.take_digest() if isinstance(weights, Watched) else None
+        sent = weights.take_digest() if isinstance(weights, DigestedTensors) else None
         missing = set(own)
         for name, tensor in weights:
             if name not in own or own[name].ndim != tensor.ndim:

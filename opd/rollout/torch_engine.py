@@ -14,7 +14,7 @@ from opd.config.train import DecodeConfig
 from opd.errors import RolloutError
 from opd.models.causal_lm import CausalLM, WeightsDigest
 from opd.models.hf_folder import positions_of
-from opd.rollout.batch import Limits, RunningBatch, queue_requests
+from opd.rollout.batch import EngineLimits, RunningBatch, queue_requests
 from opd.rollout.forward import Runner
 from opd.rollout.graphs import StaticRunner
 from opd.rollout.kv_cache import Origin, PromptKV, kv_budget, pack, put_back, unpack
@@ -62,7 +62,7 @@ class TorchEngine(Streaming):
         self._max_running = max_running
         trained, settings = positions_of(model.config), settings or DecodeConfig()
         token_bytes = model.kv_numbers * model.dtype.itemsize
-        self._limits = Limits(
+        self._limits = EngineLimits(
             vocab_size=vocab_size or model.vocab_size,
             max_sequence=min(max_sequence, trained) if trained else max_sequence,
             positions=kv_budget(settings.kv_cache_mb, model.device) // token_bytes,

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from opd.models.attention import Scores, kernels_share_heads, masked_attention
-from opd.rollout.batch import Limits, RequestQueue, RunningBatch
+from opd.models.attention import ScoreForm, kernels_share_heads, masked_attention
+from opd.rollout.batch import EngineLimits, RequestQueue, RunningBatch
 from opd.rollout.forward import PREFILL_TOKENS, CachedAttention, Runner
 from opd.rollout.kv_cache import LayerCache, PromptKV
 from opd.types import RolloutRequest
@@ -31,7 +31,7 @@ SCORES = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class KeptTurn:
     """What is kept of a conversation: as much as the model has read."""
 
     tokens: np.ndarray
@@ -42,12 +42,12 @@ class Turn:
 class KeptTurns:
     """By session, the one that waited longest first; it is the first to go where there is no room."""
 
-    def __init__(self, runner: Runner, limits: Limits, slots: int) -> None:
+    def __init__(self, runner: Runner, limits: EngineLimits, slots: int) -> None:
         """`slots`: requests that run together. `KEPT` times as many conversations are kept at most, within
         what `limits` leave beside the runner's cache.
         """
         self._runner, self._limits, self._most = runner, limits, KEPT * slots
-        self._turns: dict[str, Turn] = {}
+        self._turns: dict[str, KeptTurn] = {}
         self._requests: dict[str, RolloutRequest] = {}
         """Those in flight that belong to a session, by uid."""
         self.taken = 0
@@ -86,7 +86,7 @@ class KeptTurns:
             request = self._requests.pop(batch.uids[slot], None)
             if request is not None and request.continues:
                 known = batch.known(slot)[:-1].copy()  # nobody has read the newest
-                turn = Turn(known, self._runner.cache.read(slot, len(known)))
+                turn = KeptTurn(known, self._runner.cache.read(slot, len(known)))
                 self._drop(request.session)
                 self._turns[request.session] = turn
                 self._positions += len(known)
@@ -110,7 +110,7 @@ class KeptTurns:
         if turns:
             yield extend(self._runner, batch, first, turns)
 
-    def _earlier(self, batch: RunningBatch, slot: int) -> Turn | None:
+    def _earlier(self, batch: RunningBatch, slot: int) -> KeptTurn | None:
         """The turn on whose tokens this slot's request goes on, if it is kept; it is kept no more."""
         request, tokens = self._requests.get(batch.uids[slot]), batch.known(slot)
         turn = None if request is None else self._drop(request.session)
@@ -121,7 +121,7 @@ class KeptTurns:
         self.taken += len(turn.tokens)
         return turn
 
-    def _drop(self, session: str) -> Turn | None:
+    def _drop(self, session: str) -> KeptTurn | None:
         turn = self._turns.pop(session, None)
         if turn is not None:
             self._positions -= len(turn.tokens)
@@ -160,7 +160,7 @@ class AddedAttention(CachedAttention):
         super().__init__(runner.cache, positions)
         self._visible: dict[int | None, Tensor] = {}
 
-    def attend(self, cache: LayerCache, query: Tensor, key: Tensor, value: Tensor, form: Scores) -> Tensor:
+    def attend(self, cache: LayerCache, query: Tensor, key: Tensor, value: Tensor, form: ScoreForm) -> Tensor:
         """`query` [T, H, d], `key` and `value` [T, Hkv, d] -> [T, H, dv]."""
         cache.keys[self._row, :, self.positions] = key
         cache.values[self._row, :, self.positions] = value
@@ -181,7 +181,7 @@ class AddedAttention(CachedAttention):
         return self._visible[window]
 
 
-def _attend(query: Tensor, keys: Tensor, values: Tensor, form: Scores, seen: Tensor) -> Tensor:
+def _attend(query: Tensor, keys: Tensor, values: Tensor, form: ScoreForm, seen: Tensor) -> Tensor:
     """`query` [R, H, Q, d] to `keys` [R, Hkv, L, d], where it has `seen` [R, 1, Q, L] -> [R, H, Q, dv], with
     about `SCORES` scores at a time.
     """
@@ -195,7 +195,7 @@ def _attend(query: Tensor, keys: Tensor, values: Tensor, form: Scores, seen: Ten
     return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
 
 
-def extend(runner: Runner, batch: RunningBatch, start: int, turns: list[Turn]) -> Tensor:
+def extend(runner: Runner, batch: RunningBatch, start: int, turns: list[KeptTurn]) -> Tensor:
     """[R, D]: give the slots from `start` on what is kept of `turns`, and compute what was added since."""
     parts = []
     held = np.array([len(turn.tokens) for turn in turns])

@@ -41,7 +41,7 @@ def is_cut(sampling: SamplingParams) -> bool:
     return sampling.temperature > 0 and (sampling.top_p < 1 or sampling.top_k > 0)
 
 
-class MessageReader(served_messages.MessageReader):
+class VLLMMessageReader(served_messages.MessageReader):
     """Messages have the new tokens; the last names the weights that sampled all of them."""
 
     def _told(self, message: Any) -> Told | None:
@@ -76,7 +76,7 @@ class VLLMDialect(Dialect):
         mode: What their log-probabilities are.
     """
 
-    path, reader = GENERATE, MessageReader
+    path, reader = GENERATE, VLLMMessageReader
 
     def __init__(self, model: ServedModel, mode: Mode) -> None:
         self._mode, self._never = mode, never_sampled(model)

@@ -23,7 +23,7 @@ from opd.models.sharded import Root, open_empty
 from opd.rollout import served_workers
 from opd.rollout.adapted_student import probe_logprobs
 from opd.rollout.served_engine import ServedModel
-from opd.rollout.served_workers import Ask, Expected, Newest, Verbs
+from opd.rollout.served_workers import Ask, ExpectedAnswers, Newest, Verbs
 from opd.rollout.weight_proof import apart_at_most, check_config, check_form
 from opd.served.http_client import RefusedError, Server, UnavailableError
 from opd.served.vllm_answers import model_of
@@ -47,7 +47,7 @@ async def read_folder(ask: Ask, server: Server, name: str, folder: Path) -> None
     await _drop_cache(ask, server)
 
 
-class FolderPush(served_workers.FolderPush):
+class VLLMFolderPush(served_workers.FolderPush):
     """See `served_workers.FolderPush`."""
 
     async def _read(self, ask: Ask, server: Server, name: str, folder: Path) -> None:
@@ -98,7 +98,7 @@ class VLLMVerbs(Verbs):
     ) -> None:
         super().__init__(model.config)
         self._model, self._mode = model, mode
-        self._expected = None if outputs is None else Expected(outputs)
+        self._expected = None if outputs is None else ExpectedAnswers(outputs)
         self._asked: dict[str, asyncio.Task[str]] = {}
         """By URL, who will ask what a server holds, and has not yet."""
         self._asking: dict[str, asyncio.Lock] = {}

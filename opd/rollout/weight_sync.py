@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from opd.errors import RolloutError
-from opd.models.causal_lm import Watched, WeightsDigest
+from opd.models.causal_lm import DigestedTensors, WeightsDigest
 from opd.models.hf_folder import INDEX
 from opd.protocols import RolloutEngine
 from opd.storage.files import permit_as
@@ -36,7 +36,7 @@ def sync_weights(engine: RolloutEngine, weights: Weights, version: int) -> str:
     sent = WeightsDigest(quick=True)
     engine.pause()
     engine.flush()
-    held = engine.update_weights(Watched(weights, sent), version)
+    held = engine.update_weights(DigestedTensors(weights, sent), version)
     if held != sent.hex():
         raise RolloutError(
             f"after the push of version {version} the engine holds other weights than the trainer; restart"

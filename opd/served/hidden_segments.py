@@ -83,7 +83,7 @@ def segment_body(question: Question, name: str, logprobs: bool) -> dict[str, Any
     return body
 
 
-class Segment:
+class HiddenSegment:
     """One segment, from its name to its last byte; use it in a `with` block.
 
     Args:
@@ -96,7 +96,7 @@ class Segment:
         self.name = secrets.token_hex(16)
         self._plugin, self._question, self._width = plugin, question, width
 
-    def __enter__(self) -> Segment:
+    def __enter__(self) -> HiddenSegment:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -35,7 +35,7 @@ from opd.models.sharded import (
     width_of,
 )
 from opd.ranks import Ranks
-from opd.storage.tensors import Piece, Saved, State, check_tensors, copied, optimizer_fields, part_of
+from opd.storage.tensors import Saved, State, TensorPiece, check_tensors, copied, optimizer_fields, part_of
 from opd.train.backend import MOMENTS, Held, Training, WholeModelBackend, adamw, moments_of, not_finite
 
 
@@ -304,8 +304,8 @@ class DeepSpeedBackend(WholeModelBackend):
         whole, too.
         """
         self._take("weights", "moments")
-        model: dict[str, Tensor | Piece] = {}
-        optimizer: dict[str, Tensor | Piece] = {}
+        model: dict[str, Tensor | TensorPiece] = {}
+        optimizer: dict[str, Tensor | TensorPiece] = {}
         steps = [state["step"] for state in self._engine.optimizer.optimizer.state.values()]
         for name, tensor in self.model.weights():
             if name in self._named:
@@ -320,7 +320,7 @@ class DeepSpeedBackend(WholeModelBackend):
         return {"model": model, "optimizer": optimizer}
 
     def _keep(
-        self, kept: dict[str, Tensor | Piece], name: str, parameter: nn.Parameter, key: str | None
+        self, kept: dict[str, Tensor | TensorPiece], name: str, parameter: nn.Parameter, key: str | None
     ) -> None:
         first, count = self._share(parameter)
         if count:

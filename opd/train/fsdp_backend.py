@@ -20,7 +20,7 @@ from opd.models.causal_lm import CausalLM
 from opd.models.context_parallel import ContextParallel, TokenShare, shared_hidden
 from opd.models.sharded import cut, local_part, whole
 from opd.ranks import Ranks
-from opd.storage.tensors import Piece, Saved, State, copied, optimizer_fields, part_of, shape_of
+from opd.storage.tensors import Saved, State, TensorPiece, copied, optimizer_fields, part_of, shape_of
 from opd.train.backend import Read, TorchBackend, Training, cost_of, state_of
 from opd.train.packing import Shares
 from opd.train.plan import context_size, divisors
@@ -87,8 +87,8 @@ class FSDPBackend(TorchBackend):
         self.rest()  # where they leave the device, both need not be there at once
         return {"model": model, "optimizer": self._pieces(self._moments())}
 
-    def _pieces(self, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor | Piece]:
-        found: dict[str, Tensor | Piece] = {}
+    def _pieces(self, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor | TensorPiece]:
+        found: dict[str, Tensor | TensorPiece] = {}
         for name, tensor in tensors:
             local, first = local_part(tensor.detach())
             if local.numel() if isinstance(tensor, DTensor) else self._sharding.main:

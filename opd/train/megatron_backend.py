@@ -31,16 +31,16 @@ from opd.megatron.form import (
     HEAD,
     Cut,
     Elements,
+    LayerStage,
     MegatronForm,
-    Piece,
-    Stage,
+    ParameterPart,
     assemble,
     head_shard,
     parts_of,
     pieces,
     read_elements,
 )
-from opd.megatron.layout import Layout
+from opd.megatron.layout import RankLayout
 from opd.megatron.module import MegatronModule, inside_megatron, megatron_core, model_parallel
 from opd.models.adapters import BASE_DIGEST, AdaptedLM, require_base, weight_name
 from opd.models.attention import Attend
@@ -49,8 +49,7 @@ from opd.models.context_parallel import ContextAttention, TokenShare
 from opd.models.peft_folder import LORA_A, LORA_B, merged
 from opd.models.sharded import Stored, need_room, read_together, width_of
 from opd.ranks import Ranks
-from opd.storage.tensors import Piece as TensorPiece
-from opd.storage.tensors import Saved, State, check_tensors, copied, optimizer_fields, part_of
+from opd.storage.tensors import Saved, State, TensorPiece, check_tensors, copied, optimizer_fields, part_of
 from opd.train.backend import MOMENTS, TRIMMED, Backend, Held, Training, moments_of, not_finite
 from opd.train.megatron_optimizer import (
     WEIGHT,
@@ -95,7 +94,7 @@ class MegatronBackend(Backend):
         distributed = _distributed(train, model.device)
         self._form = MegatronForm.from_config(model.module.config)
         self._form.check_student(tensor_parallel, stages)
-        self._layout = Layout(ranks.rank, ranks.size, tensor_parallel, train.context_size, stages)
+        self._layout = RankLayout(ranks.rank, ranks.size, tensor_parallel, train.context_size, stages)
         self._stage = self._form.stage(self._layout.stage, stages)
         dtype = compute_dtype or model.dtype
         given = {weight_name(name): tensor for name, tensor in CausalLM.weights(model)}
@@ -184,7 +183,7 @@ class MegatronBackend(Backend):
             for source in {cut.source for cut in piece.cuts}
         )
 
-    def _pieces_of(self, rank: int, stage: Stage) -> list[Piece]:
+    def _pieces_of(self, rank: int, stage: LayerStage) -> list[ParameterPart]:
         """Every parameter of a tensor-parallel rank in a stage, and the head."""
         found = pieces(self._form, rank, self._layout.tensor, stage)
         return found + adapter_pieces(found, self._shapes)
@@ -234,7 +233,7 @@ class MegatronBackend(Backend):
             return None
         return self._parameters.get(EMBEDDING if self._stage.first else HEAD)
 
-    def _pieces_that_learn(self) -> list[Piece]:
+    def _pieces_that_learn(self) -> list[ParameterPart]:
         return [piece for name, piece in self._pieces.items() if self._parameters[name].requires_grad]
 
     @property
@@ -368,7 +367,7 @@ class MegatronBackend(Backend):
         return tensor
 
     @torch.no_grad()
-    def _gathered(self, source: str, piece: Piece) -> Tensor:
+    def _gathered(self, source: str, piece: ParameterPart) -> Tensor:
         """A whole tensor from every rank's part of it; rows of padding may follow."""
         part, axis = self._parameters[piece.name].detach(), 0
         if not piece.split:
@@ -406,7 +405,7 @@ class MegatronBackend(Backend):
         return files
 
     def _keep(
-        self, kept: dict[str, Tensor | TensorPiece], name: str, piece: Piece, cut: Cut, part: Tensor
+        self, kept: dict[str, Tensor | TensorPiece], name: str, piece: ParameterPart, cut: Cut, part: Tensor
     ) -> None:
         shape = self._shapes[cut.source]
         if not piece.split:
@@ -467,7 +466,11 @@ class MegatronBackend(Backend):
 
     @torch.no_grad()
     def _read_slices(
-        self, found: Iterable[Piece], weights: Elements, moments: Elements | None = None, steps: int = 0
+        self,
+        found: Iterable[ParameterPart],
+        weights: Elements,
+        moments: Elements | None = None,
+        steps: int = 0,
     ) -> None:
         """Read these slices of weights, and of moments, a parameter at a time."""
         self._take("weights", "moments")
@@ -481,7 +484,7 @@ class MegatronBackend(Backend):
                 for key in MOMENTS:
                     self._optimizer.put(piece.name, key, self._assembled(piece, moments, key))
 
-    def _assembled(self, piece: Piece, elements: Elements, field: str | None = None) -> Tensor:
+    def _assembled(self, piece: ParameterPart, elements: Elements, field: str | None = None) -> Tensor:
         """[..] float32: a parameter from elements of Hugging Face's tensors, or from a `field` of them."""
 
         def of_field(name: str, first: int, into: Tensor) -> None:

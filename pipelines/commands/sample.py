@@ -45,7 +45,7 @@ _WIDTH = 76
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class SampleOptions:
     """What the command line asks."""
 
     prompts: tuple[str, ...] = ()
@@ -90,7 +90,7 @@ class Speaker:
     """That end an answer."""
 
     @classmethod
-    def load(cls, model: str, asked: Asked) -> Speaker:
+    def load(cls, model: str, asked: SampleOptions) -> Speaker:
         """Raises what is wrong with `model`, a folder or a name on the Hub, or with its prompts."""
         folder = model_folder(model)
         tokenizer = load_tokenizer(folder)
@@ -144,7 +144,7 @@ class Speaker:
         """The answer to question `number`, each part of its text given to `say` when it is known."""
         question = self.questions[number]
         sample = question.sample(0)
-        text, told = _Growing(self.tokenizer), 0
+        text, told = _TextDecoder(self.tokenizer), 0
         ids: list[int] = []
         request = RolloutRequest(sample.uid, question.token_ids, self.sampling, seed)
         for chunk in self.engine.generate(request):
@@ -191,7 +191,7 @@ class Speaker:
         return visible(text if len(text) <= _WIDTH else f"{text[:_WIDTH]} ...", "")
 
 
-class _Growing:
+class _TextDecoder:
     """Tokens to text, as they come: a character that is not whole yet waits for the rest of its bytes.
 
     New tokens are decoded behind those before them, since the first of a text may lose its blank.
@@ -251,7 +251,7 @@ def _of_one_domain(recipe: Recipe, domain: str, folder: Path, count: int) -> Rec
     return own.model_copy(update=changes)
 
 
-def _questions(asked: Asked, tokenizer: Any) -> list[EncodedPrompt]:
+def _questions(asked: SampleOptions, tokenizer: Any) -> list[EncodedPrompt]:
     if asked.system is not None and not tokenizer.chat_template:
         raise DataError("--system needs a model with a chat template, and this one has none; leave it out")
     found = []
@@ -292,7 +292,7 @@ def _fitting(
     return replace(sampling, max_new_tokens=min(sampling.max_new_tokens, room))
 
 
-def run_sample(model: str, asked: Asked) -> int:
+def run_sample(model: str, asked: SampleOptions) -> int:
     """Print the answers, each as it comes; returns the exit status."""
     speaker = Speaker.load(model, asked)
     several = len(speaker.questions) > 1 or speaker.rewards is not None
@@ -316,7 +316,7 @@ def run_sample(model: str, asked: Asked) -> int:
     return 0
 
 
-def run_compare(models: Sequence[str], asked: Asked, console: Console | None = None) -> int:
+def run_compare(models: Sequence[str], asked: SampleOptions, console: Console | None = None) -> int:
     """Print what two models answer to the same questions, side by side; returns the exit status."""
     from rich.console import Console
 

@@ -88,12 +88,12 @@ def _check(paths: Sequence[Path], port: int | None, terminal: bool) -> None:
 def _serve(runs: Sequence[LiveRun], port: int) -> None:
     from opd.pipelines.report.live_page import Board
 
-    with Server(Board(runs), port) as server:
+    with WatchServer(Board(runs), port) as server:
         print(f"http://{LOOPBACK}:{server.server_port}/", flush=True)
         server.serve_forever()
 
 
-class Server(ThreadingHTTPServer):
+class WatchServer(ThreadingHTTPServer):
     """Answers with the pages of `board`, on loopback alone.
 
     Raises `ConfigError` for a `port` that cannot be had; 0: one that the system chooses.
@@ -141,7 +141,7 @@ class Server(ThreadingHTTPServer):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    server: Server  # pyright: ignore[reportIncompatibleVariableOverride]
+    server: WatchServer  # pyright: ignore[reportIncompatibleVariableOverride]
     timeout = _PATIENCE
     server_version, sys_version = "opd", ""
 

@@ -39,11 +39,11 @@ def _check_there(address: str, launch: RayLaunch) -> list[Finding]:
 
 def _check_own(recipe: Recipe, launch: RayLaunch) -> list[Finding]:
     """One that the run starts on this machine, which has no other GPUs than this one."""
-    from opd.pipelines.launch.ray.cluster import Layout, needed, require_free
+    from opd.pipelines.launch.ray.cluster import BundleLayout, needed, require_free
 
     if launch.port is not None:
         require_free(launch.port)
-    asked = Layout.of(needed(recipe), recipe.train.ranks or 1, recipe.servers).total.get("GPU", 0.0)
+    asked = BundleLayout.of(needed(recipe), recipe.train.ranks or 1, recipe.servers).total.get("GPU", 0.0)
     if asked:
         from torch.cuda import device_count
 

@@ -5,7 +5,7 @@ what captured steps read and write.
 from __future__ import annotations
 
 from opd.config import Recipe
-from opd.pipelines.doctor.models import Shape
+from opd.pipelines.doctor.models import ModelShape
 from opd.pipelines.stages.precision import WIDTH, model_dtype
 
 _DRAWN = 28
@@ -24,7 +24,7 @@ def on_cuda(device: str) -> bool:
     return device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
 
 
-def engine_parts(recipe: Recipe, student: Shape) -> dict[str, int]:
+def engine_parts(recipe: Recipe, student: ModelShape) -> dict[str, int]:
     """Bytes by what they are for."""
     from opd.rollout.kv_cache import LEAST_WINDOW, WINDOW_PARTS, bucket
 
@@ -47,7 +47,7 @@ def engine_parts(recipe: Recipe, student: Shape) -> dict[str, int]:
     return parts
 
 
-def token_bytes(recipe: Recipe, student: Shape) -> int:
+def token_bytes(recipe: Recipe, student: ModelShape) -> int:
     """Bytes of a token's keys and values."""
     return student.layers * student.kv_width * 2 * WIDTH[model_dtype(recipe)]
 
@@ -66,7 +66,7 @@ def _limit(recipe: Recipe, cuda: bool) -> int | None:
     return kv_budget(own, device)
 
 
-def _laid_out(recipe: Recipe, student: Shape, cuda: bool) -> int:
+def _laid_out(recipe: Recipe, student: ModelShape, cuda: bool) -> int:
     """Bytes of the copies that decode makes of weights: of those that are multiplied as one, and on a CPU of
     others where another layout or float32 is faster.
     """

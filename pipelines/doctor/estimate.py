@@ -13,7 +13,7 @@ from opd.config.recipe import WEIGHT_MERGES
 from opd.foreign import machine_memory
 from opd.pipelines.doctor.checks import Finding, existing_parent, unwritable
 from opd.pipelines.doctor.engine import engine_parts, on_cuda, token_bytes
-from opd.pipelines.doctor.models import Models, Shape
+from opd.pipelines.doctor.models import Models, ModelShape
 from opd.pipelines.doctor.phases import by_phase, handed_over, put_away
 from opd.pipelines.stages.precision import (
     WIDTH,
@@ -51,7 +51,7 @@ Parts = dict[str, int]
 """Bytes by what they are for."""
 
 
-def memory_parts(recipe: Recipe, student: Shape, teachers: Mapping[str, Shape]) -> Parts:
+def memory_parts(recipe: Recipe, student: ModelShape, teachers: Mapping[str, ModelShape]) -> Parts:
     """Bytes of each part of the stage that holds the most at once: the merge, what trains all weights of the
     base, or the specialists that train side by side. With `runtime.offload` of its largest phase.
     """
@@ -61,13 +61,17 @@ def memory_parts(recipe: Recipe, student: Shape, teachers: Mapping[str, Shape]) 
     return max((held for stage in stages for held in by_phase(recipe, stage).values()), key=_total)
 
 
-def memory_by_phase(recipe: Recipe, student: Shape, teachers: Mapping[str, Shape]) -> dict[str, Parts]:
+def memory_by_phase(
+    recipe: Recipe, student: ModelShape, teachers: Mapping[str, ModelShape]
+) -> dict[str, Parts]:
     """By phase of a step what the stage holds whose largest phase is the largest."""
     stages = [by_phase(recipe, stage) for stage in _stages(recipe, student, teachers)]
     return max(stages, key=lambda phases: max(map(_total, phases.values())))
 
 
-def told_by_phase(recipe: Recipe, student: Shape, teachers: Mapping[str, Shape]) -> tuple[str, Parts]:
+def told_by_phase(
+    recipe: Recipe, student: ModelShape, teachers: Mapping[str, ModelShape]
+) -> tuple[str, Parts]:
     """The phases in words, with `runtime.offload` too where that changes something; and their bytes."""
     sizes = {phase: _total(held) for phase, held in memory_by_phase(recipe, student, teachers).items()}
     told = ", ".join(f"{phase} {readable(size)}" for phase, size in sizes.items())
@@ -84,7 +88,7 @@ def _asked(recipe: Recipe) -> str:
     return "{" + ", ".join(f"{name}: true" for name, value in given.items() if value) + "}"
 
 
-def _stages(recipe: Recipe, student: Shape, teachers: Mapping[str, Shape]) -> list[Parts]:
+def _stages(recipe: Recipe, student: ModelShape, teachers: Mapping[str, ModelShape]) -> list[Parts]:
     width, lora = WIDTH[model_dtype(recipe)], recipe.model.lora is not None
     stages = [_training(recipe, student, recipe.distill.batch, lora) | _led(recipe, student, teachers)]
     if recipe.distill.prefixes == "student":
@@ -105,7 +109,7 @@ def _total(parts: Parts) -> int:
     return sum(parts.values())
 
 
-def _grpo_stages(recipe: Recipe, student: Shape, teachers: Mapping[str, Shape]) -> list[Parts]:
+def _grpo_stages(recipe: Recipe, student: ModelShape, teachers: Mapping[str, ModelShape]) -> list[Parts]:
     """The specialists that train side by side, as large as they may be, and the baseline of all domains."""
     trained, lora = recipe.grpo_domains(), recipe.model.lora is not None
     demonstrated = [recipe.domains[name].sft for name in recipe.specialist_domains() if name not in trained]
@@ -119,7 +123,7 @@ def _grpo_stages(recipe: Recipe, student: Shape, teachers: Mapping[str, Shape]) 
     return [together] * bool(side) + [_grpo(recipe, student, teachers)] * baseline
 
 
-def _grpo(recipe: Recipe, student: Shape, teachers: Mapping[str, Shape]) -> Parts:
+def _grpo(recipe: Recipe, student: ModelShape, teachers: Mapping[str, ModelShape]) -> Parts:
     """A GRPO stage with the `specialist` of this recipe."""
     config = recipe.specialist
     parts = _training(recipe, student, config.batch, recipe.model.lora is not None)
@@ -134,7 +138,7 @@ def _grpo(recipe: Recipe, student: Shape, teachers: Mapping[str, Shape]) -> Part
     return parts
 
 
-def _frozen(recipe: Recipe, student: Shape, kept: bool) -> Parts:
+def _frozen(recipe: Recipe, student: ModelShape, kept: bool) -> Parts:
     """The model that a stage began as, once, where `evaluation.base_kl_every` or a reference (`kept`) needs
     it; of several ranks each has its share.
     """
@@ -206,7 +210,7 @@ def check_asked(recipe: Recipe) -> list[Finding]:
     return findings
 
 
-def _training(recipe: Recipe, student: Shape, batch: BatchConfig, lora: bool) -> Parts:
+def _training(recipe: Recipe, student: ModelShape, batch: BatchConfig, lora: bool) -> Parts:
     """A student that writes and learns, without what it learns from."""
     width, own = WIDTH[model_dtype(recipe)], learning_width(recipe)
     learns = student.adapters if lora else student.parameters
@@ -245,13 +249,13 @@ def _with_critic(recipe: Recipe) -> list[str]:
     return [name for name in names if recipe.for_domain(name).specialist.advantage.type == "gae"]
 
 
-def _critic(recipe: Recipe, student: Shape) -> int:
+def _critic(recipe: Recipe, student: ModelShape) -> int:
     """Weights, gradients and moments of a critic, all of which is trained, whatever the student trains."""
     learns = student.parameters
     return 4 * learns * learning_width(recipe) + _copies(recipe, student, learns, WIDTH[model_dtype(recipe)])
 
 
-def _copies(recipe: Recipe, student: Shape, learns: int, width: int) -> int:
+def _copies(recipe: Recipe, student: ModelShape, learns: int, width: int) -> int:
     """What master weights are rounded to while layers compute: everything, or with FSDP2 the embedding and
     the head for a whole pass, and of the layers the one that computes and the next.
     """
@@ -263,7 +267,7 @@ def _copies(recipe: Recipe, student: Shape, learns: int, width: int) -> int:
     return (outside + 2 * (student.parameters - outside) // max(student.layers, 1)) * width
 
 
-def _led(recipe: Recipe, student: Shape, teachers: Mapping[str, Shape]) -> Parts:
+def _led(recipe: Recipe, student: ModelShape, teachers: Mapping[str, ModelShape]) -> Parts:
     """What following its teachers takes beside training, in a stage with this recipe."""
     return {
         "teachers": _teachers(recipe, student, teachers, WIDTH[model_dtype(recipe)]),
@@ -278,7 +282,7 @@ def _chunk(recipe: Recipe) -> int:
     return recipe.distill.batch.kl_chunk or (CHUNK_DEVICE if on_cuda(recipe.model.device) else CHUNK)
 
 
-def _teachers(recipe: Recipe, student: Shape, teachers: Mapping[str, Shape], width: int) -> int:
+def _teachers(recipe: Recipe, student: ModelShape, teachers: Mapping[str, ModelShape], width: int) -> int:
     shapes = {name: teachers.get(name, student) for name in recipe.taught()}
     sizes = {name: shape.parameters * width for name, shape in shapes.items()}
     streamed = [name for name in sizes if recipe.teacher(name).streams]
@@ -291,7 +295,7 @@ def _teachers(recipe: Recipe, student: Shape, teachers: Mapping[str, Shape], wid
     return kept + buffer + min(2, len(streamed)) * head
 
 
-def disk_parts(recipe: Recipe, student: Shape, teachers: Mapping[str, Shape]) -> Parts:
+def disk_parts(recipe: Recipe, student: ModelShape, teachers: Mapping[str, ModelShape]) -> Parts:
     """Bytes of every model folder, every kept checkpoint and every published or fetched teacher of a run."""
     width, own, lora = WIDTH[model_dtype(recipe)], learning_width(recipe), recipe.model.lora is not None
     weights, learns = student.parameters * width, student.adapters if lora else student.parameters
@@ -338,7 +342,7 @@ def disk_parts(recipe: Recipe, student: Shape, teachers: Mapping[str, Shape]) ->
     return parts
 
 
-def _kept_weights(recipe: Recipe, teachers: Mapping[str, Shape], published: int) -> int:
+def _kept_weights(recipe: Recipe, teachers: Mapping[str, ModelShape], published: int) -> int:
     """Bytes of weights that a node keeps of what it reads in object stores; `published`: of the teachers that
     the run publishes.
     """
@@ -355,7 +359,7 @@ def _kept_weights(recipe: Recipe, teachers: Mapping[str, Shape], published: int)
     return total if most is None else min(total, most * _MIB)
 
 
-def _put_away(recipe: Recipe, student: Shape, teachers: Mapping[str, Shape]) -> int:
+def _put_away(recipe: Recipe, student: ModelShape, teachers: Mapping[str, ModelShape]) -> int:
     """Bytes of weights and moments that are elsewhere while the student writes, at most."""
     return max(
         sum(stage.get(name, 0) for name in put_away(stage)) for stage in _stages(recipe, student, teachers)
@@ -368,7 +372,9 @@ def _caches(recipe: Recipe) -> int:
     return max(beside, 1)
 
 
-def disk_left(recipe: Recipe, student: Shape, teachers: Mapping[str, Shape], run_dir: Path) -> Parts:
+def disk_left(
+    recipe: Recipe, student: ModelShape, teachers: Mapping[str, ModelShape], run_dir: Path
+) -> Parts:
     """`disk_parts` of what a run in `run_dir` still writes, without what is there or done."""
     parts = disk_parts(recipe, student, teachers)
     if not (run_dir / "stages").is_dir():
@@ -498,7 +504,7 @@ def _check_host(recipe: Recipe, models: Models) -> list[Finding]:
     return [_compare("memory of the host", parts, available_memory("cpu"))] if parts else []
 
 
-def _sleeping(recipe: Recipe, student: Shape, teachers: Mapping[str, Shape]) -> int:
+def _sleeping(recipe: Recipe, student: ModelShape, teachers: Mapping[str, ModelShape]) -> int:
     """What teachers' servers leave in the host's memory while all of them sleep, as they do while the student
     learns: each server the whole of its model.
     """
@@ -512,7 +518,7 @@ def _sleeping(recipe: Recipe, student: Shape, teachers: Mapping[str, Shape]) -> 
     return total
 
 
-def _check_cache(recipe: Recipe, student: Shape) -> list[Finding]:
+def _check_cache(recipe: Recipe, student: ModelShape) -> list[Finding]:
     """Whether the embedded engine has room for the keys and values of a response."""
     given, name = recipe.runtime.decode.kv_cache_mb, "runtime.decode.kv_cache_mb"
     if given is None or recipe.rollout.engine.type != "torch":

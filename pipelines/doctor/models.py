@@ -35,7 +35,7 @@ _NAMES = ("architectures", "dtype", "torch_dtype", "transformers_version", "name
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class ModelShape:
     """What an estimate needs to know of a model."""
 
     parameters: int
@@ -80,8 +80,8 @@ class Models:
     """Whether some prompts are messages, so that the chat template counts."""
     stops: tuple[int, ...] = ()
     """Ids at which every response ends."""
-    student: Shape | None = None
-    teachers: dict[str, Shape] = field(default_factory=dict)
+    student: ModelShape | None = None
+    teachers: dict[str, ModelShape] = field(default_factory=dict)
     weights: bool = True
     """Whether weights are looked at. If not, no model is that does not lie in a folder here."""
 
@@ -224,7 +224,7 @@ def _check_sent(recipe: Recipe, module: Any) -> list[Finding]:
     return [Finding("error", "student", detail)]
 
 
-def _check_adapters(lora: LoRAConfig | None, student: Shape) -> list[Finding]:
+def _check_adapters(lora: LoRAConfig | None, student: ModelShape) -> list[Finding]:
     if lora is None or lora.rank < student.narrowest:
         return []
     detail = (
@@ -429,7 +429,7 @@ def _stored(source: str) -> dict[str, Any]:
 _FUSED = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 
 
-def _shape(config: Any, module: Any, lora: LoRAConfig | None = None) -> Shape:
+def _shape(config: Any, module: Any, lora: LoRAConfig | None = None) -> ModelShape:
     """Counts the parameters of `module`, the model of `config` on the meta device."""
     import torch
 
@@ -451,7 +451,7 @@ def _shape(config: Any, module: Any, lora: LoRAConfig | None = None) -> Shape:
         for name, part in layer.named_modules()
         if isinstance(part, torch.nn.Linear)
     ]
-    return Shape(
+    return ModelShape(
         fused=sum(size for name, size in decoded if name in _FUSED),
         linear=sum(size for name, size in decoded if name not in _FUSED),
         adapters=sum(rank * (layer.in_features + layer.out_features) for layer in linear),

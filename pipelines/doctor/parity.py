@@ -25,7 +25,7 @@ TOLERANCE = {"float32": 1e-4, "bfloat16": 1e-1, "float16": 2e-2}
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class ParityProblem:
     """The samples, and the student that wrote them."""
 
     samples: Sequence[Sample]
@@ -39,7 +39,7 @@ class Problem:
 
 
 @dataclass(frozen=True, slots=True)
-class Scores:
+class ParityScores:
     """What one back end says of a teacher on the samples of a problem."""
 
     logprobs: Mapping[float, Tensor]
@@ -48,7 +48,7 @@ class Scores:
     """Temperature -> [N] float32 nats: KL(student || teacher); nothing where only tokens are scored."""
 
 
-Mode = Callable[[Problem, Mapping[str, str]], dict[str, Scores]]
+Mode = Callable[[ParityProblem, Mapping[str, str]], dict[str, ParityScores]]
 """Scores the teachers it can run, given as name -> folder or URL."""
 
 
@@ -65,7 +65,7 @@ class Difference:
         return self.logprobs <= tolerance and not self.kl > tolerance
 
 
-def difference(ours: Scores, theirs: Scores) -> Difference:
+def difference(ours: ParityScores, theirs: ParityScores) -> Difference:
     """At the temperatures both have. Raises `TeacherError` if there is none or if tokens are missing."""
     common = [temperature for temperature in ours.logprobs if temperature in theirs.logprobs]
     if not common:
@@ -77,16 +77,16 @@ def difference(ours: Scores, theirs: Scores) -> Difference:
     )
 
 
-def scores_of(problem: Problem, teacher: Teacher) -> Scores:
+def scores_of(problem: ParityProblem, teacher: Teacher) -> ParityScores:
     """What `teacher` says, whichever of its signals it gives.
 
     Log-probabilities that come without hidden states count for temperature 1 alone.
     """
     targets = teacher.score(problem.samples)
     if isinstance(targets, TokenLogprobs):
-        return Scores({1.0: targets.logprobs.float().cpu()}, {})
+        return ParityScores({1.0: targets.logprobs.float().cpu()}, {})
     if isinstance(targets, TopKLogprobs) and targets.sampled is not None:
-        return Scores({1.0: targets.sampled.float().cpu()}, {})
+        return ParityScores({1.0: targets.sampled.float().cpu()}, {})
     if not isinstance(targets, HiddenStates):
         raise TeacherError(
             f"teacher {teacher.name} gives {type(targets).__name__}, which cannot be compared token by token;"
@@ -100,10 +100,10 @@ def scores_of(problem: Problem, teacher: Teacher) -> Scores:
             of_token = linear_logprobs(targets.rows, head, problem.targets.to(device), temperature=t)
             divergence = linear_kl(student, problem.student_head, targets.rows, head, temperature=t)
             logprobs[t], kl[t] = of_token.cpu(), divergence.cpu()
-    return Scores(logprobs, kl)
+    return ParityScores(logprobs, kl)
 
 
-def by_torch(problem: Problem, sources: Mapping[str, str]) -> dict[str, Scores]:
+def by_torch(problem: ParityProblem, sources: Mapping[str, str]) -> dict[str, ParityScores]:
     """Hugging Face models in this process; published ones are streamed."""
     from opd.teachers.local_teacher import LocalTeacher
     from opd.teachers.skeleton import is_published
@@ -121,7 +121,7 @@ def by_torch(problem: Problem, sources: Mapping[str, str]) -> dict[str, Scores]:
     return found
 
 
-def by_megatron(problem: Problem, sources: Mapping[str, str]) -> dict[str, Scores]:
+def by_megatron(problem: ParityProblem, sources: Mapping[str, str]) -> dict[str, ParityScores]:
     """Megatron-Core in this process."""
     from opd.teachers.megatron_teacher import megatron_teachers
 
@@ -132,8 +132,8 @@ def by_megatron(problem: Problem, sources: Mapping[str, str]) -> dict[str, Score
 def by_kind(recipe: Recipe, type: str) -> Mode:
     """The mode of the recipe's own teachers of that kind, opened as a merge does."""
 
-    def score(problem: Problem, sources: Mapping[str, str]) -> dict[str, Scores]:
-        from opd.teachers.kinds import Opening, open_kinds
+    def score(problem: ParityProblem, sources: Mapping[str, str]) -> dict[str, ParityScores]:
+        from opd.teachers.kinds import TeacherOpening, open_kinds
 
         mine = [name for name in sources if name in recipe.teachers and recipe.teacher(name).type == type]
         with ExitStack() as stack:
@@ -141,7 +141,7 @@ def by_kind(recipe: Recipe, type: str) -> Mode:
             for name in mine:
                 if recipe.teacher(name).streams:
                     read[name] = stack.enter_context(_published(sources[name]))
-            opened = stack.enter_context(open_kinds(mine, Opening(recipe, problem.placement, read)))
+            opened = stack.enter_context(open_kinds(mine, TeacherOpening(recipe, problem.placement, read)))
             return {name: scores_of(problem, teacher) for name, teacher in opened.items()}
 
     return score

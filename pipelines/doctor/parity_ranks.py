@@ -26,7 +26,7 @@ from torch import Tensor
 from opd.errors import OpdError, TeacherError
 from opd.kernels import vocab_parallel
 from opd.kernels.head import Head
-from opd.pipelines.doctor.parity import TEMPERATURES, Problem, Scores
+from opd.pipelines.doctor.parity import TEMPERATURES, ParityProblem, ParityScores
 from opd.pipelines.launch.supervisor import MemberFailedError, Supervisor, parent, start_command
 from opd.rollout.preemption import Preemption
 from opd.teachers.kinds import Placement
@@ -38,7 +38,7 @@ TIMEOUT = 600.0
 """Seconds for both ranks together."""
 
 
-def by_two_ranks(problem: Problem, sources: Mapping[str, str]) -> dict[str, Scores]:
+def by_two_ranks(problem: ParityProblem, sources: Mapping[str, str]) -> dict[str, ParityScores]:
     """Megatron-Core in two processes on this machine, with the heads and the KL cut over the vocabulary.
 
     Raises `TeacherError` with a rank's own words if one fails or both take longer than `TIMEOUT`.
@@ -49,7 +49,7 @@ def by_two_ranks(problem: Problem, sources: Mapping[str, str]) -> dict[str, Scor
         _run_ranks(folder)
         found = load_file(folder / "scores.safetensors")
     return {
-        teacher: Scores(
+        teacher: ParityScores(
             {t: found[f"{teacher}/logprobs/{t}"] for t in TEMPERATURES},
             {t: found[f"{teacher}/kl/{t}"] for t in TEMPERATURES},
         )
@@ -57,7 +57,7 @@ def by_two_ranks(problem: Problem, sources: Mapping[str, str]) -> dict[str, Scor
     }
 
 
-def _write_problem(folder: Path, problem: Problem, sources: Mapping[str, str]) -> None:
+def _write_problem(folder: Path, problem: ParityProblem, sources: Mapping[str, str]) -> None:
     head = problem.student_head
     tensors = {"hidden": problem.student_hidden, "targets": problem.targets}
     tensors["weight"] = head.weight.detach()[: head.vocabulary]
@@ -115,7 +115,7 @@ def _answer(folder: Path, rank: int) -> None:
         world_size=RANKS,
         timeout=timedelta(seconds=TIMEOUT),
     )
-    problem = Problem(
+    problem = ParityProblem(
         [
             Sample(uid, uid, domain, np.array(prompt, np.int32), response_ids=np.array(response, np.int32))
             for uid, domain, prompt, response in described["samples"]
@@ -135,7 +135,7 @@ def _answer(folder: Path, rank: int) -> None:
 
 
 @torch.no_grad()
-def _scores(problem: Problem, teacher: MegatronTeacher) -> dict[str, Tensor]:
+def _scores(problem: ParityProblem, teacher: MegatronTeacher) -> dict[str, Tensor]:
     """`logprobs/T` and `kl/T` of both temperatures, from this rank's rows of both heads."""
     rows, shard = teacher.score(problem.samples).rows, teacher.load_head_shard()
     device = rows.device

@@ -25,8 +25,8 @@ from opd.pipelines.doctor.kl import sample_responses
 from opd.pipelines.doctor.parity import (
     TOLERANCE,
     Mode,
-    Problem,
-    Scores,
+    ParityProblem,
+    ParityScores,
     by_kind,
     by_megatron,
     by_torch,
@@ -104,8 +104,8 @@ def check_parity(
 
 
 def _score(
-    problem: Problem, sources: Mapping[str, str], modes: Mapping[str, Mode]
-) -> tuple[dict[str, dict[str, Scores]], dict[str, str]]:
+    problem: ParityProblem, sources: Mapping[str, str], modes: Mapping[str, Mode]
+) -> tuple[dict[str, dict[str, ParityScores]], dict[str, str]]:
     """Mode -> teacher -> scores, and why a mode has none. The reference must not fail."""
     found, failed = {REFERENCE: modes[REFERENCE](problem, sources)}, {}
     for name, mode in modes.items():
@@ -117,12 +117,12 @@ def _score(
     return found, failed
 
 
-def _mean_kl(scores: Scores) -> str:
+def _mean_kl(scores: ParityScores) -> str:
     return ", ".join(f"{float(values.mean()):.2e}" for values in scores.kl.values())
 
 
 @contextmanager
-def _problem(recipe: Recipe) -> Iterator[tuple[Problem, dict[str, str]]]:
+def _problem(recipe: Recipe) -> Iterator[tuple[ParityProblem, dict[str, str]]]:
     """The samples, and every teacher's folder or URL, the student's among them, while the block runs."""
     from opd.models.causal_lm import CausalLM
     from opd.models.checkpoint import save_checkpoint
@@ -148,7 +148,7 @@ def _problem(recipe: Recipe) -> Iterator[tuple[Problem, dict[str, str]]]:
         yield problem, {**given_teachers(recipe), ITSELF: path}
 
 
-def problem_of(recipe: Recipe, student: CausalLM, samples: list[Sample], vocabulary: int) -> Problem:
+def problem_of(recipe: Recipe, student: CausalLM, samples: list[Sample], vocabulary: int) -> ParityProblem:
     """`samples` with the student's hidden states at their responses and its head over `vocabulary` tokens."""
     from opd.train.packing import pack_tokens
 
@@ -156,7 +156,7 @@ def problem_of(recipe: Recipe, student: CausalLM, samples: list[Sample], vocabul
     device = student.device
     with torch.no_grad():
         hidden = student.hidden(input_ids.to(device), position_ids.to(device), cu_seqlens)
-    return Problem(
+    return ParityProblem(
         samples,
         input_ids[rows + 1],
         hidden[rows.to(device)],

@@ -19,7 +19,7 @@ from opd.errors import CheckpointError
 from opd.models.hf_folder import CHECKSUMS, check_folder
 from opd.pipelines.evaluation.contamination import contamination
 from opd.pipelines.evaluation.engines import Engines
-from opd.pipelines.evaluation.measure import Asked, measure_model
+from opd.pipelines.evaluation.measure import EvaluationPrompts, measure_model
 from opd.pipelines.evaluation.sets import load_sets, of_set
 from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.stages.context import StageContext, baseline_methods
@@ -130,21 +130,21 @@ def _ready(context: StageContext, found: dict[str, Any]) -> dict[str, Any]:
 
 def everything_asked(
     recipe: Recipe, tokenizer: PreTrainedTokenizerBase, ranks: Ranks | None = None
-) -> tuple[Asked, Asked | None]:
+) -> tuple[EvaluationPrompts, EvaluationPrompts | None]:
     """The domains' held-out prompts, and those of the evaluation sets, if the recipe has any; `ranks` share
     them.
     """
     config, names, ranks = recipe.evaluation, list(recipe.domains), ranks or Ranks()
     prompts = dict.fromkeys(names, config.prompts_per_domain)
     data = DomainSet.open(recipe, tokenizer)
-    domains = Asked(recipe, data, prompts, dict.fromkeys(names, config), ranks)
+    domains = EvaluationPrompts(recipe, data, prompts, dict.fromkeys(names, config), ranks)
     if not config.sets:
         return domains, None
     of_sets, loaded = recipe.of_sets(), load_sets(recipe)
     with of_set(config.sets):
         data = DomainSet.open(of_sets, tokenizer, loaded)
     prompts = {name: own.prompts for name, own in config.sets.items()}
-    return domains, Asked(of_sets, data, prompts, config.sets, ranks)
+    return domains, EvaluationPrompts(of_sets, data, prompts, config.sets, ranks)
 
 
 COMPARED = ("base", "merged")

@@ -46,7 +46,7 @@ class Accuracy:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class EvaluationPrompts:
     """Prompts to measure models on: the domains' held-out ones, or evaluation sets.
 
     Args:
@@ -138,7 +138,7 @@ def is_right(sample: Sample) -> bool:
 
 
 def measure_model(
-    engine: Generates, asked: Asked, teacher: Path | None = None
+    engine: Generates, asked: EvaluationPrompts, teacher: Path | None = None
 ) -> tuple[dict[str, Any], dict[str, list[Any]]]:
     """Sampled and greedy accuracy on everything `asked`, as the results file holds them, and a few of the
     sampled answers there (`answers.keep`); of a `teacher` in its folder, which may end its responses

@@ -63,7 +63,7 @@ def until_free(host: str, port: int, seconds: float) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ServerPlace:
     """Of one server of a group that is alone on its machine."""
 
     number: int
@@ -97,14 +97,14 @@ class StartedGroup:
 
     @classmethod
     def begin(
-        cls, name: str, config: ServerGroupConfig, model: Path, logs: Path, place: Place | None = None
+        cls, name: str, config: ServerGroupConfig, model: Path, logs: Path, place: ServerPlace | None = None
     ) -> StartedGroup:
         """Begin to start all servers of the group, or the one of `place`; see `wait`. Raises `LaunchError` if
         that cannot be.
         """
         logs.mkdir(parents=True, exist_ok=True)
         key = key_of([config], logs)
-        places = [Place(number, HOST) for number in range(config.count)] if place is None else [place]
+        places = [ServerPlace(number, HOST) for number in range(config.count)] if place is None else [place]
         servers = [
             StartedServer(own, config, at.number, model, logs / f"{own}.log", at.host, at.port, key)
             for own, at in ((f"{name}-{at.number}", at) for at in places)

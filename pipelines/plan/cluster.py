@@ -47,7 +47,7 @@ class Store(Config):
     gb_per_s_per_rank: float = Field(gt=0)
 
 
-class Shape(Config):
+class DecoderShape(Config):
     """A decoder."""
 
     ceiling: ClassVar[float] = 1e18
@@ -68,7 +68,7 @@ class Shape(Config):
         return self.parameters if self.active is None else min(self.active, self.parameters)
 
 
-class Ranks(Config):
+class RankCounts(Config):
     """How many GPUs do what. Without `teachers` the trainer's ranks score as well."""
 
     rollout: int = Field(ge=1, le=100_000)
@@ -110,14 +110,14 @@ class Work(Config):
         return self.prompts * self.samples_per_prompt
 
 
-class Cluster(Config):
+class SimulatedCluster(Config):
     """Everything `opd plan --simulate` is told."""
 
     gpu: Gpu
     store: Store
-    ranks: Ranks
-    student: Shape
-    teacher: Shape
+    ranks: RankCounts
+    student: DecoderShape
+    teacher: DecoderShape
     teachers: int = Field(ge=1)
     """How many, each for an equal share of the samples."""
     prefetch_gb: float = Field(ge=0)
@@ -137,7 +137,7 @@ class Cluster(Config):
         return {"in_turn": 0, "ahead": 1, "async": self.max_staleness}[self.schedule]
 
     @model_validator(mode="after")
-    def _fits(self) -> Cluster:
+    def _fits(self) -> SimulatedCluster:
         ranks = self.ranks
         if ranks.rollout % ranks.per_engine:
             raise ValueError(f"{ranks.rollout} rollout ranks do not make engines of {ranks.per_engine}")
@@ -148,13 +148,13 @@ class Cluster(Config):
         return self
 
 
-def load_cluster(path: Path) -> Cluster:
+def load_cluster(path: Path) -> SimulatedCluster:
     """Read a cluster. Raises `ConfigError` for what is wrong with file or values."""
     document, places = read_yaml(path, "cluster")
     try:
-        return Cluster.model_validate(document)
+        return SimulatedCluster.model_validate(document)
     except ValidationError as error:
-        raise ConfigError(explain(error, Cluster, document, {(): str(path), **places})) from None
+        raise ConfigError(explain(error, SimulatedCluster, document, {(): str(path), **places})) from None
 
 
 _ACTIVATIONS = 34
@@ -163,7 +163,7 @@ _STATES = 14
 """Bytes of a trained parameter beside its weight in half precision: gradient, master weight, two moments."""
 
 
-def forward(shape: Shape, tokens: float, squares: float) -> float:
+def forward(shape: DecoderShape, tokens: float, squares: float) -> float:
     """Operations of a forward pass over sequences of `tokens` tokens in all, whose lengths' squares add up to
     `squares`.
     """
@@ -189,7 +189,7 @@ class Decode:
         return self.overhead + max(self.whole * touched, self.compute * running)
 
 
-def decode_of(cluster: Cluster) -> Decode:
+def decode_of(cluster: SimulatedCluster) -> Decode:
     """The decode step of one engine."""
     gpu, shape, ranks = cluster.gpu, cluster.student, cluster.ranks.per_engine
     bandwidth = gpu.memory_gb_per_s * 1e9 * ranks
@@ -202,14 +202,14 @@ def decode_of(cluster: Cluster) -> Decode:
     )
 
 
-def prefill_seconds(cluster: Cluster, tokens: float) -> float:
+def prefill_seconds(cluster: SimulatedCluster, tokens: float) -> float:
     """Of one engine, for tokens whose keys and values it does not have."""
     gpu = cluster.gpu
     speed = gpu.tflops * 1e12 * gpu.prefill_efficiency * cluster.ranks.per_engine
     return 2 * cluster.student.used * tokens / speed
 
 
-def train_seconds(cluster: Cluster, tokens: float, squares: float) -> float:
+def train_seconds(cluster: SimulatedCluster, tokens: float, squares: float) -> float:
     """Forward and backward passes, both heads, reduction of gradients and update, over all trainer ranks."""
     gpu, student, ranks = cluster.gpu, cluster.student, cluster.ranks.train
     passes = 4 if cluster.work.checkpointing else 3
@@ -221,7 +221,7 @@ def train_seconds(cluster: Cluster, tokens: float, squares: float) -> float:
     return max(compute, moved / (gpu.link_gb_per_s * 1e9)) + gpu.update_overhead_ms / 1e3
 
 
-def sync_seconds(cluster: Cluster) -> float:
+def sync_seconds(cluster: SimulatedCluster) -> float:
     """New weights from the trainer to every engine: each of its GPUs receives its part."""
     shape, ranks = cluster.student, cluster.ranks
     if ranks.colocated and ranks.rollout == 1:
@@ -241,7 +241,7 @@ class LayerCost:
     compute: float
 
 
-def layer_cost(cluster: Cluster, tokens: float, squares: float) -> LayerCost:
+def layer_cost(cluster: SimulatedCluster, tokens: float, squares: float) -> LayerCost:
     """A layer of the teacher that reads `tokens` tokens in all."""
     gpu, shape, ranks = cluster.gpu, cluster.teacher, scoring_ranks(cluster)
     nbytes = shape.parameters * shape.bytes_per_parameter / shape.layers
@@ -252,12 +252,12 @@ def layer_cost(cluster: Cluster, tokens: float, squares: float) -> LayerCost:
     return LayerCost(nbytes, nbytes / ranks / speed + gathered, compute + gpu.layer_overhead_ms / 1e3)
 
 
-def scoring_ranks(cluster: Cluster) -> int:
+def scoring_ranks(cluster: SimulatedCluster) -> int:
     """GPUs that run teachers."""
     return cluster.ranks.teachers or cluster.ranks.train
 
 
-def running_limit(cluster: Cluster) -> int:
+def running_limit(cluster: SimulatedCluster) -> int:
     """Requests an engine can hold with the longest response each. Raises `ConfigError` if not even one."""
     gpu, shape, ranks = cluster.gpu, cluster.student, cluster.ranks.per_engine
     free = gpu.memory_gb * 1e9 * ranks - shape.parameters * shape.bytes_per_parameter
@@ -270,7 +270,7 @@ def running_limit(cluster: Cluster) -> int:
     return min(cluster.work.running_per_engine, int(min(fitting, 1e9)))
 
 
-def memory_per_rank(cluster: Cluster) -> dict[str, dict[str, float]]:
+def memory_per_rank(cluster: SimulatedCluster) -> dict[str, dict[str, float]]:
     """Bytes of a GPU by role and part."""
     student, teacher, work, ranks = cluster.student, cluster.teacher, cluster.work, cluster.ranks
     width = student.bytes_per_parameter

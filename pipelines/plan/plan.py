@@ -35,7 +35,7 @@ from opd.train.plan import (
 from opd.types import Status
 
 if TYPE_CHECKING:
-    from opd.pipelines.doctor.models import Shape
+    from opd.pipelines.doctor.models import ModelShape
 
 _MIB = 1 << 20
 _ACTIVATIONS = 17
@@ -243,7 +243,7 @@ def _of_recipe(recipe: Recipe, needs_work: bool) -> tuple[_Model, _Task | None]:
     return model, _Task(Workload(*columns), names, source, tuple(told), tuple(beside))
 
 
-def _beside(recipe: Recipe, student: Shape, teachers: Mapping[str, Shape]) -> list[str]:
+def _beside(recipe: Recipe, student: ModelShape, teachers: Mapping[str, ModelShape]) -> list[str]:
     """What specialists write at most, what the stage holds in memory that takes the most of it, and the disk
     that the run takes.
     """

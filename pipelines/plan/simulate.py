@@ -17,9 +17,9 @@ from pathlib import Path
 import numpy as np
 
 from opd.pipelines.plan.cluster import (
-    Cluster,
     Decode,
     LayerCost,
+    SimulatedCluster,
     decode_of,
     layer_cost,
     load_cluster,
@@ -55,7 +55,7 @@ class Clock:
 
 
 @dataclass(slots=True)
-class Usage:
+class WorkerUsage:
     """Seconds of one kind of worker: what is neither busy nor stalled was idle."""
 
     busy: float = 0.0
@@ -68,7 +68,7 @@ class Usage:
 
 
 @dataclass(slots=True)
-class Request:
+class SimulatedRequest:
     """One response to write."""
 
     batch: int
@@ -79,7 +79,7 @@ class Request:
     """Policy version of its first token."""
 
 
-class Engine:
+class SimulatedEngine:
     """Advances all running requests together, token by token, in closed form between two ends."""
 
     def __init__(
@@ -88,7 +88,9 @@ class Engine:
         """`factor`: how much slower than planned this engine is."""
         self._clock, self._decode, self._prefill = clock, decode, prefill
         self._slots, self._factor = slots, factor
-        self._running: list[tuple[float, int, Request]] = []  # (position at which it ends, serial, request)
+        self._running: list[
+            tuple[float, int, SimulatedRequest]
+        ] = []  # (position at which it ends, serial, request)
         self._position = 0.0
         self._cached = 0.0
         """Tokens of keys and values of all running requests."""
@@ -98,7 +100,7 @@ class Engine:
         self._epoch = 0
         self._serial = 0
         self._paused = True
-        self.usage = Usage()
+        self.usage = WorkerUsage()
 
     @property
     def free(self) -> int:
@@ -118,7 +120,11 @@ class Engine:
             self._debt += self._prefill(self._cached)
 
     def work(
-        self, queue: deque[Request], version: int, done: Callable[[Request], None], again: Callable[[], None]
+        self,
+        queue: deque[SimulatedRequest],
+        version: int,
+        done: Callable[[SimulatedRequest], None],
+        again: Callable[[], None],
     ) -> None:
         """Take requests into free slots and plan the next end, which calls `done`, then `again`."""
         if self._paused:
@@ -138,7 +144,7 @@ class Engine:
             end = self._clock.now + self._debt + self._factor * self._seconds(tokens)
             self._clock.at(end, lambda: self._ended(epoch, done, again))
 
-    def _ended(self, epoch: int, done: Callable[[Request], None], again: Callable[[], None]) -> None:
+    def _ended(self, epoch: int, done: Callable[[SimulatedRequest], None], again: Callable[[], None]) -> None:
         if epoch != self._epoch:
             return  # it was planned anew in the meantime
         self._settle(self._running[0][0])
@@ -233,10 +239,10 @@ class TeacherPasses:
 
 
 @dataclass(slots=True)
-class Batch:
+class SimulatedBatch:
     """One step's requests, and when what happened to them (seconds)."""
 
-    requests: list[Request]
+    requests: list[SimulatedRequest]
     left: int
     opened: float
     written: float = 0.0
@@ -260,8 +266,8 @@ class Simulated:
 
     seconds: float
     """Until the last update."""
-    batches: list[Batch]
-    usage: dict[str, Usage]
+    batches: list[SimulatedBatch]
+    usage: dict[str, WorkerUsage]
     workers: dict[str, int]
     """How many of each kind `usage` adds up."""
     limit: int
@@ -286,25 +292,27 @@ class _Learner:
     training: bool = False
     scored: int = 0
     """Batches with teacher scores."""
-    usage: dict[str, Usage] = field(default_factory=dict)
+    usage: dict[str, WorkerUsage] = field(default_factory=dict)
 
 
 class _Simulation:
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: SimulatedCluster) -> None:
         self.cluster, self.clock = cluster, Clock()
         self._rng = np.random.default_rng(cluster.seed)
         self._version = 0
-        self._batches: list[Batch] = []
-        self._queue: deque[Request] = deque()
+        self._batches: list[SimulatedBatch] = []
+        self._queue: deque[SimulatedRequest] = deque()
         self._syncing = False
         decode, self.limit = decode_of(cluster), running_limit(cluster)
         prefill = partial(prefill_seconds, cluster)
         count = cluster.ranks.rollout // cluster.ranks.per_engine
-        self.engines = [Engine(self.clock, decode, prefill, self.limit, self._factor()) for _ in range(count)]
-        self._learner = _Learner(usage={"trainer": Usage()})
+        self.engines = [
+            SimulatedEngine(self.clock, decode, prefill, self.limit, self._factor()) for _ in range(count)
+        ]
+        self._learner = _Learner(usage={"trainer": WorkerUsage()})
         self._own_ranks = cluster.ranks.teachers > 0 and not cluster.ranks.colocated
         if self._own_ranks:
-            self._learner.usage["teachers"] = Usage()
+            self._learner.usage["teachers"] = WorkerUsage()
         self._passes = TeacherPasses(cluster.prefetch_gb * 1e9)
 
     def run(self) -> Simulated:
@@ -312,7 +320,7 @@ class _Simulation:
             engine.resume(rebuild=False)
         self._open()
         self.clock.run()
-        rollout = Usage(busy=sum(engine.usage.busy for engine in self.engines))
+        rollout = WorkerUsage(busy=sum(engine.usage.busy for engine in self.engines))
         usage = {"rollout": rollout, **self._learner.usage}
         workers = dict.fromkeys(usage, 1) | {"rollout": len(self.engines)}
         return Simulated(self._batches[-1].learnt, self._batches, usage, workers, self.limit)
@@ -330,19 +338,19 @@ class _Simulation:
             drawn = rng.lognormal(-(lengths.sigma**2) / 2, lengths.sigma, work.requests) * lengths.mean
             number = len(self._batches)
             requests = [
-                Request(number, lengths.prompt / work.samples_per_prompt, float(tokens))
+                SimulatedRequest(number, lengths.prompt / work.samples_per_prompt, float(tokens))
                 for tokens in np.clip(np.round(drawn), 1, lengths.longest)
             ]
-            self._batches.append(Batch(requests, len(requests), self.clock.now))
+            self._batches.append(SimulatedBatch(requests, len(requests), self.clock.now))
             self._queue.extend(requests)
         if not self._syncing:
             for engine in self.engines:
                 self._work(engine)
 
-    def _work(self, engine: Engine) -> None:
+    def _work(self, engine: SimulatedEngine) -> None:
         engine.work(self._queue, self._version, self._written, lambda: self._work(engine))
 
-    def _written(self, request: Request) -> None:
+    def _written(self, request: SimulatedRequest) -> None:
         batch = self._batches[request.batch]
         batch.left -= 1
         if batch.left == 0:
@@ -367,7 +375,7 @@ class _Simulation:
         batch.score_seconds = done.end - self.clock.now
         self.clock.at(done.end, lambda: self._scored(batch))
 
-    def _layers(self, batch: Batch) -> list[LayerCost]:
+    def _layers(self, batch: SimulatedBatch) -> list[LayerCost]:
         """All layers of all teachers, each for its share of the samples."""
         cluster, layers = self.cluster, []
         for teacher in range(cluster.teachers):
@@ -377,7 +385,7 @@ class _Simulation:
                 layers.append(LayerCost(cost.nbytes, load, compute))
         return layers
 
-    def _scored(self, batch: Batch) -> None:
+    def _scored(self, batch: SimulatedBatch) -> None:
         batch.scored = self.clock.now
         self._learner.scoring = False
         self._learner.scored += 1
@@ -396,7 +404,7 @@ class _Simulation:
         learner.usage["trainer"].busy += batch.train_seconds
         self.clock.at(self.clock.now + batch.train_seconds, lambda: self._sync(batch))
 
-    def _sync(self, batch: Batch) -> None:
+    def _sync(self, batch: SimulatedBatch) -> None:
         """New weights: engines stop between two tokens and go on under them."""
         self._learner.training, self._syncing = False, True
         for engine in self.engines:
@@ -404,7 +412,7 @@ class _Simulation:
         seconds = sync_seconds(self.cluster) * self._factor()
         self.clock.at(self.clock.now + seconds, lambda: self._synced(batch))
 
-    def _synced(self, batch: Batch) -> None:
+    def _synced(self, batch: SimulatedBatch) -> None:
         batch.learnt = self.clock.now
         self._version += 1
         self._syncing = False
@@ -415,7 +423,7 @@ class _Simulation:
         self._score()
 
 
-def simulate(cluster: Cluster) -> Simulated:
+def simulate(cluster: SimulatedCluster) -> Simulated:
     """Run `cluster.work.steps` steps; the same cluster and seed give the same result. Raises `ConfigError` if
     the student does not fit into an engine.
     """
@@ -433,7 +441,7 @@ def print_simulation(path: Path) -> int:
     return int(most > cluster.gpu.memory_gb * 1e9)
 
 
-def describe(cluster: Cluster, found: Simulated) -> Iterator[str]:
+def describe(cluster: SimulatedCluster, found: Simulated) -> Iterator[str]:
     """The lines of the answer."""
     work, steps = cluster.work, found.batches[1:] or found.batches
     mean = {
@@ -475,7 +483,7 @@ def describe(cluster: Cluster, found: Simulated) -> Iterator[str]:
         yield f"memory    {role}: {total / 1e9:.1f} of {room / 1e9:g} GB, {verdict} ({listed})"
 
 
-def _bound(cluster: Cluster, found: Simulated) -> str:
+def _bound(cluster: SimulatedCluster, found: Simulated) -> str:
     """What one teacher layer takes, and so what limits the pass."""
     tokens, squares = found.batches[-1].sizes(slice(0, None, cluster.teachers))
     cost = layer_cost(cluster, tokens, squares)
@@ -486,7 +494,7 @@ def _bound(cluster: Cluster, found: Simulated) -> str:
     )
 
 
-def _gpus(cluster: Cluster) -> str:
+def _gpus(cluster: SimulatedCluster) -> str:
     ranks = cluster.ranks
     if ranks.colocated:
         return f"{ranks.train} GPUs that take turns"

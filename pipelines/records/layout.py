@@ -53,7 +53,7 @@ def safe_name(name: str) -> str:
     return name
 
 
-class Layout:
+class RunLayout:
     """The paths of a run in the folder `path`."""
 
     def __init__(self, path: Path) -> None:

@@ -29,12 +29,12 @@ from opd.metrics import FILE_NAME, FLAGS, read_metrics
 from opd.models.hf_folder import CHECKSUMS, check_folder, check_small_files
 from opd.pipelines.launch.machine import threads_here
 from opd.pipelines.records.inputs import changed_files, given_inputs, user_code, with_changes
-from opd.pipelines.records.layout import CONFIG, DONE, WEIGHTS, Layout, forget, forget_later, safe_name
+from opd.pipelines.records.layout import CONFIG, DONE, WEIGHTS, RunLayout, forget, forget_later, safe_name
 from opd.pipelines.records.settings import (
     FREE,
-    Change,
     Progress,
     Recorded,
+    SettingChange,
     compared,
     fixed,
     require,
@@ -129,7 +129,7 @@ def _is_trace(name: str) -> bool:
     return name in (_LOCK, _INPUTS) or unfinished
 
 
-class RunFolder(Layout):
+class RunFolder(RunLayout):
     """An open run folder, held by this process and its workers alone until `close`."""
 
     def __init__(self, path: Path, lock: FileLock | None) -> None:
@@ -406,7 +406,7 @@ class RunFolder(Layout):
 
     def _require_same(
         self, recipe: Recipe, accepted: Accepted
-    ) -> tuple[dict[str, Any], list[Change], _Changed]:
+    ) -> tuple[dict[str, Any], list[SettingChange], _Changed]:
         """Compare `recipe` and what it gives with what the run began with; returns that, and what changed of
         settings and of code.
         """
@@ -420,7 +420,7 @@ class RunFolder(Layout):
         return started, settings, self._require_given(recipe, accepted.code)
 
     def _keep(
-        self, recipe: Recipe, started: Mapping[str, Any], changes: Sequence[Change], accepted: Accepted
+        self, recipe: Recipe, started: Mapping[str, Any], changes: Sequence[SettingChange], accepted: Accepted
     ) -> None:
         """Write down what `recipe` says of what may change, and what changed where that is recorded."""
         now = written(recipe)
@@ -435,7 +435,9 @@ class RunFolder(Layout):
             new = self.setting_changes[-len(changes) :]
             accepted.tell("settings", ", ".join(change.told() for change in new))
 
-    def _record_settings(self, recipe: Recipe, changes: Sequence[Change], config: dict[str, Any]) -> None:
+    def _record_settings(
+        self, recipe: Recipe, changes: Sequence[SettingChange], config: dict[str, Any]
+    ) -> None:
         assert self._inputs is not None
         progress, now = self._progress(recipe), datetime.now(UTC).isoformat(timespec="seconds")
         found = [Recorded.of(recipe, change, progress, now) for change in changes]
@@ -518,7 +520,9 @@ class RunFolder(Layout):
         files = self._inputs["given"].get(key)
         return files is not None and given_inputs(recipe).get(key) == files
 
-    def _require_settings(self, before: dict[str, Any], recipe: Recipe, accepted: bool) -> list[Change]:
+    def _require_settings(
+        self, before: dict[str, Any], recipe: Recipe, accepted: bool
+    ) -> list[SettingChange]:
         """What `recipe` says otherwise than `before`, where that is to be recorded. Raises `RunFolderError`
         for what may not differ.
         """

@@ -1,7 +1,7 @@
 """What a recipe may say otherwise while its run goes on, and in which stages that counts.
 
 How and where a run goes, and what watches it, may always change (`FREE`); so may where its inference servers
-are and how they are started, asked and sent weights (`Change.serves`), which prove what they are. With
+are and how they are started, asked and sent weights (`SettingChange.serves`), which prove what they are. With
 `--accept-changed-settings` so may what every step reads anew and nothing was made of: rates, coefficients,
 bounds, how often something is measured, how tokens are drawn, the numbers in which servers compute. Models,
 domains, the order of prompts, seeds and shapes stay: what is on disk hangs on them. A change counts in stages
@@ -81,7 +81,7 @@ def _told_to_compute(command: Any) -> list[str]:
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class SettingChange:
     """One setting that is not what it was."""
 
     path: tuple[str, ...]
@@ -208,7 +208,7 @@ def _place(recipe: Recipe, path: tuple[str, ...]) -> tuple[_Place, str]:
     return _Place("(?!)", ()), ".".join(path)
 
 
-def why_not(recipe: Recipe, change: Change) -> str | None:
+def why_not(recipe: Recipe, change: SettingChange) -> str | None:
     """Why a setting cannot be another from now on, in words that follow its values; `None` if it can."""
     place, name = _place(recipe, change.path)
     if not re.fullmatch(place.may, name):
@@ -218,7 +218,7 @@ def why_not(recipe: Recipe, change: Change) -> str | None:
     return None
 
 
-def hindrance(recipe: Recipe, change: Change, progress: Progress) -> str | None:
+def hindrance(recipe: Recipe, change: SettingChange, progress: Progress) -> str | None:
     """Why a setting that can change cannot any more, or not from where the run is; `None` if it can."""
     read_by = [name for name in of_stages(recipe, change, progress) if not name.startswith("baseline-")]
     states = {name: state for name in read_by if (state := progress[name]) is not None}
@@ -241,7 +241,7 @@ def hindrance(recipe: Recipe, change: Change, progress: Progress) -> str | None:
     return None
 
 
-def of_stages(recipe: Recipe, change: Change, stages: Iterable[str]) -> list[str]:
+def of_stages(recipe: Recipe, change: SettingChange, stages: Iterable[str]) -> list[str]:
     """Those of `stages` that read a setting; all that are watched, of rules."""
     wanted = ("base", "sft-", "specialist-", "merge", "baseline-")
     if change.path[0] != "watch":
@@ -278,7 +278,7 @@ class Recorded:
         return draws or computes or _JUDGES.search(self.field) is not None
 
     @classmethod
-    def of(cls, recipe: Recipe, change: Change, progress: Progress, time: str) -> Recorded:
+    def of(cls, recipe: Recipe, change: SettingChange, progress: Progress, time: str) -> Recorded:
         """`change` in a run that has come as far as `progress`."""
         read_by = {name: progress[name] for name in of_stages(recipe, change, progress)}
         steps = {name: int(state.get("step", 0)) for name, state in read_by.items() if state is not None}
@@ -298,7 +298,7 @@ class Recorded:
 
 
 def require(
-    run: str, recipe: Recipe, change: Change, accepted: bool, progress: Callable[[], Progress]
+    run: str, recipe: Recipe, change: SettingChange, accepted: bool, progress: Callable[[], Progress]
 ) -> None:
     """Raise `RunFolderError` unless a run can go on with `change`, and may; `run`: its place, and since when
     it has had the old one.
@@ -318,21 +318,21 @@ def require(
     )
 
 
-def changes(before: Any, after: Any, path: tuple[str, ...] = ()) -> Iterator[Change]:
+def changes(before: Any, after: Any, path: tuple[str, ...] = ()) -> Iterator[SettingChange]:
     """Every setting in which two resolved recipes differ."""
     if not (isinstance(before, Mapping) and isinstance(after, Mapping)):
         if before != after:
-            yield Change(path, before, after)
+            yield SettingChange(path, before, after)
         return
     for key in dict.fromkeys([*after, *before]):
         own = (*path, str(key))
         if key in before and key in after:
             yield from changes(before[key], after[key], own)
         else:
-            yield Change(own, before.get(key, NOTHING), after.get(key, NOTHING))
+            yield SettingChange(own, before.get(key, NOTHING), after.get(key, NOTHING))
 
 
-def _exchanged(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[Change]:
+def _exchanged(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[SettingChange]:
     """What another group computes otherwise than the one that a teacher or the engine had before."""
     ends = [
         {**side.get("teachers", {}), "": side.get("rollout", {}).get("engine", {})}
@@ -349,7 +349,7 @@ def _exchanged(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[
         yield from (change for change in changes(old, new, ("servers", now)) if not change.serves)
 
 
-def compared(before: dict[str, Any], after: dict[str, Any]) -> list[Change]:
+def compared(before: dict[str, Any], after: dict[str, Any]) -> list[SettingChange]:
     """Every setting in which two resolved recipes differ. What a domain or an evaluation set says of its own
     on one side alone is compared with what the other side says of all.
     """

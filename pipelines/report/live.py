@@ -155,7 +155,7 @@ class Curve:
 
 
 @dataclass(frozen=True, slots=True)
-class Flag:
+class BrokenRule:
     """A rule that a step broke."""
 
     step: int
@@ -180,7 +180,7 @@ class Response:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class ShownPrompt:
     """A prompt of the last step, with some of the responses to it."""
 
     domain: str
@@ -213,8 +213,8 @@ class LiveStage:
         self._metrics, self._flags = Appended(folder / METRICS), Appended(folder / FLAGS)
         self._samples = _Small(folder / LAST_SAMPLES)
         self.done = False
-        self.flagged: deque[Flag] = deque(maxlen=FLAGS_KEPT)
-        self.samples: list[Asked] = []
+        self.flagged: deque[BrokenRule] = deque(maxlen=FLAGS_KEPT)
+        self.samples: list[ShownPrompt] = []
         self.samples_step = 0
         self._begin()
 
@@ -259,7 +259,7 @@ class LiveStage:
         return bool(anew or lines or flags_anew or flags or sampled or done != self.done)
 
     @property
-    def flags(self) -> list[Flag]:
+    def flags(self) -> list[BrokenRule]:
         """The rules that were broken, oldest first; without those of steps that a resumed run repeats."""
         return [flag for flag in self.flagged if flag.step <= self.step + 1]
 
@@ -411,7 +411,7 @@ def _settings(config: Any) -> dict[str, Any]:
     }
 
 
-def _flag(line: bytes) -> Flag | None:
+def _flag(line: bytes) -> BrokenRule | None:
     try:
         told = read_document(line, LONGEST_LINE)
         step = told["step"]
@@ -421,10 +421,10 @@ def _flag(line: bytes) -> Flag | None:
         return None
     value, bound = (_real(told.get(key)) for key in ("value", "bound"))
     rule, metric, action = (_text(told.get(key), _NAME) for key in ("rule", "metric", "action"))
-    return Flag(step, rule, metric, value, bound, action, _text(told.get("sentence"), _SENTENCE))
+    return BrokenRule(step, rule, metric, value, bound, action, _text(told.get("sentence"), _SENTENCE))
 
 
-def _samples(document: Any) -> tuple[int, list[Asked]]:
+def _samples(document: Any) -> tuple[int, list[ShownPrompt]]:
     if not isinstance(document, dict) or not isinstance(document.get("step"), int):
         return 0, []
     found = []
@@ -441,7 +441,9 @@ def _samples(document: Any) -> tuple[int, list[Asked]]:
             for one in _dicts(told.get("shown"), 16)
         ]
         domain, prompt, label = (_text(told.get(key), _TEXT) for key in ("domain", "prompt", "label"))
-        found.append(Asked(domain, prompt, label, int(_real(told.get("responses")) or len(shown)), shown))
+        found.append(
+            ShownPrompt(domain, prompt, label, int(_real(told.get("responses")) or len(shown)), shown)
+        )
     return document["step"], found
 
 

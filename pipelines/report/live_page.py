@@ -20,7 +20,7 @@ from opd.foreign import visible
 from opd.pipelines.evaluation.statistics import at_the_end
 from opd.pipelines.report import figures
 from opd.pipelines.report.figures import Cue, Cues
-from opd.pipelines.report.live import Asked, Flag, LiveRun, LiveStage, Response
+from opd.pipelines.report.live import BrokenRule, LiveRun, LiveStage, Response, ShownPrompt
 from opd.pipelines.report.page import beside, captioned, document, figure, grid, legend, section
 from opd.pipelines.report.tables import cell
 from opd.pipelines.report.words import amount, duration, stage_label
@@ -188,7 +188,7 @@ def numbers(stage: LiveStage) -> list[tuple[str, str]]:
     return [(told, f"{value:.3g}") for key, told in _KEYS if (value := stage.last(key)) is not None]
 
 
-def flags_of(runs: Sequence[LiveRun]) -> list[tuple[str, Flag]]:
+def flags_of(runs: Sequence[LiveRun]) -> list[tuple[str, BrokenRule]]:
     """(where, flag) of all runs, those of the stage that runs first, and the newest first."""
     found = []
     for run in runs:
@@ -227,7 +227,7 @@ def _flags(runs: Sequence[LiveRun]) -> str:
     return section("Red flags", f'<ul class="flags">{items}</ul>{rest}')
 
 
-def _measured(flag: Flag) -> str:
+def _measured(flag: BrokenRule) -> str:
     value, bound = ("-" if number is None else f"{number:.4g}" for number in (flag.value, flag.bound))
     return f"{flag.metric} {value}, bound {bound}"
 
@@ -299,7 +299,7 @@ def _samples(run: LiveRun) -> str:
     )
 
 
-def _asked(asked: Asked) -> str:
+def _asked(asked: ShownPrompt) -> str:
     cells = [cell("Prompt", asked.prompt), cell("Label", asked.label)]
     cells += [cell(told_reward(one), one.text) for one in asked.shown]
     of = f", {len(asked.shown)} of {asked.responses} responses" if asked.responses > len(asked.shown) else ""

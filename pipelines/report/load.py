@@ -17,7 +17,7 @@ from opd.pipelines.records.settings import Recorded
 
 
 @dataclass(frozen=True, slots=True)
-class Accuracy:
+class DomainAccuracy:
     """Right answers of one model on one domain's held-out prompts."""
 
     count: Count
@@ -31,8 +31,8 @@ class ModelResult:
     name: str
     kind: str
     """`base`, `specialist` (a teacher trained by the run), `teacher` (one given), `merged` or `baseline`."""
-    sampled: dict[str, Accuracy]
-    greedy: dict[str, Accuracy]
+    sampled: dict[str, DomainAccuracy]
+    greedy: dict[str, DomainAccuracy]
     mean_length: dict[str, float]
     student_tokens: int = 0
     """Tokens its own training sampled; 0 for a merge of weights."""
@@ -42,7 +42,7 @@ class ModelResult:
     """Quantiles of the sampled responses' tokens, by domain."""
     elsewhere: str = ""
     """Why its answers were not written by the recipe's engine, if they were not."""
-    sets: dict[str, Accuracy] = field(default_factory=dict)
+    sets: dict[str, DomainAccuracy] = field(default_factory=dict)
     """Sampled, by evaluation set."""
     several: dict[str, dict[str, Interval]] = field(default_factory=dict)
     """Domain or set -> `pass@4`, `maj@4` and the like, where several answers to each prompt were measured."""
@@ -261,11 +261,11 @@ def _several(entry: dict) -> dict[str, Interval]:
     }
 
 
-def _accuracy(entry: dict) -> Accuracy:
+def _accuracy(entry: dict) -> DomainAccuracy:
     interval = Interval(float(entry["accuracy"]), float(entry["low"]), float(entry["high"]))
     worth = entry.get("worth")
     count = Count(int(entry["correct"]), int(entry["total"]), None if worth is None else float(worth))
-    return Accuracy(count, interval)
+    return DomainAccuracy(count, interval)
 
 
 def _interval(entry: dict) -> Interval:

@@ -12,7 +12,7 @@ from typing import Any
 
 from opd.pipelines.evaluation.statistics import Interval, mean_accuracy
 from opd.pipelines.report.figures import Cues, own_domain
-from opd.pipelines.report.load import Accuracy, ModelResult, Run
+from opd.pipelines.report.load import DomainAccuracy, ModelResult, Run
 from opd.pipelines.report.verdict import compare
 from opd.pipelines.report.words import (
     NARROW,
@@ -268,7 +268,7 @@ def _columns(names: Sequence[str], first: str = "") -> str:
     )
 
 
-def heat(accuracy: Accuracy | None, own: bool = False) -> str:
+def heat(accuracy: DomainAccuracy | None, own: bool = False) -> str:
     """A cell of an accuracy; `own` frames it."""
     return heat_cell(accuracy.interval, "own" if own else "") if accuracy else EMPTY
 
@@ -279,7 +279,7 @@ def heat_cell(value: Interval, kind: str = "") -> str:
     return f'<td{_class(kind)} style="--p:{share}%">{share}<small>{bounds(value)}</small></td>'
 
 
-def _mean(run: Run, accuracies: dict[str, Accuracy], heat: bool) -> str:
+def _mean(run: Run, accuracies: dict[str, DomainAccuracy], heat: bool) -> str:
     if not set(run.domains) <= set(accuracies):
         return EMPTY
     mean = mean_accuracy([accuracies[domain].count for domain in run.domains], run.confidence)

@@ -19,7 +19,7 @@ from opd.pipelines.evaluation.statistics import (
     retention,
 )
 from opd.pipelines.records.inputs import changed_files
-from opd.pipelines.report.load import Accuracy, ModelResult, Run, load_run
+from opd.pipelines.report.load import DomainAccuracy, ModelResult, Run, load_run
 from opd.pipelines.report.words import (
     NARROW,
     amount,
@@ -414,9 +414,9 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     ]
 
 
-def _models(run: Run) -> list[tuple[str, dict[str, Accuracy]]]:
+def _models(run: Run) -> list[tuple[str, dict[str, DomainAccuracy]]]:
     """(label, accuracies) of the models to show; of the others, those with the highest mean."""
-    chosen: list[tuple[str, dict[str, Accuracy]]] = []
+    chosen: list[tuple[str, dict[str, DomainAccuracy]]] = []
     base, merged = run.model("base"), run.model("merged")
     if base:
         chosen.append((model_label("base"), base.sampled))
@@ -430,14 +430,14 @@ def _models(run: Run) -> list[tuple[str, dict[str, Accuracy]]]:
     return [*chosen, *((model_label(m.name), m.sampled) for m in others[: LINES - len(chosen)])]
 
 
-def _row(run: Run, label: str, sampled: dict[str, Accuracy], shown: Sequence[str]) -> list[str]:
+def _row(run: Run, label: str, sampled: dict[str, DomainAccuracy], shown: Sequence[str]) -> list[str]:
     cells = [f"{100 * sampled[d].interval.value:.1f}" if d in sampled else "-" for d in shown]
     shares = retained(run, ModelResult(label, "", sampled, {}, {}))
     kept = percent(sum(shares.values()) / len(shares)) if shares else "-"
     return [label, *cells, f"{100 * _mean(run, sampled):.1f}", kept]
 
 
-def _mean(run: Run, sampled: dict[str, Accuracy]) -> float:
+def _mean(run: Run, sampled: dict[str, DomainAccuracy]) -> float:
     return mean_accuracy([sampled[d].count for d in run.domains if d in sampled]).value
 
 

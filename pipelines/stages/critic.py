@@ -11,7 +11,7 @@ from opd.config.rl import GAEAdvantage
 from opd.config.specialist import CriticConfig
 from opd.metrics import of_updates
 from opd.pipelines.stages.context import StageContext
-from opd.pipelines.stages.loop import Step
+from opd.pipelines.stages.loop import StepContext
 from opd.pipelines.stages.policy_stream import PolicyStream
 from opd.pipelines.stages.precision import model_dtype
 from opd.pipelines.stages.samples import StepSamples
@@ -78,7 +78,7 @@ class Critic:
         stream.criticise(gae, self.values, learned, coef=coef, whiten=self.advantage.whiten)
 
     def learn(
-        self, samples: StepSamples, parts: Sequence[Sequence[Sample]], stream: PolicyStream, step: Step
+        self, samples: StepSamples, parts: Sequence[Sequence[Sample]], stream: PolicyStream, step: StepContext
     ) -> dict[str, float]:
         """An optimiser step for each of `parts`; returns metrics. Raises `TrainingError` if the loss or the
         gradient is not finite.

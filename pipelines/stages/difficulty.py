@@ -104,7 +104,7 @@ def measure(context: StageContext, student: Student, data: DomainSet, domain: st
     """
     config, ranks = context.recipe.specialist.difficulty, context.ranks
     assert config is not None
-    asked = Asked.of(context, data.domains[domain], config, start)
+    asked = DifficultyQuery.of(context, data.domains[domain], config, start)
     # One rank reads: what is damaged is then damaged for all of them.
     found = ranks.gather_json(asked.read() if ranks.main else None, _WHAT)[0]
     rows, tokens = [(str(key), int(right)) for key, right in found["prompts"]], int(found["tokens"])
@@ -159,7 +159,7 @@ def measured(context: StageContext, data: DomainSet, domain: str) -> Rates | Non
 
 
 def _answers(
-    context: StageContext, student: Student, data: DomainSet, asked: Asked, first: int, count: int
+    context: StageContext, student: Student, data: DomainSet, asked: DifficultyQuery, first: int, count: int
 ) -> list[Any]:
     """Rewarded groups of `count` prompts from number `first` of those that are asked."""
     prompts = [
@@ -180,7 +180,7 @@ def _let_go(student: Student, uids: Sequence[str]) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class DifficultyQuery:
     """What is measured, and where that is kept."""
 
     path: Path
@@ -194,7 +194,9 @@ class Asked:
     """What the rates depend on, beside the prompts."""
 
     @classmethod
-    def of(cls, context: StageContext, domain: Domain, config: DifficultyConfig, start: Path) -> Asked:
+    def of(
+        cls, context: StageContext, domain: Domain, config: DifficultyConfig, start: Path
+    ) -> DifficultyQuery:
         """What the stage measures of `domain`, with the model in `start`."""
         recipe = context.recipe
         own = recipe.domains[domain.name].model_dump(mode="json")

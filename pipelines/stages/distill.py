@@ -16,10 +16,10 @@ from opd.config import DistillConfig, PolicyLossConfig, SampledTokenK1
 from opd.pipelines.evaluation.measure import held_out_accuracy
 from opd.pipelines.stages.context import StageContext
 from opd.pipelines.stages.domains import DomainSet
-from opd.pipelines.stages.loop import Algorithm, Extent, Plan, Step, train
+from opd.pipelines.stages.loop import Algorithm, Extent, Plan, StepContext, train
 from opd.pipelines.stages.policy_stream import PolicyStream, PolicyTokens
 from opd.pipelines.stages.samples import StepSamples, rollout_metrics
-from opd.pipelines.stages.source import Asked, Given, Rollouts, open_source
+from opd.pipelines.stages.source import Given, Rollouts, StageRequest, open_source
 from opd.pipelines.stages.stage_rollout import open_log
 from opd.pipelines.stages.student import Student, id_count, open_frozen, tokenizer_of
 from opd.pipelines.stages.supervised import teacher_samples
@@ -134,7 +134,7 @@ class Distill(Algorithm):
         if self._given:
             return Given(self._written, self.student)
         together = self.config.to_batch is not None
-        asked = Asked(self.prompts, self.config.samples_per_prompt, together=together)
+        asked = StageRequest(self.prompts, self.config.samples_per_prompt, together=together)
         return open_source(self.context, self.student, self.teachers.listening(asked), stack)
 
     def _written(self, index: int) -> list[Sample]:
@@ -154,7 +154,7 @@ class Distill(Algorithm):
             for prompt in self.data.take(domain, index * count, count, self.context.stage)
         ]
 
-    def score(self, samples: StepSamples, step: Step) -> dict[str, float]:
+    def score(self, samples: StepSamples, step: StepContext) -> dict[str, float]:
         """Rewards, and each teacher reads its samples once."""
         samples.reward(self.data.rewards)
         metrics = rollout_metrics(samples.groups)
@@ -163,7 +163,7 @@ class Distill(Algorithm):
         self.teachers.read(samples)
         return metrics
 
-    def plan(self, samples: StepSamples, step: Step) -> Plan:
+    def plan(self, samples: StepSamples, step: StepContext) -> Plan:
         """One update: the teachers' divergence, and the policy stream where there is one."""
         stream, metrics = self._stream(samples)
         metrics |= {} if self._began is None else self._began.measure(samples, step.index)
@@ -212,14 +212,14 @@ class Distill(Algorithm):
             metrics["kl/mean"] = found["log_ratio"]
         return stream, metrics
 
-    def ended(self, step: Step, metrics: dict[str, float]) -> dict[str, float]:
+    def ended(self, step: StepContext, metrics: dict[str, float]) -> dict[str, float]:
         """Mismatch, the schedule's counters, whose totals survive a resume, and the learning curve."""
         counters = self.teachers.take_counters(step, metrics)
         # Who has written with other weights, and was meant to, says nothing of the engine.
         mismatch = {} if self._given else self.probe.take()
         return mismatch | counters | self._curve(step)
 
-    def _curve(self, step: Step) -> dict[str, float]:
+    def _curve(self, step: StepContext) -> dict[str, float]:
         evaluation = self.context.recipe.evaluation
         if not evaluation.every or (step.index + 1) % evaluation.every:
             return {}

@@ -15,10 +15,10 @@ from opd.config.rl import GAEAdvantage, SampledTokenK1
 from opd.errors import TrainingError
 from opd.pipelines.stages.context import StageContext
 from opd.pipelines.stages.domains import DomainSet
-from opd.pipelines.stages.loop import Algorithm, Extent, Plan, Step, Update, train
+from opd.pipelines.stages.loop import Algorithm, Extent, Plan, StepContext, Update, train
 from opd.pipelines.stages.policy_stream import Against, PolicyStream
 from opd.pipelines.stages.samples import StepSamples, rollout_metrics
-from opd.pipelines.stages.source import Asked, Rollouts, open_source
+from opd.pipelines.stages.source import Rollouts, StageRequest, open_source
 from opd.pipelines.stages.student import Student, open_frozen, tokenizer_of
 from opd.pipelines.stages.teachers import Teachers, open_schedule, weigh_divergence
 from opd.pipelines.stages.watch import Beginning
@@ -112,7 +112,7 @@ class GRPO(Algorithm):
         self._choice = PromptChoice(self.data, self._domains, self.stage, self.config, judge)
         return self._choice.measure(context, self.student, start)
 
-    def begin(self, step: Step) -> None:
+    def begin(self, step: StepContext) -> None:
         if self._choice is not None:
             self._choice.begin(step)
 
@@ -137,13 +137,13 @@ class GRPO(Algorithm):
         """Prompts that are asked beside those of `samples`, for the same batch."""
         return [] if self._choice is None else self._choice.more(samples)
 
-    def asked(self) -> Asked:
+    def asked(self) -> StageRequest:
         """What the student is asked."""
         together = self.config.to_batch is not None
-        asked = Asked(self.prompts, self.config.group_size, together=together, more=self.more)
+        asked = StageRequest(self.prompts, self.config.group_size, together=together, more=self.more)
         return asked if self.teachers is None else self.teachers.listening(asked)
 
-    def score(self, samples: StepSamples, step: Step) -> dict[str, float]:
+    def score(self, samples: StepSamples, step: StepContext) -> dict[str, float]:
         if self._choice is None or not self._choice.refills:
             samples.reward(self.data.rewards)
         metrics = rollout_metrics(samples.groups) | self._shape(samples, step.counters)
@@ -167,7 +167,7 @@ class GRPO(Algorithm):
     def _limit(self, domain: str) -> int:
         return self._recipe.for_domain(domain).rollout.max_new_tokens
 
-    def plan(self, samples: StepSamples, step: Step) -> Plan:
+    def plan(self, samples: StepSamples, step: StepContext) -> Plan:
         config = self.config
         chosen: dict[str, float] = {}
         every = samples.groups
@@ -202,7 +202,7 @@ class GRPO(Algorithm):
         return Plan(updates, metrics)
 
     def _stream(
-        self, samples: StepSamples, rewarded: Sequence[Sample], step: Step
+        self, samples: StepSamples, rewarded: Sequence[Sample], step: StepContext
     ) -> tuple[PolicyStream, dict[str, float]]:
         reference = self.config.reference_kl
         coef = reference.coef if reference.target is None else step.counters.get(_COEF, reference.coef)
@@ -237,7 +237,7 @@ class GRPO(Algorithm):
         found = {f"kl/{name}": stream.mean_log_ratio("teacher", lot) for name, lot in lots.items()}
         return {name: value for name, value in found.items() if value is not None}
 
-    def _apart(self, measured: float | None, coef: float, step: Step) -> dict[str, float]:
+    def _apart(self, measured: float | None, coef: float, step: StepContext) -> dict[str, float]:
         """How far the reference is, unless a loss says it. With a target the coefficient of the next step is
         noted, where a checkpoint keeps it.
         """
@@ -299,7 +299,7 @@ class GRPO(Algorithm):
             turns = [stream.kept_turns(sample) for sample in samples]
         return response_scales(samples, counts, aggregation, limit, turns)
 
-    def ended(self, step: Step, metrics: dict[str, float]) -> dict[str, float]:
+    def ended(self, step: StepContext, metrics: dict[str, float]) -> dict[str, float]:
         """Mismatch, if the update has found it, the teachers' counters, and the learning curve, if any."""
         counters = {} if self.teachers is None else self.teachers.take_counters(step, metrics)
         if self._probe and "grad_norm" in metrics:  # there was something to learn from
@@ -316,7 +316,7 @@ class GRPO(Algorithm):
         led = f"  KL {metrics['kl/mean']:.4f}" if "kl/mean" in metrics else ""
         return f"reward {metrics['reward/mean']:.3f}{led}"
 
-    def _watch_signal(self, step: Step, signal: bool, *, cut: bool) -> None:
+    def _watch_signal(self, step: StepContext, signal: bool, *, cut: bool) -> None:
         """`cut`: where there is no signal, groups had some, but all of their responses are masked."""
         silent = 0.0 if signal else step.counters.get("steps_without_signal", 0.0) + 1
         step.counters["steps_without_signal"] = silent

@@ -51,7 +51,7 @@ class LoopState:
 
 
 @dataclass(slots=True)
-class Step:
+class StepContext:
     """What one step is told."""
 
     index: int
@@ -148,16 +148,16 @@ class Algorithm(ABC):
 
     optim: OptimConfig
 
-    def begin(self, step: Step) -> None:
+    def begin(self, step: StepContext) -> None:
         """A step begins: its samples are taken next, or have been written ahead."""
         return
 
     @abstractmethod
-    def score(self, samples: StepSamples, step: Step) -> dict[str, float]:
+    def score(self, samples: StepSamples, step: StepContext) -> dict[str, float]:
         """Rewards, and what teachers say; returns metrics."""
 
     @abstractmethod
-    def plan(self, samples: StepSamples, step: Step) -> Plan:
+    def plan(self, samples: StepSamples, step: StepContext) -> Plan:
         """The step's updates: advantages, and what each token weighs in each stream of the loss."""
 
     def learners(self) -> dict[str, Backend]:
@@ -168,11 +168,11 @@ class Algorithm(ABC):
         """How many the student wrote, or was trained on in their place."""
         return samples.tokens
 
-    def ended(self, step: Step, metrics: dict[str, float]) -> dict[str, float]:
+    def ended(self, step: StepContext, metrics: dict[str, float]) -> dict[str, float]:
         """What is measured once the weights are new, in which `metrics` are the step's."""
         return {}
 
-    def rate(self, step: Step) -> float:
+    def rate(self, step: StepContext) -> float:
         """The learning rate of the step."""
         return learning_rate(self.optim, step.index, step.progress)
 
@@ -203,7 +203,7 @@ def train(
         begin = time.perf_counter() - state.seconds
         while extent.progress(state) < 1.0:
             left, timer = extent.left(state), PhaseTimer(context.memory)
-            step = Step(state.step, extent.progress(state), timer, state.counters, left, state.rate)
+            step = StepContext(state.step, extent.progress(state), timer, state.counters, left, state.rate)
             step.memory = state.memory
             metrics, tokens = _one_step(algorithm, source, backend, step, last)
             state.step += 1
@@ -236,7 +236,7 @@ def train(
 
 
 def _one_step(
-    algorithm: Algorithm, source: Source, backend: Backend, step: Step, last: LastSamples
+    algorithm: Algorithm, source: Source, backend: Backend, step: StepContext, last: LastSamples
 ) -> tuple[dict[str, float], int]:
     """Samples, scores, updates, new weights for the engine; returns metrics, and the tokens learnt from."""
     with ExitStack() as stack:

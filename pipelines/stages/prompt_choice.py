@@ -1,9 +1,10 @@
 """Which prompts a specialist asks where its recipe chooses: those of middling difficulty, easy ones first,
 some again whose groups carried signal, and more of them until a batch does.
 
-What is chosen is a function of rewards and of what a checkpoint holds (`Step.counters`, `Step.memory`), so a
-resumed stage asks the same prompts again, under the same uids. Where rewards are not the same again, as
-of a judge that nobody keeps a record of, it asks others under other uids: none stands for two prompts.
+What is chosen is a function of rewards and of what a checkpoint holds (`StepContext.counters`,
+`StepContext.memory`), so a resumed stage asks the same prompts again, under the same uids. Where rewards are
+not the same again, as of a judge that nobody keeps a record of, it asks others under other uids: none stands
+for two prompts.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from opd.errors import CheckpointError
 from opd.foreign import shown
 from opd.pipelines.stages.context import StageContext, model_stage
 from opd.pipelines.stages.domains import DomainSet
-from opd.pipelines.stages.loop import Step
+from opd.pipelines.stages.loop import StepContext
 from opd.pipelines.stages.samples import StepSamples
 from opd.pipelines.stages.student import Student
 from opd.rollout.collect import EncodedPrompt
@@ -128,7 +129,7 @@ class PromptChoice:
                 found[domain] = rates.summary(config)
         return {"difficulty": found} if found else {}
 
-    def begin(self, step: Step) -> None:
+    def begin(self, step: StepContext) -> None:
         """A step begins. Where its prompts depend on those before it, they are asked from now on."""
         if not self._in_turn:
             return
@@ -177,7 +178,7 @@ class PromptChoice:
         expected = -(-missing * taken // carrying) if carrying else wanted
         return self._take(min(expected, left))
 
-    def settle(self, samples: StepSamples, step: Step) -> dict[str, float]:
+    def settle(self, samples: StepSamples, step: StepContext) -> dict[str, float]:
         """Leave in `samples` the groups to learn from, and note in `step` where the next one goes on; returns
         metrics.
 
@@ -207,7 +208,7 @@ class PromptChoice:
         return metrics
 
     def _measures(
-        self, step: Step, asked: Mapping[str, tuple[str, int]], taken: Sequence[SampleGroup]
+        self, step: StepContext, asked: Mapping[str, tuple[str, int]], taken: Sequence[SampleGroup]
     ) -> dict[str, float]:
         """How hard what the step asked was for the model that the stage began with."""
         metrics: dict[str, float] = {}
@@ -220,7 +221,7 @@ class PromptChoice:
         return metrics
 
     def _remember(
-        self, asked: Mapping[str, tuple[str, int]], carrying: Sequence[SampleGroup], step: Step
+        self, asked: Mapping[str, tuple[str, int]], carrying: Sequence[SampleGroup], step: StepContext
     ) -> dict[str, float]:
         """Prompts with signal wait to come again behind those that wait already; others wait no more."""
         replay = self._config.replay

@@ -157,7 +157,7 @@ class StepSamples:
         return [mine]
 
 
-class Home:
+class SampleHome:
     """Where a stage's samples are until they are learnt from: in memory."""
 
     def __init__(self, student: Student) -> None:

@@ -24,7 +24,7 @@ from opd.pipelines.stages.sample_files import (
     standing_for,
     written_by_all,
 )
-from opd.pipelines.stages.samples import Home, StepSamples
+from opd.pipelines.stages.samples import SampleHome, StepSamples
 from opd.pipelines.stages.student import Student
 from opd.ranks import Ranks, path_of_rank
 from opd.rollout.collect import (
@@ -54,7 +54,7 @@ _REWARDED = 1 << 20
 """Tokens in memory at a time, about, while responses are rewarded."""
 
 
-class DiskHome(Home):
+class DiskHome(SampleHome):
     """Where a stage's samples are until they are learnt from: on disk.
 
     Args:

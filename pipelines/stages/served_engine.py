@@ -132,9 +132,9 @@ class ServedWriters:
     def _engine(self, options: PoolOptions, served: ServedModel, model: Path, alone: bool) -> ServedEngine:
         config, recipe = self._config, self._context.recipe
         if isinstance(config, SGLangEngineConfig):
-            push = self._push(model, sglang_workers.FolderPush, sglang_workers.read_folder)
+            push = self._push(model, sglang_workers.SGLangFolderPush, sglang_workers.read_folder)
             return SGLangEngine(options, served, self._alone(push, model) if alone else push, version=-1)
-        push = self._push(model, vllm_workers.FolderPush, vllm_workers.read_folder)
+        push = self._push(model, vllm_workers.VLLMFolderPush, vllm_workers.read_folder)
         if alone:
             push = self._alone(push, model, vllm_adapters.LOADS)
         outputs = Outputs(model, model_dtype(recipe))

@@ -25,7 +25,7 @@ from opd.data.demonstrations import (
 from opd.errors import ConfigError, DataError
 from opd.pipelines.stages.context import StageContext
 from opd.pipelines.stages.domains import load_domains, sequence_limit
-from opd.pipelines.stages.loop import Extent, Step, train
+from opd.pipelines.stages.loop import Extent, StepContext, train
 from opd.pipelines.stages.source import Given
 from opd.pipelines.stages.student import Student, model_stops
 from opd.pipelines.stages.supervised import Supervised, supervised_sample
@@ -205,7 +205,7 @@ class FineTuning(Supervised):
     def tokens(self, samples: Any) -> int:
         return 0  # the student has written none
 
-    def ended(self, step: Step, metrics: dict[str, float]) -> dict[str, float]:
+    def ended(self, step: StepContext, metrics: dict[str, float]) -> dict[str, float]:
         done = step.index + 1
         if done != self.steps and not (self._every and done % self._every == 0):
             return {}

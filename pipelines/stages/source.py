@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass
 
 from opd.pipelines.stages.context import StageContext
-from opd.pipelines.stages.samples import Home, StepSamples
+from opd.pipelines.stages.samples import SampleHome, StepSamples
 from opd.pipelines.stages.samples_on_disk import DiskHome
 from opd.pipelines.stages.stage_rollout import StageRollout
 from opd.pipelines.stages.student import Student
@@ -21,7 +21,7 @@ from opd.types import Sample, SampleGroup
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class StageRequest:
     """What a stage asks its student."""
 
     prompts: Callable[[int], list[EncodedPrompt]]
@@ -87,7 +87,7 @@ class Rollouts(ABC):
         asked: What the student answers.
     """
 
-    def __init__(self, student: Student, log: StageRollout, home: Home, asked: Asked) -> None:
+    def __init__(self, student: Student, log: StageRollout, home: SampleHome, asked: StageRequest) -> None:
         self._student, self._rollouts, self.home, self._asked = student, log, home, asked
 
     def write(self, engine: Generates, index: int) -> list[SampleGroup]:
@@ -273,13 +273,13 @@ def _parallel(rollouts: InParallel) -> Iterator[Rollouts]:
         rollouts.close()
 
 
-def open_source(context: StageContext, student: Student, asked: Asked, stack: ExitStack) -> Rollouts:
+def open_source(context: StageContext, student: Student, asked: StageRequest, stack: ExitStack) -> Rollouts:
     """What `student` writes, by the recipe's `rollout.schedule` and `storage.trajectories`, until `stack` is
     unwound. Every token is logged.
     """
     config = context.recipe.rollout
     log = student.open_rollouts(context, stack)
-    home = Home(student)
+    home = SampleHome(student)
     if context.recipe.storage.trajectories == "disk" and not asked.together:
         home = stack.enter_context(DiskHome.of_stage(context, student, asked.route))
     if config.schedule == "in_turn":

@@ -23,7 +23,7 @@ from opd.models.generation import generation_of
 from opd.pipelines.evaluation.measure import prompt_accuracy
 from opd.pipelines.stages.context import StageContext
 from opd.pipelines.stages.domains import DomainSet, load_domains, student_tokenizer
-from opd.pipelines.stages.loop import Algorithm, Extent, LoopState, Plan, Step, Update, train
+from opd.pipelines.stages.loop import Algorithm, Extent, LoopState, Plan, StepContext, Update, train
 from opd.pipelines.stages.precision import model_dtype
 from opd.pipelines.stages.samples import StepSamples
 from opd.pipelines.stages.source import Given
@@ -59,10 +59,10 @@ class Supervised(Algorithm):
     ) -> None:
         self.optim, self._shares, self._normalise = optim, shares, normalise
 
-    def score(self, samples: StepSamples, step: Step) -> dict[str, float]:
+    def score(self, samples: StepSamples, step: StepContext) -> dict[str, float]:
         return {}
 
-    def plan(self, samples: StepSamples, step: Step) -> Plan:
+    def plan(self, samples: StepSamples, step: StepContext) -> Plan:
         samples.deal()
         own = samples.samples
         counts = [sample.trainable_tokens for sample in own]
@@ -214,11 +214,11 @@ class WarmUp(Supervised):
     def tokens(self, samples: StepSamples) -> int:
         return 0  # nobody has generated a demonstration
 
-    def rate(self, step: Step) -> float:
+    def rate(self, step: StepContext) -> float:
         within = step.index % self._config.steps
         return learning_rate(self.optim, within, within / self._config.steps)
 
-    def ended(self, step: Step, metrics: dict[str, float]) -> dict[str, float]:
+    def ended(self, step: StepContext, metrics: dict[str, float]) -> dict[str, float]:
         done, config = step.index + 1, self._config
         if done % config.steps == 0 and done < config.steps * config.rounds:
             with step.timer("evaluate"):

@@ -30,11 +30,11 @@ from opd.models.tokenizers import load_tokenizer
 from opd.pipelines.commands.publish import publish_checkpoint
 from opd.pipelines.records.inputs import model_digests
 from opd.pipelines.stages.context import StageContext
-from opd.pipelines.stages.loop import Step, Update
+from opd.pipelines.stages.loop import StepContext, Update
 from opd.pipelines.stages.policy_stream import Against, PolicyStream, PolicyTokens
 from opd.pipelines.stages.precision import checkpoint_dtype, model_dtype
 from opd.pipelines.stages.samples import StepSamples, Terms
-from opd.pipelines.stages.source import Asked
+from opd.pipelines.stages.source import StageRequest
 from opd.progress import doing
 from opd.protocols import Teacher
 from opd.rollout.ledger import Tokens, Transcript
@@ -42,7 +42,7 @@ from opd.rollout.streams import More, several
 from opd.storage.files import digest_of, open_plain
 from opd.storage.node_cache import NodeCache
 from opd.storage.shard_cache import ShardCache
-from opd.teachers.kinds import Opening, Placement, open_kinds
+from opd.teachers.kinds import Placement, TeacherOpening, open_kinds
 from opd.teachers.published_adapter import publish_adapter
 from opd.teachers.schedule import Router, TeacherSchedule, sampled_logprobs
 from opd.teachers.score_cache import CachedScores
@@ -77,7 +77,7 @@ class Teachers:
         self.coefs = {name: recipe.for_domain(name).distill.kl_coef for name in recipe.domains}
         """Weight of the divergence in each domain."""
 
-    def listening(self, asked: Asked) -> Asked:
+    def listening(self, asked: StageRequest) -> StageRequest:
         """`asked`, and each response is told to its teacher."""
         router = Router.from_recipe(self._context.recipe)
 
@@ -158,7 +158,7 @@ class Teachers:
 
         return read
 
-    def take_counters(self, step: Step, metrics: dict[str, float]) -> dict[str, float]:
+    def take_counters(self, step: StepContext, metrics: dict[str, float]) -> dict[str, float]:
         """The schedule's counters, whose totals survive a resume, and who was waited for; `metrics` are the
         step's.
         """
@@ -252,7 +252,7 @@ def open_teachers(
     sources = _sources(context, names)
     cache, servers = _weights_cache(context, stack), context.servers
     check = context.preemption.check_waiting
-    opening = Opening(_served(context, names), placement, sources, group, cache, check=check)
+    opening = TeacherOpening(_served(context, names), placement, sources, group, cache, check=check)
     if servers is not None:
         turns = {group: partial(servers.turn, group, check) for group in recipe.servers_in_turn}
         opening = replace(opening, given_up=servers.given_up, turns=turns)

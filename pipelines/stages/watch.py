@@ -66,7 +66,7 @@ class Ruling:
             raise TrainingError(self.stop)
 
 
-class Watched:
+class WatchedCondition:
     """The metrics of one condition, step after step."""
 
     def __init__(self, condition: Condition) -> None:
@@ -150,8 +150,8 @@ class Rule:
 
     def __init__(self, name: str, config: RuleConfig) -> None:
         self.name, self.config = name, config
-        self._main = Watched(config)
-        self._also = None if config.also is None else Watched(config.also)
+        self._main = WatchedCondition(config)
+        self._also = None if config.also is None else WatchedCondition(config.also)
         self._row: dict[str, int] = {}
         self._told: set[str] = set()
 

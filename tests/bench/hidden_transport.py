@@ -28,7 +28,7 @@ from opd.config.teachers import SGLangTeacherConfig
 from opd.pipelines.commands.publish import publish_checkpoint
 from opd.served import hidden_segments
 from opd.teachers.kinds import Placement
-from opd.teachers.served_teacher import Asked
+from opd.teachers.served_teacher import SignalNeeds
 from opd.teachers.sglang_teacher import SGLangTeacher
 from opd.types import Sample
 
@@ -110,7 +110,7 @@ def opened(published: Path, server: SGLangServer, way: str) -> Counted:
     """A teacher on `server` whose hidden states come by `way`."""
     settings = SGLangTeacherConfig(path=str(published), urls=[server.url], timeout=900)
     place = Placement(vocabulary=len(recipe_tokenizer()))
-    teacher = Counted("a", str(published), settings, asked=Asked(), placement=place)
+    teacher = Counted("a", str(published), settings, asked=SignalNeeds(), placement=place)
     teacher.way, teacher.server = way, server
     teacher.watch()
     shared = hidden_segments.SHARED

@@ -33,7 +33,7 @@ from opd.config import Recipe
 from opd.metrics import read_metrics
 from opd.models.causal_lm import CausalLM
 from opd.pipelines.commands.publish import publish_checkpoint
-from opd.pipelines.plan.cluster import Cluster
+from opd.pipelines.plan.cluster import SimulatedCluster
 from opd.pipelines.plan.simulate import simulate
 from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.run import run_stage
@@ -96,7 +96,9 @@ def measured(setting: Setting, own: Recipe, out: Path) -> dict[str, float]:
     return found
 
 
-def cluster(setting: Setting, model: dict[str, float], length: float, machine: dict[str, float]) -> Cluster:
+def cluster(
+    setting: Setting, model: dict[str, float], length: float, machine: dict[str, float]
+) -> SimulatedCluster:
     """`setting` on one simulated device that does everything in turn."""
     shape = {
         "parameters": model["parameters"],
@@ -107,7 +109,7 @@ def cluster(setting: Setting, model: dict[str, float], length: float, machine: d
         "cache_bytes_per_token": 2 * BYTES * model["layers"] * model["hidden_size"],
     }
     gpu = {"tflops": 1.0, "memory_gb": 24, "memory_gb_per_s": math.inf, "link_gb_per_s": math.inf}
-    return Cluster.model_validate(
+    return SimulatedCluster.model_validate(
         {
             "gpu": gpu | machine,
             "store": {"gb_per_s": math.inf, "gb_per_s_per_rank": math.inf},
@@ -127,7 +129,7 @@ def cluster(setting: Setting, model: dict[str, float], length: float, machine: d
     )
 
 
-def predicted(some: Cluster) -> dict[str, float]:
+def predicted(some: SimulatedCluster) -> dict[str, float]:
     """Medians of a simulation."""
     batches = simulate(some).batches[1:]
     found = {

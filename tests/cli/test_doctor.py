@@ -39,7 +39,7 @@ from opd.pipelines.doctor.estimate import (
 )
 from opd.pipelines.doctor.examine import Finding, diagnose, examine
 from opd.pipelines.doctor.kl import mean_kl
-from opd.pipelines.doctor.models import Models, Shape, _shape
+from opd.pipelines.doctor.models import Models, ModelShape, _shape
 from opd.pipelines.doctor.published import told_together, unreachable
 from opd.pipelines.doctor.rewards import check_rewards
 from opd.pipelines.records.run_folder import RunFolder
@@ -380,7 +380,7 @@ def test_a_model_that_does_not_fit_is_an_error(tmp_path):
 def test_the_estimate_adds_up():
     settings = {"rollout": {"max_running": 2, "max_new_tokens": 5}, "storage": {"cache_mb": 3}}
     recipe = make_recipe(Path("unused"), model={"config": LLAMA}, **settings)
-    shape = Shape(parameters=1000, hidden_size=4, windows=(None, None), vocabulary=10, kv_width=4)
+    shape = ModelShape(parameters=1000, hidden_size=4, windows=(None, None), vocabulary=10, kv_width=4)
     parts = memory_parts(recipe, shape, {})
     assert parts["weights"] == parts["gradients"] == parts["engine copy"] == 4000
     assert parts["teachers"] == 4000 + 10 * 4 * 4  # a buffer of one teacher's size, and its head
@@ -471,7 +471,7 @@ def test_the_estimate_of_keys_and_values_ends_at_their_budget():
 
 
 def test_the_estimate_on_several_ranks_is_that_of_one():
-    shape = Shape(parameters=1000, hidden_size=4, windows=(None, None), vocabulary=10, kv_width=4)
+    shape = ModelShape(parameters=1000, hidden_size=4, windows=(None, None), vocabulary=10, kv_width=4)
     found = {}
     for name, train in {
         "alone": {},
@@ -512,7 +512,7 @@ def test_a_model_that_cannot_be_cut_as_asked_is_found_before_ranks_start(tmp_pat
 
 
 def test_a_cache_that_holds_no_response_is_found():
-    shape = Shape(parameters=1000, hidden_size=4, windows=(None,) * 2, vocabulary=10, kv_width=2**20)
+    shape = ModelShape(parameters=1000, hidden_size=4, windows=(None,) * 2, vocabulary=10, kv_width=2**20)
     settings = {"model": {"config": LLAMA}, "rollout": {"max_new_tokens": 5}}
     for given, level in ((16 * 5, None), (16 * 5 - 1, "error")):
         recipe = make_recipe(Path("unused"), **settings, runtime={"decode": {"kv_cache_mb": given}})
@@ -529,7 +529,7 @@ def test_ranks_that_nothing_starts_are_named():
     assert not check_ranks(make_recipe(Path("unused"), train={"context_parallel": 2, "ranks": 4}))
 
 
-SHAPE = Shape(1000, 4, (None, None), vocabulary=10, kv_width=4, adapters=50, adapted=600, stored=2000)
+SHAPE = ModelShape(1000, 4, (None, None), vocabulary=10, kv_width=4, adapters=50, adapted=600, stored=2000)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from opd.errors import CheckpointError
 from opd.models.checkpoint import save_checkpoint
 from opd.models.tokenizers import character_tokenizer
 from opd.pipelines.cli import main
-from opd.pipelines.commands.sample import Asked, Speaker, _Growing, _say, run_compare
+from opd.pipelines.commands.sample import SampleOptions, Speaker, _say, _TextDecoder, run_compare
 from opd.progress import Heartbeat
 
 CHAT = (
@@ -71,7 +71,7 @@ def test_one_prompt_gives_its_answer_and_nothing_else(models, capsys):
 
 
 def test_what_is_streamed_is_what_is_written(models):
-    speaker = Speaker.load(models[0], Asked(("<a>1=", "<b>22="), max_tokens=12, seed=3))
+    speaker = Speaker.load(models[0], SampleOptions(("<a>1=", "<b>22="), max_tokens=12, seed=3))
     for number, whole in enumerate(speaker.answers(3)):
         parts: list[str] = []
         sample = speaker.stream(number, 3, parts.append)
@@ -91,7 +91,7 @@ def test_text_that_comes_is_not_interrupted_by_a_word_on_what_takes_so_long(monk
 
 
 def test_prompts_of_a_model_with_a_chat_template_are_messages(models):
-    speaker = Speaker.load(models[1], Asked(("12",), system="7"))
+    speaker = Speaker.load(models[1], SampleOptions(("12",), system="7"))
     written = speaker.tokenizer.decode(speaker.questions[0].token_ids)
     assert written == "<b>7<a>12<b>"  # any role but the user's is <b> there
 
@@ -103,7 +103,7 @@ def test_a_domain_is_asked_as_the_recipe_samples_and_scored(models, recipe, caps
     assert len(asked) == 2
     held_out = load_recipe([recipe])
     assert len(re.findall(r"^\[reward \d, label \d+\]$", out, re.MULTILINE)) == 2
-    assert Speaker.load(models[0], Asked(recipe=held_out, domain="a")).sampling.max_new_tokens == 5
+    assert Speaker.load(models[0], SampleOptions(recipe=held_out, domain="a")).sampling.max_new_tokens == 5
 
 
 def test_two_models_side_by_side_with_rewards(models, recipe, capsys):
@@ -116,7 +116,7 @@ def test_two_models_side_by_side_with_rewards(models, recipe, capsys):
         assert f"{model}: mean reward " in out.replace("\n", "")
     wide = Console(force_terminal=True, width=120, color_system=None)
     with wide.capture() as shown:
-        run_compare(models, Asked(("<a>1=",), max_tokens=4), wide)
+        run_compare(models, SampleOptions(("<a>1=",), max_tokens=4), wide)
     head = next(line for line in shown.get().splitlines() if "one" in line)
     assert "one" in head
     assert "┃" in shown.get()
@@ -133,13 +133,15 @@ def test_a_domain_that_has_few_held_out_prompts_is_asked_them(tmp_path, models):
     tokenizer = character_tokenizer("0123456789=", ["<sort>"])
     model = tiny.CausalLM.from_config(tiny.LLAMA, tokenizer=tokenizer)
     folder = save_checkpoint(model, tokenizer, tmp_path / "m", {})
-    speaker = Speaker.load(str(folder), Asked(recipe=Recipe.model_validate(settings), domain="sort", count=3))
+    speaker = Speaker.load(
+        str(folder), SampleOptions(recipe=Recipe.model_validate(settings), domain="sort", count=3)
+    )
     assert len(speaker.questions) == 3
     assert {sample.reward for sample in speaker.answers(0)} <= {0.0, 1.0}
 
 
 def test_the_same_model_twice_answers_the_same(models):
-    one, other = (Speaker.load(models[0], Asked(("<a>1=", "<a>2="), max_tokens=8)) for _ in range(2))
+    one, other = (Speaker.load(models[0], SampleOptions(("<a>1=", "<a>2="), max_tokens=8)) for _ in range(2))
     texts = [[speaker.text(sample) for sample in speaker.answers(5)] for speaker in (one, other)]
     assert texts[0] == texts[1]
 
@@ -199,7 +201,7 @@ def test_characters_of_several_tokens_wait_for_all_of_their_bytes():
         def decode(self, ids, skip_special_tokens):
             return bytes(ids).decode("utf-8", errors="replace")
 
-    text = _Growing(Bytes())
+    text = _TextDecoder(Bytes())
     seen = [text.add([byte], last=False) for byte in "aé\n€b".encode()]
     assert seen == ["a", "a", "aé", "aé\n", "aé\n", "aé\n", "aé\n€", "aé\n€b"]
     assert text.add([0xE2], last=True) == "aé\n€b\ufffd"
@@ -271,14 +273,16 @@ def test_a_prompt_may_be_the_json_of_messages(models, capsys):
         {"role": "user", "content": [{"type": "text", "text": "1"}]},
         {"role": "assistant", "content": "2"},
     ]
-    speaker = Speaker.load(models[1], Asked((json.dumps([*given, {"role": "user", "content": "3"}]),)))
+    speaker = Speaker.load(
+        models[1], SampleOptions((json.dumps([*given, {"role": "user", "content": "3"}]),))
+    )
     assert speaker.tokenizer.decode(speaker.questions[0].token_ids) == "<a>1<b>2<eos><a>3<b>"
     given.append({"role": "user", "content": "3"})
     for text in (
         json.dumps(json.dumps(given)),
         json.dumps(given).replace("role", "from").replace("content", "value"),
     ):
-        speaker = Speaker.load(models[1], Asked((text,)))
+        speaker = Speaker.load(models[1], SampleOptions((text,)))
         assert speaker.tokenizer.decode(speaker.questions[0].token_ids) == "<a>1<b>2<eos><a>3<b>"
     pictured = json.dumps([{"role": "user", "content": [{"type": "image_url"}]}])
     assert main(["sample", models[1], "--prompt", pictured]) == 2
@@ -328,11 +332,11 @@ def test_a_model_without_recipe_is_sampled_as_it_says_itself(tmp_path, said, exp
     (tmp_path / "one" / "generation_config.json").write_text(json.dumps(said))
     if isinstance(expected, str):
         with pytest.raises(CheckpointError, match=expected):
-            Speaker.load(str(tmp_path / "one"), Asked(prompts=("12",)))
+            Speaker.load(str(tmp_path / "one"), SampleOptions(prompts=("12",)))
         return
-    sampling = Speaker.load(str(tmp_path / "one"), Asked(prompts=("12",))).sampling
+    sampling = Speaker.load(str(tmp_path / "one"), SampleOptions(prompts=("12",))).sampling
     assert (sampling.temperature, sampling.top_p, sampling.top_k) == expected
-    warmer = Speaker.load(str(tmp_path / "one"), Asked(prompts=("12",), temperature=2.0)).sampling
+    warmer = Speaker.load(str(tmp_path / "one"), SampleOptions(prompts=("12",), temperature=2.0)).sampling
     assert warmer == replace(sampling, temperature=2.0)
 
 

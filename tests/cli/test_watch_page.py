@@ -26,7 +26,7 @@ from shared_runs import go_on
 
 from opd.metrics import MetricsWriter
 from opd.pipelines.cli import main
-from opd.pipelines.commands.watch import LOOPBACK, Server, sparks
+from opd.pipelines.commands.watch import LOOPBACK, WatchServer, sparks
 from opd.pipelines.report.live_page import SCRIPT, Board, opened
 
 HOSTILE = (
@@ -47,8 +47,8 @@ def run(tiny_run, tmp_path_factory) -> Path:
 
 
 @contextmanager
-def served(*folders: Path) -> Iterator[Server]:
-    with Server(Board(opened(folders))) as server:
+def served(*folders: Path) -> Iterator[WatchServer]:
+    with WatchServer(Board(opened(folders))) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
         try:
@@ -59,12 +59,12 @@ def served(*folders: Path) -> Iterator[Server]:
 
 
 @pytest.fixture
-def server(run) -> Iterator[Server]:
+def server(run) -> Iterator[WatchServer]:
     with served(run) as found:
         yield found
 
 
-def ask(server: Server, path: str = "/", method: str = "GET", host: str = "localhost", **headers: str):
+def ask(server: WatchServer, path: str = "/", method: str = "GET", host: str = "localhost", **headers: str):
     """(status, headers, body) of one request."""
     connection = http.client.HTTPConnection(LOOPBACK, server.server_port, timeout=60)
     try:
@@ -135,7 +135,7 @@ def test_nothing_can_be_done_but_look(server, method):
     assert "script" not in body
 
 
-def raw(server: Server, data: bytes) -> bytes:
+def raw(server: WatchServer, data: bytes) -> bytes:
     with socket.create_connection((LOOPBACK, server.server_port), timeout=60) as connection:
         connection.sendall(data)
         connection.shutdown(socket.SHUT_WR)

@@ -46,7 +46,7 @@ from opd.pipelines.launch.servers import StartedGroup
 from opd.pipelines.launch.started_server import StartedServer
 from opd.teachers.kinds import Placement
 from opd.teachers.local_teacher import LocalTeacher
-from opd.teachers.served_teacher import Asked
+from opd.teachers.served_teacher import SignalNeeds
 from opd.teachers.sglang_teacher import SGLangTeacher
 from opd.types import Sample
 
@@ -205,7 +205,7 @@ class Rounds:
             )
             placement = Placement(vocabulary=self.target.vocabulary)
             self._teacher = SGLangTeacher(
-                "a", self.target.published, settings, asked=Asked(), placement=placement
+                "a", self.target.published, settings, asked=SignalNeeds(), placement=placement
             )
             pool = self._teacher.pool
             pool.options = replace(pool.options, max_in_flight_tokens=256, given_up=self.target.given_up)

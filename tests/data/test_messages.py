@@ -16,7 +16,7 @@ from opd.config import DomainConfig
 from opd.data.demonstrations import Writes, read_demonstrations
 from opd.data.load import load_domain, prompt_of
 from opd.data.messages import MessageError, read_messages
-from opd.environments.asked import RefusedError, read_asked
+from opd.environments.asked import RefusedRequestError, read_asked
 from opd.errors import DataError
 from opd.models.chat_templates import UnreadError, refuse_unread, render
 from opd.models.tokenizers import character_tokenizer
@@ -409,7 +409,7 @@ def test_requests_name_the_field():
         ({"role": "assistant", "tool_calls": [{"function": {}}]}, "messages[0].tool_calls"),
         (user("x", name=3), "messages[0].name"),
     ):
-        with pytest.raises(RefusedError) as caught:
+        with pytest.raises(RefusedRequestError) as caught:
             read_asked(json.dumps({"messages": [body, user("?")]}).encode(), chat=True)
         assert caught.value.param == param
 

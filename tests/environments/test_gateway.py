@@ -17,7 +17,7 @@ from test_agents import agent, chat_engine, chat_prompt, chat_sampling, check_ex
 from test_episodes import Recorded, digits_engine, prompts, sampling
 
 import opd.environments.gateway as gateway
-from opd.environments.asked import MOST_BODY, RefusedError, read_asked
+from opd.environments.asked import MOST_BODY, RefusedRequestError, read_asked
 from opd.environments.branches import longest_token
 from opd.environments.episodes import EPISODE
 from opd.errors import RolloutError
@@ -409,7 +409,7 @@ def test_what_is_no_http_leaves_no_traceback_in_the_log(caplog):
 
 @pytest.mark.parametrize("prompt", [{"a": 1}, [1, "a"], 3, ["a", "b"], [[1]]])
 def test_a_prompt_of_another_kind_is_told_which_there_are(prompt):
-    with pytest.raises(RefusedError, match="one text, or the token ids of one"):
+    with pytest.raises(RefusedRequestError, match="one text, or the token ids of one"):
         read_asked(json.dumps({"prompt": prompt}).encode(), chat=False)
 
 

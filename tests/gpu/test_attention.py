@@ -8,7 +8,7 @@ from packed import bounds, make_call, off, reference, results
 
 from opd.kernels import triton_rows
 from opd.models.attention import PackedAttention
-from opd.models.fused_attention import EXACT, Form, fault, flash, flex
+from opd.models.fused_attention import EXACT, AttentionForm, fault, flash, flex
 
 pytestmark = [
     pytest.mark.gpu,
@@ -24,7 +24,7 @@ CALLS = [{}, {"sliding_window": 70}, {"softcap": 2.0}, {"softcap": 2.0, "sliding
 @pytest.mark.parametrize("call", CALLS, ids=str)
 def test_flex_attention_is_trusted_here(dtype, sizes, call):
     options = {"capped": "softcap" in call, "windowed": "sliding_window" in call}
-    form = Form("flex", torch.device("cuda", 0), dtype, (8, 2), sizes, sizes[0] ** -0.5, **options)
+    form = AttentionForm("flex", torch.device("cuda", 0), dtype, (8, 2), sizes, sizes[0] ** -0.5, **options)
     assert fault(form) is None
 
 
@@ -32,7 +32,9 @@ def test_flex_attention_is_trusted_here(dtype, sizes, call):
 @pytest.mark.parametrize("size", [64, 80, 128, 256])
 @pytest.mark.parametrize("windowed", [False, True])
 def test_flash_attention_is_trusted_here(dtype, size, windowed):
-    form = Form("flash", torch.device("cuda", 0), dtype, (8, 2), (size, size), size**-0.5, False, windowed)
+    form = AttentionForm(
+        "flash", torch.device("cuda", 0), dtype, (8, 2), (size, size), size**-0.5, False, windowed
+    )
     assert fault(form) is None
 
 

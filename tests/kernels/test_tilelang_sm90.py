@@ -21,7 +21,7 @@ from opd.kernels.divergences import divergence_
 from opd.kernels.head import Head
 
 CUDA = tilelang_target.CUDA
-BF16 = tilelang_fused.Problem("bfloat16", 2048, 4096, False, True)
+BF16 = tilelang_fused.KernelProblem("bfloat16", 2048, 4096, False, True)
 MAX_SHARED_BYTES = 227 * 1024
 REGISTERS_PER_PROCESSOR = 65536
 

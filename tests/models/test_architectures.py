@@ -18,7 +18,7 @@ from opd.models.architecture import check_architecture, empty_model, kept_otherw
 from opd.models.causal_lm import CausalLM
 from opd.models.hf_folder import angles_change_at, positions_of, read_config
 from opd.pipelines.commands.publish import run_publish
-from opd.pipelines.commands.sample import Asked, Speaker
+from opd.pipelines.commands.sample import SampleOptions, Speaker
 from opd.pipelines.doctor import models as doctor
 from opd.pipelines.doctor.checks import attempt
 from opd.rollout.torch_engine import TorchEngine
@@ -130,7 +130,7 @@ def doctors_word(folder: Path, **changes) -> list:
 def test_what_the_plain_forward_computes_is_used(family: str, tmp_path: Path):
     folder = saved(family, USED[family], tmp_path / "m")
     assert [one.detail for one in doctors_word(folder) if one.level == "error"] == []
-    speaker = Speaker.load(str(folder), Asked(prompts=("12=",), max_tokens=12, temperature=1e-3))
+    speaker = Speaker.load(str(folder), SampleOptions(prompts=("12=",), max_tokens=12, temperature=1e-3))
     written = speaker.stream(0, 0, lambda text: None).response_ids.tolist()
     model = speaker.engine.model
     prompt = torch.from_numpy(speaker.questions[0].token_ids).long()[None]
@@ -161,7 +161,7 @@ def test_everybody_refuses_with_one_sentence(family: str, tmp_path: Path, capsys
     assert len(sentence) < 400
     assert [one.detail for one in doctors_word(folder)] == [sentence]
     for ask in (
-        lambda: Speaker.load(str(folder), Asked(prompts=("12=",))),
+        lambda: Speaker.load(str(folder), SampleOptions(prompts=("12=",))),
         lambda: CausalLM.from_pretrained(folder),  # as a run loads it, and a teacher
     ):
         with pytest.raises(ModelError) as other:

@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from opd.kernels import triton_rows
 from opd.models import fused_attention
 from opd.models.attention import AttentionCall, PackedAttention
-from opd.models.fused_attention import BLOCK, Form, fault, flash, flex, kernel_for, visible
+from opd.models.fused_attention import BLOCK, AttentionForm, fault, flash, flex, kernel_for, visible
 
 RAGGED = [1, 700, 0, 130, 1, 5, 128]
 FLAT = [256, 256]
@@ -215,9 +215,9 @@ def test_which_kernel_takes_what(monkeypatch, kernel, inference, options):
         assert kernel_for(*call_of(**options)) is None
 
 
-def form(kernel: str = "flex", dtype: torch.dtype = torch.float32, **options) -> Form:
+def form(kernel: str = "flex", dtype: torch.dtype = torch.float32, **options) -> AttentionForm:
     given = {"heads": (4, 2), "sizes": (16, 16), "scaling": 0.25, "capped": False, "windowed": False}
-    return Form(kernel, torch.device("cpu"), dtype, **given | options)
+    return AttentionForm(kernel, torch.device("cpu"), dtype, **given | options)
 
 
 @pytest.mark.some(1)

@@ -138,7 +138,7 @@ def test_block_attention_equals_a_float64_softmax(count, before, kv_heads, softc
     query = torch.randn(4, count, 6, generator=generator)
     key, value = (torch.randn(kv_heads, size, n, generator=generator) for n in (6, 5))
     inputs = [x.requires_grad_() for x in (query, key, value)]
-    scores = blocks.Scores(0.7, softcap, window)
+    scores = blocks.ScoreForm(0.7, softcap, window)
     largest, blocks._SCORES = blocks._SCORES, 4 * 32 * 32  # many blocks
     try:
         output = blocks.block_attention(*inputs, scores)

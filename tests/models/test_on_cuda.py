@@ -11,7 +11,7 @@ import torch
 
 from opd.models import attention, causal_lm
 from opd.models.attention import AttentionCall, PackedAttention
-from opd.models.causal_lm import CausalLM, Watched, WeightsDigest, weights_digest
+from opd.models.causal_lm import CausalLM, DigestedTensors, WeightsDigest, weights_digest
 from opd.models.checkpoint import save_checkpoint
 from opd.models.long_sequence import LayerMemory
 
@@ -164,7 +164,7 @@ def test_weights_are_copied_and_proven_on_the_device(gpu):
     trained, held = gpu.model(tiny.model(seed=1)), gpu.model(tiny.model(seed=2))
     sent, found = WeightsDigest(quick=True), WeightsDigest(quick=True)
     with gpu.counted() as seen:
-        held.load_weights(Watched(trained.weights(), sent), found)
+        held.load_weights(DigestedTensors(trained.weights(), sent), found)
     assert sent.hex() == found.hex() == tiny.model(seed=1).quick_digest()
     assert not any("copy" in wait for wait in seen.waits), seen
 

@@ -14,7 +14,7 @@ from opd.pipelines.commands.publish import publish_checkpoint
 from opd.pipelines.doctor.models import Models, check_models
 from opd.teachers.kinds import Placement
 from opd.teachers.streamed_teacher import streamed_teachers
-from opd.teachers.unpublished import FolderWeights, stream_fault
+from opd.teachers.unpublished import UnpublishedWeights, stream_fault
 
 UNPUBLISHED = {
     "gpt2": "it has no embed_tokens",
@@ -85,7 +85,7 @@ def test_everybody_says_the_same_of_a_streamed_teacher(name: str, tmp_path: Path
 def test_a_server_is_compared_with_no_model_that_cannot_be_cut(name: str, tmp_path: Path):
     folder = tiny_types.write_folder(name, tmp_path / "model")
     with pytest.raises(OpdError) as refused:
-        FolderWeights(folder)
+        UnpublishedWeights(folder)
     assert str(refused.value) == str(stream_fault(folder))
 
 

@@ -21,7 +21,7 @@ from opd.models.generation import _FOLLOWED, _FREE, _NEUTRAL, not_followed
 from opd.models.hf_folder import scratch_config
 from opd.models.token_ids import appended, encode_text, id_count
 from opd.models.tokenizers import stops_of
-from opd.pipelines.commands.sample import Asked, Speaker
+from opd.pipelines.commands.sample import SampleOptions, Speaker
 from opd.pipelines.doctor.examine import examine
 from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.run import run_stage
@@ -106,7 +106,7 @@ def test_an_answer_ends_there(folder):
     tensors["model.embed_tokens.weight"][LATE] = 9 * hidden
     (folder / "checksums.json").unlink()
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    speaker = Speaker.load(str(folder), Asked(("12=",), max_tokens=8, temperature=0.01))
+    speaker = Speaker.load(str(folder), SampleOptions(("12=",), max_tokens=8, temperature=0.01))
     answer = speaker.answers(0)[0]
     assert answer.response_ids.tolist() == [LATE]
     assert answer.status.name == "COMPLETED"
@@ -139,7 +139,7 @@ def test_a_prompt_has_what_its_tokenizer_puts_before_it_and_nothing_behind(case,
     (folder / "checksums.json").unlink()
     said = [one.detail for one in examine(recipe(folder)) if "behind every text" in one.detail]
     assert len(said) == bool(behind)
-    Speaker.load(str(folder), Asked(("12=",), max_tokens=2))
+    Speaker.load(str(folder), SampleOptions(("12=",), max_tokens=2))
     assert ("behind every text" in capsys.readouterr().err) == bool(behind)
 
 
@@ -188,7 +188,7 @@ def test_a_setting_that_is_not_followed_is_told_in_one_line(name, folder, capsys
     said = [one.detail for one in examine(recipe(folder)) if "nothing here follows" in one.detail]
     assert len(said) == 1
     assert f"asks for {name} {value}" in said[0]
-    Speaker.load(str(folder), Asked(("12=",), max_tokens=2))
+    Speaker.load(str(folder), SampleOptions(("12=",), max_tokens=2))
     assert capsys.readouterr().err.count(f"asks for {name}") == 1
 
 

@@ -22,7 +22,7 @@ from opd.pipelines.commands.publish import publish_checkpoint
 from opd.pipelines.commands.sample import model_folder
 from opd.pipelines.doctor.examine import examine
 from opd.storage.weight_folder import check_numbers, read_headers
-from opd.teachers.unpublished import FolderWeights
+from opd.teachers.unpublished import UnpublishedWeights
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 NORM, EMBEDDING = "model.norm.weight", "model.embed_tokens.weight"
@@ -204,7 +204,7 @@ DOORS: dict[str, Callable[[Path, Path], object]] = {
 ONLY_FILES: dict[str, Callable[[Path, Path], object]] = {
     "check": lambda folder, tmp: check_weights(folder),
     "empty": lambda folder, tmp: open_empty(folder),
-    "streamed": lambda folder, tmp: FolderWeights(folder),
+    "streamed": lambda folder, tmp: UnpublishedWeights(folder),
     "sample": lambda folder, tmp: model_folder(str(folder)),
     "headers": lambda folder, tmp: read_headers(folder),
 }

@@ -20,7 +20,7 @@ from opd.config.servers import ServerGroupConfig
 from opd.kernels.head import Head
 from opd.pipelines.launch.ray.actors import ActorLostError, Packed, PackedHead, no_memory
 from opd.pipelines.launch.ray.cluster import (
-    Layout,
+    BundleLayout,
     actor_names,
     descendants,
     end_left_over,
@@ -52,7 +52,7 @@ def test_bundles_hold_what_their_actors_ask_for(engines, teachers, ranks, layout
     launch = RayLaunch.model_validate(
         {"engines": engines, "teachers": teachers, "layout": layout, **RESOURCES}
     )
-    found = Layout.of(launch, ranks)
+    found = BundleLayout.of(launch, ranks)
     assert list(found.places) == actor_names(launch, ranks)
     asked = [Counter() for _ in found.bundles]
     for name, place in found.places.items():
@@ -71,7 +71,7 @@ def test_each_server_has_a_bundle_with_gpus_for_all_its_ranks(layout):
     }
     launch = RayLaunch.model_validate({"layout": layout, **RESOURCES, "server": {"cpus": 3, "gpus": 1}})
     assert server_names(groups) == {"math": ["server-0", "server-1"], "student": ["server-2"]}
-    found = Layout.of(launch, groups=groups)
+    found = BundleLayout.of(launch, groups=groups)
     own = [found.places[f"server-{number}"] for number in range(3)]
     assert own == list(range(len(found.bundles)))[-3:]
     assert [found.bundles[place] for place in own] == [{"CPU": 3.0, "GPU": g} for g in (4.0, 4.0, 1.0)]
@@ -85,7 +85,7 @@ def test_nothing_is_reserved_for_what_is_served():
     teachers = {name: {**own, "path": "x"} for name in ("sort", "add3")}
 
     def roles(**changes):
-        layout = Layout.of(needed(tiny_recipe(launch="ray", **changes)))
+        layout = BundleLayout.of(needed(tiny_recipe(launch="ray", **changes)))
         return list(layout.places), len(layout.bundles)
 
     assert roles() == (["trainer", "engine-0", "teacher-0"], 1)

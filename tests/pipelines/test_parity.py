@@ -20,7 +20,7 @@ from opd.errors import TeacherError
 from opd.models.checkpoint import save_checkpoint
 from opd.pipelines.cli import main
 from opd.pipelines.commands.publish import publish_checkpoint
-from opd.pipelines.doctor.parity import Difference, Scores, by_megatron, by_torch, difference
+from opd.pipelines.doctor.parity import Difference, ParityScores, by_megatron, by_torch, difference
 from opd.pipelines.doctor.parity_table import ITSELF, check_parity, modes_of, problem_of
 from opd.types import Sample
 
@@ -151,7 +151,7 @@ def test_a_mode_that_ignores_the_temperature_is_found(recipe):
     def at_one(problem, sources):
         scored = by_megatron(problem, sources)
         return {
-            name: Scores(dict.fromkeys(s.logprobs, s.logprobs[1.0]), dict.fromkeys(s.kl, s.kl[1.0]))
+            name: ParityScores(dict.fromkeys(s.logprobs, s.logprobs[1.0]), dict.fromkeys(s.kl, s.kl[1.0]))
             for name, s in scored.items()
         }
 
@@ -170,17 +170,17 @@ def test_a_mode_that_fails_is_reported_with_its_reason(recipe):
 
 
 def test_differences_never_hide_what_is_missing_or_not_finite():
-    one = Scores({1.0: torch.zeros(3)}, {1.0: torch.zeros(3)})
-    tokens_only = Scores({1.0: torch.full((3,), 0.25)}, {})
+    one = ParityScores({1.0: torch.zeros(3)}, {1.0: torch.zeros(3)})
+    tokens_only = ParityScores({1.0: torch.full((3,), 0.25)}, {})
     apart = difference(tokens_only, one)
     assert (apart.logprobs, apart.within(0.3), apart.within(0.2)) == (0.25, True, False)
     assert np.isnan(apart.kl)
-    nan = Scores({1.0: torch.tensor([0.0, float("nan"), 0.0])}, {})
+    nan = ParityScores({1.0: torch.tensor([0.0, float("nan"), 0.0])}, {})
     assert difference(nan, one).logprobs == float("inf")
     with pytest.raises(TeacherError, match="2 and 3 tokens"):
-        difference(Scores({1.0: torch.zeros(2)}, {}), one)
+        difference(ParityScores({1.0: torch.zeros(2)}, {}), one)
     with pytest.raises(TeacherError, match="no common temperature"):
-        difference(Scores({0.5: torch.zeros(3)}, {}), one)
+        difference(ParityScores({0.5: torch.zeros(3)}, {}), one)
     assert not Difference(0.0, float("inf")).within(1.0)
 
 

@@ -12,7 +12,7 @@ from opd.models.causal_lm import CausalLM
 from opd.models.checkpoint import save_checkpoint
 from opd.models.tokenizers import character_tokenizer
 from opd.pipelines.doctor.estimate import check_precision
-from opd.pipelines.doctor.models import Models, Shape
+from opd.pipelines.doctor.models import Models, ModelShape
 from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.run import run_stage
 from opd.pipelines.stages.precision import checkpoint_dtype, lost_share, model_dtype, some_weights
@@ -124,7 +124,7 @@ def test_the_doctor_knows_which_share_of_the_weights_would_not_move(tmp_path, lr
 def test_the_doctor_says_what_weights_without_masters_cost(dtype, train, level, words):
     recipe = tiny_recipe(train=train, distill={"optim": {"lr": 1e-5}})
     recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"dtype": dtype})})
-    shape = Shape(parameters=10**6, hidden_size=64, windows=(None,) * 4, vocabulary=1000, kv_width=64)
+    shape = ModelShape(parameters=10**6, hidden_size=64, windows=(None,) * 4, vocabulary=1000, kv_width=64)
     [finding] = check_precision(recipe, Models(student=shape))
     assert finding.level == level
     assert words in finding.detail

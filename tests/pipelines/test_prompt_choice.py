@@ -27,9 +27,9 @@ from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.report import write_report
 from opd.pipelines.run import execute, run_stage
 from opd.pipelines.stages.context import StageContext
-from opd.pipelines.stages.difficulty import Asked, Rates, measured
+from opd.pipelines.stages.difficulty import DifficultyQuery, Rates, measured
 from opd.pipelines.stages.domains import DomainSet, load_domains, student_tokenizer
-from opd.pipelines.stages.loop import PhaseTimer, Step
+from opd.pipelines.stages.loop import PhaseTimer, StepContext
 from opd.pipelines.stages.order import plan
 from opd.pipelines.stages.prompt_choice import Judge, PromptChoice, admitted
 from opd.pipelines.stages.samples import StepSamples
@@ -68,7 +68,7 @@ def groups_of(prompts: Sequence[EncodedPrompt]) -> list[SampleGroup]:
     return [SampleGroup(p.uid, p.domain, [p.sample(place) for place in range(2)]) for p in prompts]
 
 
-def take_step(choice: PromptChoice, asked: list[EncodedPrompt], step: Step, shuffle: Any):
+def take_step(choice: PromptChoice, asked: list[EncodedPrompt], step: StepContext, shuffle: Any):
     """One step; groups come in whatever order. Returns its samples and metrics."""
     choice.begin(step)
     new = choice.first(step.index)
@@ -85,9 +85,9 @@ def take_step(choice: PromptChoice, asked: list[EncodedPrompt], step: Step, shuf
     return samples, choice.settle(samples, step)
 
 
-def step_of(index: int, counters: dict[str, float], memory: dict[str, Any]) -> Step:
+def step_of(index: int, counters: dict[str, float], memory: dict[str, Any]) -> StepContext:
     """As the loop makes it, from what a checkpoint holds."""
-    return Step(index, 0.0, PhaseTimer(), counters, memory=memory)
+    return StepContext(index, 0.0, PhaseTimer(), counters, memory=memory)
 
 
 @given(
@@ -463,7 +463,7 @@ def test_what_the_rates_depend_on_is_in_their_question(base, tmp_path, changes):
         context: Any = SimpleNamespace(recipe=own, folder=folder, stage="specialist-sort")
         config = own.specialist.difficulty
         assert config is not None
-        return Asked.of(context, load_domains(own)["sort"], config, start).question
+        return DifficultyQuery.of(context, load_domains(own)["sort"], config, start).question
 
     another = tmp_path / "another"
     shutil.copytree(base, another, ignore=shutil.ignore_patterns("checksums.json"))
@@ -484,7 +484,7 @@ def test_impossible_numbers_are_not_taken_for_rates(base, tmp_path, caplog):
         data = DomainSet.open(recipe, tokenizer_of(recipe, Path(base)))
         config = context.recipe.specialist.difficulty
         assert config is not None
-        asked = Asked.of(context, data.domains["sort"], config, Path(base))
+        asked = DifficultyQuery.of(context, data.domains["sort"], config, Path(base))
         rows: list[tuple[str, Any]] = [(key, 2) for key in asked.keys]
         asked.write(rows, 7)
         assert asked.read() == {"prompts": rows, "tokens": 7}

@@ -22,7 +22,7 @@ from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.report import write_report
 from opd.pipelines.run import run_pipeline, run_stage
 from opd.pipelines.stages import sft
-from opd.pipelines.stages.loop import PhaseTimer, Step
+from opd.pipelines.stages.loop import PhaseTimer, StepContext
 from opd.pipelines.stages.order import plan
 from opd.pipelines.stages.samples import StepSamples
 from opd.pipelines.stages.supervised import Supervised
@@ -35,7 +35,7 @@ def gradient(samples, max_tokens: int):
     """The gradient of a step on `samples`, tensor by tensor."""
     backend = TorchBackend(tiny.model(), tiny.training([CrossEntropyTerm()], max_tokens=max_tokens))
     step = StepSamples([SampleGroup(s.uid, s.domain, [s]) for s in samples], backend)
-    (update,) = Supervised(OptimConfig()).plan(step, Step(0, 0.0, PhaseTimer(), {})).updates
+    (update,) = Supervised(OptimConfig()).plan(step, StepContext(0, 0.0, PhaseTimer(), {})).updates
     backend.accumulate(update.samples, update.read)
     return {name: p.grad.double() for name, p in backend.model.module.named_parameters()}
 

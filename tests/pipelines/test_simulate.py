@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from opd.errors import ConfigError
 from opd.pipelines.cli import main
 from opd.pipelines.plan.cluster import (
-    Cluster,
     LayerCost,
+    SimulatedCluster,
     decode_of,
     layer_cost,
     load_cluster,
@@ -33,7 +33,7 @@ MODEL = {
 }
 
 
-def cluster(**changes: Any) -> Cluster:
+def cluster(**changes: Any) -> SimulatedCluster:
     """Eight rollout GPUs in four engines, four that train, two with three teachers."""
     document: dict[str, Any] = {
         "gpu": {
@@ -55,7 +55,7 @@ def cluster(**changes: Any) -> Cluster:
     for name, change in changes.items():
         old = document.get(name)
         document[name] = old | change if isinstance(old, dict) else change
-    return Cluster.model_validate(document)
+    return SimulatedCluster.model_validate(document)
 
 
 clusters = st.builds(
@@ -79,7 +79,7 @@ clusters = st.builds(
 )
 
 
-def check_conservation(given_cluster: Cluster, found: Simulated) -> None:
+def check_conservation(given_cluster: SimulatedCluster, found: Simulated) -> None:
     for name, usage in found.usage.items():
         total = found.workers[name] * found.seconds
         assert usage.busy >= 0
@@ -100,7 +100,7 @@ def check_conservation(given_cluster: Cluster, found: Simulated) -> None:
 
 @given(clusters)
 @settings(max_examples=60, deadline=None)
-def test_time_is_conserved_and_no_token_is_older_than_allowed(some: Cluster):
+def test_time_is_conserved_and_no_token_is_older_than_allowed(some: SimulatedCluster):
     found = simulate(some)
     check_conservation(some, found)
     for number, batch in enumerate(found.batches):

@@ -25,7 +25,7 @@ from opd.pipelines.run import run_stage
 from opd.pipelines.stages.context import StageContext
 from opd.pipelines.stages.distill import Distill
 from opd.pipelines.stages.grpo import GRPO
-from opd.pipelines.stages.loop import PhaseTimer, Plan, Step
+from opd.pipelines.stages.loop import PhaseTimer, Plan, StepContext
 from opd.pipelines.stages.samples import StepSamples
 from opd.pipelines.stages.supervised import new_base
 from opd.teachers.schedule import TeacherSchedule
@@ -87,7 +87,7 @@ def flat(module) -> torch.Tensor:
 
 def gradient(algorithm: GRPO | Distill, groups: Sequence[SampleGroup]) -> tuple[torch.Tensor, Plan]:
     """Of the first update on `groups`, whose samples are scored here."""
-    backend, step = algorithm.student.backend, Step(0, 0.0, PhaseTimer(), {})
+    backend, step = algorithm.student.backend, StepContext(0, 0.0, PhaseTimer(), {})
     samples = StepSamples(groups, backend)
     algorithm.score(samples, step)
     plan = algorithm.plan(samples, step)

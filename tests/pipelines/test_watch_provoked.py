@@ -26,7 +26,7 @@ from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.run import run_stage
 from opd.pipelines.stages.context import StageContext
 from opd.pipelines.stages.student import Student
-from opd.pipelines.stages.watch import Watch, Watched
+from opd.pipelines.stages.watch import Watch, WatchedCondition
 
 STAGE, STEPS = "specialist-add3", 20
 FAST = {"optim": {"lr": 0.01}}
@@ -312,7 +312,7 @@ def test_a_healthy_run_fires_none(base, tmp_path, seed):
         run_stage(recipe, folder, "merge")
         assert folder.read_flags("merge") == []
         rows += folder.read_metrics("merge")
-    unseen = {name for name, rule in DEFAULT_RULES.items() if not any(map(Watched(rule).read, rows))}
+    unseen = {name for name, rule in DEFAULT_RULES.items() if not any(map(WatchedCondition(rule).read, rows))}
     assert unseen == (set() if critic else {"lost_critic"})
 
 

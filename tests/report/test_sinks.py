@@ -130,7 +130,7 @@ class Broken:
     def __init__(self, at: str) -> None:
         self.at, self.given, self.closed = at, [], 0
 
-    def __call__(self, place: sinks.Place, step: int) -> Broken:
+    def __call__(self, place: sinks.MetricsTarget, step: int) -> Broken:
         self.given.append((place.title, step))
         return self._or("open")
 

@@ -129,7 +129,7 @@ def test_the_doctor_says_which_sandbox_works(monkeypatch):
     assert found.level == ("warning" if best.open else "ok")
     assert found.detail.startswith(best.name)
     assert sandboxes(recipe.domains) == {"sort": best.name}
-    weak = sandbox.Sandbox("limits", {"processes": True, "reading": False, "writing": False})
+    weak = sandbox.AnswerSandbox("limits", {"processes": True, "reading": False, "writing": False})
     monkeypatch.setattr(sandbox, "find_sandbox", lambda wanted: weak)
     (found,) = check_sandbox(recipe)
     assert found.level == "warning"

@@ -9,7 +9,7 @@ from full import cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from opd.models.attention import Scores
+from opd.models.attention import ScoreForm
 from opd.rollout import batch
 from opd.rollout.forward import DecodeAttention, Span
 from opd.rollout.kv_cache import KVCache
@@ -30,7 +30,7 @@ def filled_cache(lengths: list[int], capacity: int, heads: int, size: int, seed:
     return cache
 
 
-def attend_slot(query: np.ndarray, keys: np.ndarray, values: np.ndarray, form: Scores) -> np.ndarray:
+def attend_slot(query: np.ndarray, keys: np.ndarray, values: np.ndarray, form: ScoreForm) -> np.ndarray:
     """`query` [H, d], `keys` [Hkv, n, d], `values` [Hkv, n, dv] of one slot -> [H, dv], float64."""
     group = len(query) // len(keys)
     first = 0 if form.window is None else max(0, keys.shape[1] - form.window)
@@ -74,7 +74,7 @@ def test_equals_a_loop_over_slots_and_heads(
     query = torch.randn(rows, heads * groups, size, generator=generator)
     key = torch.randn(rows, heads, size, generator=generator)
     value = torch.randn(rows, heads, size + 1, generator=generator)
-    form = Scores(0.4, softcap=softcap, window=window)
+    form = ScoreForm(0.4, softcap=softcap, window=window)
     layer = cache.existing(0)
     before = layer.keys.clone(), layer.values.clone()
     positions = np.array(lengths) - 1

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from opd.errors import RolloutError
-from opd.rollout.batch import Limits, RunningBatch, queue_requests
+from opd.rollout.batch import EngineLimits, RunningBatch, queue_requests
 from opd.rollout.torch_engine import TorchEngine
 from opd.types import RolloutRequest, SamplingParams, Status
 
@@ -83,7 +83,7 @@ def test_who_joins_where_there_is_room_copies_nothing():
     batch = RunningBatch(4, 0, 16)
     batch.admit(
         queue_requests(
-            [request("a", max_new_tokens=8), request("b", (3, 4), max_new_tokens=8)], Limits(24, 16)
+            [request("a", max_new_tokens=8), request("b", (3, 4), max_new_tokens=8)], EngineLimits(24, 16)
         )
     )
     assert batch.grown(3, 0, 16) is batch
@@ -101,7 +101,7 @@ def test_a_few_wait_for_others_but_not_for_long():
 
     def come(first: int, number: int) -> int:
         new = [request(str(i), (i % 20 + 1,), max_new_tokens=8) for i in range(first, first + number)]
-        return batch.admit(queue_requests(new, Limits(24, 16)))
+        return batch.admit(queue_requests(new, EngineLimits(24, 16)))
 
     assert come(0, 24) == 24, "nobody runs"
     assert come(24, 3) == 3, "an eighth"

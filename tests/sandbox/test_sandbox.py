@@ -17,7 +17,7 @@ import pytest
 from boxes import SMALL, gone, named, opened, running
 
 from opd.environments.sandbox import inside, substrates
-from opd.environments.sandbox.protocol import Entry, SandboxError
+from opd.environments.sandbox.protocol import HomeEntry, SandboxError
 from opd.environments.sandbox.substrates import find_substrate
 from opd.errors import StorageError
 
@@ -33,7 +33,7 @@ def test_a_command_has_input_output_status_and_says_which_files_it_changed(tmp_p
     assert (first.exit, first.stdout, first.stderr) == (3, b"given", b"no\n")
     assert first.files_changed == ("a", "a/b")
     assert (second.exit, second.files_changed) == (0, ("a/b", "c"))
-    assert entries == [Entry("a", "folder", entries[0].size), Entry("c", "link", 1)]
+    assert entries == [HomeEntry("a", "folder", entries[0].size), HomeEntry("c", "link", 1)]
     assert (missing.exit, missing.killed_by) == (127, None)
     assert b"no-such-program" in missing.stderr
 
@@ -297,7 +297,7 @@ def test_no_folder_hides_files_from_the_quota(hidden):
         (place / "large").write_bytes(bytes(8 << 20))
         if hidden == "names alone":
             place.chmod(0o400)
-        return int(inside.Usage(QUOTA | {"filled": [str(home)]})._too_much())
+        return int(inside.CommandUsage(QUOTA | {"filled": [str(home)]})._too_much())
 
     with tempfile.TemporaryDirectory() as folder:  # which nobody can reach
         os.chmod(folder, 0o777)

@@ -8,13 +8,13 @@ import os
 import sockets
 
 from opd.config.train import RayLaunch
-from opd.pipelines.launch.ray.cluster import Layout, open_cluster
+from opd.pipelines.launch.ray.cluster import BundleLayout, open_cluster
 from opd.rollout.preemption import Preemption
 
 
 def main() -> None:
     launch = RayLaunch(type="ray")
-    with open_cluster(launch, Layout.of(launch), Preemption(5.0)) as cluster:
+    with open_cluster(launch, BundleLayout.of(launch), Preemption(5.0)) as cluster:
 
         class Actor:
             def ping(self) -> int:

@@ -13,9 +13,9 @@ import pytest
 
 from opd.errors import RewardError
 from opd.rewards import sandbox
-from opd.rewards.sandbox import Limits, find_sandbox, run_programs, run_tests
+from opd.rewards.sandbox import AnswerLimits, find_sandbox, run_programs, run_tests
 
-SHORT = Limits(seconds=1, spare=0.0)
+SHORT = AnswerLimits(seconds=1, spare=0.0)
 KINDS = ("bubblewrap", "landlock")
 
 
@@ -75,7 +75,7 @@ def test_what_code_may_not_do_fails_and_the_answer_goes_on(place):
         TRIED.format(number=number, line=line) for number, line in enumerate(REFUSED.values())
     )
     tests = [f"assert f{number}() == 'refused'" for number in range(len(REFUSED))]
-    verdicts = run_tests(place, source, tests, "", Limits())
+    verdicts = run_tests(place, source, tests, "", AnswerLimits())
     assert dict(zip(REFUSED, verdicts, strict=True)) == dict.fromkeys(REFUSED, True)
 
 
@@ -99,7 +99,7 @@ def other(path, mode):
         f"assert other({str(outside)!r}, 'w') == 'refused'",
         f"assert other({str(labels)!r}, 'r') == 'refused'",
     ]
-    assert run_tests(place, source, tests, "", Limits()) == [True, True, True]
+    assert run_tests(place, source, tests, "", AnswerLimits()) == [True, True, True]
     assert not outside.exists()
 
 
@@ -119,7 +119,7 @@ def by_another_call():
     return ctypes.CDLL(None).socket(2, 1, 0)
 """
         tests = ["assert f() == 'refused'", "assert by_another_call() == -1"]
-        assert run_tests(place, source, tests, "", Limits()) == [True, True]
+        assert run_tests(place, source, tests, "", AnswerLimits()) == [True, True]
         with contextlib.suppress(TimeoutError):
             heard.append(server.accept())
     assert heard == []
@@ -185,7 +185,7 @@ TESTS = [
 @pytest.mark.parametrize("what", FAKES)
 def test_success_cannot_be_faked(what):
     """In the sandbox that is taken here; the tests are elsewhere in all of them."""
-    assert not any(run_tests(find_sandbox(), FAKES[what], TESTS, "", Limits(seconds=2)))
+    assert not any(run_tests(find_sandbox(), FAKES[what], TESTS, "", AnswerLimits(seconds=2)))
 
 
 PROGRAMS = {
@@ -210,9 +210,9 @@ def test_a_program_that_does_not_answer_is_wrong(what):
 
 def test_output_is_cut_where_its_limit_is(place):
     source = "import sys\ntry:\n    while True: sys.stdout.write('x' * 10**5)\nexcept OSError: pass"
-    written = run_programs(place, source, ["", ""], Limits(seconds=5, output=1 << 20))
+    written = run_programs(place, source, ["", ""], AnswerLimits(seconds=5, output=1 << 20))
     assert [one if one is None else len(one) for one in written] in ([None, None], [1 << 20, 1 << 20])
-    assert run_programs(place, "print(input() * 2)", ["a", "b"], Limits()) == ["aa\n", "bb\n"]
+    assert run_programs(place, "print(input() * 2)", ["a", "b"], AnswerLimits()) == ["aa\n", "bb\n"]
 
 
 def test_what_comes_after_a_sleeper_has_no_time_left():
@@ -274,7 +274,7 @@ def f():
 
 def test_a_folder_deeper_than_any_path_is_removed_and_ends_no_run(place, tmp_path, monkeypatch):
     monkeypatch.setattr(sandbox.tempfile, "tempdir", str(tmp_path))
-    assert run_tests(place, DEEP, ["f()"], "", Limits(spare=60.0)) == [True]
+    assert run_tests(place, DEEP, ["f()"], "", AnswerLimits(spare=60.0)) == [True]
     assert os.listdir(tmp_path) == []
 
 
@@ -285,7 +285,7 @@ def test_without_namespaces_and_landlock_the_limits_hold_and_what_does_not_is_sa
     assert found.kind == "limits"
     assert {"reading", "writing"} <= set(found.open)
     source = "def f(): return bytearray(10**10)\ndef g(): return 1"
-    assert run_tests(found, source, ["f()", "assert g() == 1"], "", Limits()) == [False, True]
+    assert run_tests(found, source, ["f()", "assert g() == 1"], "", AnswerLimits()) == [False, True]
     for kind in KINDS:
         with pytest.raises(RewardError, match=f"the sandbox {kind} does not work here"):
             sandbox.find_sandbox.__wrapped__(kind)

@@ -14,7 +14,7 @@ import pytest
 
 from opd.errors import TeacherError
 from opd.retry import Retry
-from opd.rollout.sglang_engine import MessageReader
+from opd.rollout.sglang_engine import SGLangMessageReader
 from opd.served.http_client import (
     CONTROL_BYTES,
     HTTPClient,
@@ -209,7 +209,7 @@ READERS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "hidden": lambda meta: hidden_of({"meta_info": meta}, LONGER, WIDTH, ROWS),
     "versions": lambda meta: versions_of({"meta_info": meta}),
     "finished": lambda meta: check_finished({"meta_info": meta}),
-    "stream": lambda meta: MessageReader("q", 0, {"7": 7}, ROWS, ()).read(
+    "stream": lambda meta: SGLangMessageReader("q", 0, {"7": 7}, ROWS, ()).read(
         b"data: " + json.dumps({"meta_info": meta}).encode()
     ),
 }

@@ -35,7 +35,7 @@ from opd.rollout.weight_proof import Proof
 from opd.rollout.weight_sync import WeightFolder
 from opd.served.http_client import Patience, PoolOptions
 from opd.teachers.kinds import Placement
-from opd.teachers.served_teacher import Asked, ServedTeacher
+from opd.teachers.served_teacher import ServedTeacher, SignalNeeds
 from opd.teachers.sglang_teacher import SGLangTeacher
 from opd.teachers.vllm_teacher import VLLMTeacher
 
@@ -70,7 +70,7 @@ class Dialect:
     teacher: type[ServedTeacher]
     config: type[SGLangTeacherConfig | VLLMTeacherConfig]
     engine: Callable[..., ServedEngine]
-    reads: type[sglang_workers.FolderPush | vllm_workers.FolderPush]
+    reads: type[sglang_workers.SGLangFolderPush | vllm_workers.VLLMFolderPush]
     first: int
     take: Callable[[str, Path, str], None]
     """`take(url, folder, version)`: have a server hold other weights, unnoticed."""
@@ -102,14 +102,14 @@ class Dialect:
         path: str,
         urls: Sequence[str],
         *,
-        asked: Asked | None = None,
+        asked: SignalNeeds | None = None,
         vocabulary: int,
         **settings: Any,
     ) -> ServedTeacher:
         """A teacher named `a` that is published at `path`."""
         config = self.config(path=path, urls=list(urls), **settings)
         placement = Placement(vocabulary=vocabulary)
-        return self.teacher("a", path, config, asked=asked or Asked(), placement=placement)
+        return self.teacher("a", path, config, asked=asked or SignalNeeds(), placement=placement)
 
 
 SGLANG = Dialect(
@@ -118,7 +118,7 @@ SGLANG = Dialect(
     SGLangTeacher,
     SGLangTeacherConfig,
     _sglang_engine,
-    sglang_workers.FolderPush,
+    sglang_workers.SGLangFolderPush,
     0,
     _take_sglang,
     lora={"max_lora_rank": 8, "lora_target_modules": ["all"]},
@@ -129,7 +129,7 @@ VLLM = Dialect(
     VLLMTeacher,
     VLLMTeacherConfig,
     _vllm_engine,
-    vllm_workers.FolderPush,
+    vllm_workers.VLLMFolderPush,
     -1,
     _take_vllm,
     LOADS,

@@ -15,7 +15,7 @@ from served_models import recipe_tokenizer
 
 from opd.errors import TeacherError
 from opd.served import http_pool
-from opd.teachers.served_teacher import Asked
+from opd.teachers.served_teacher import SignalNeeds
 
 pytest.importorskip("aiohttp", reason="needs the extra sglang")
 TOKENS = len(recipe_tokenizer())
@@ -33,7 +33,7 @@ def teacher_of(vllm_published):
     made = []
 
     def make(url, dialect=SGLANG, **settings):
-        given = {"patience": 30.0, "asked": Asked(top_k=1), "vocabulary": TOKENS} | settings
+        given = {"patience": 30.0, "asked": SignalNeeds(top_k=1), "vocabulary": TOKENS} | settings
         made.append(dialect.make_teacher(vllm_published["a"], [url], **given))
         return made[-1]
 

@@ -23,7 +23,7 @@ from opd.errors import TeacherError
 from opd.pipelines.commands.publish import publish_checkpoint
 from opd.teachers.kinds import Placement
 from opd.teachers.local_teacher import LocalTeacher
-from opd.teachers.served_teacher import Asked
+from opd.teachers.served_teacher import SignalNeeds
 from opd.teachers.sglang_teacher import SGLangTeacher
 
 TOKENS = len(recipe_tokenizer())
@@ -54,7 +54,7 @@ def served(server):
             given = QUICK | {"attempts": 3} | settings
             vocabulary = TOKENS if given.get("signal", "hidden") == "hidden" else PADDED
             path = published(server.folders[model])
-            made = SGLANG.make_teacher(path, urls, asked=Asked(top_k=5), vocabulary=vocabulary, **given)
+            made = SGLANG.make_teacher(path, urls, asked=SignalNeeds(top_k=5), vocabulary=vocabulary, **given)
             stack.callback(made.close)
             return made
 
@@ -205,7 +205,7 @@ def wrong_teacher(server, folder, **changes) -> SGLangTeacher:
     publish_checkpoint(folder / "model", folder / "published")
     config = SGLangTeacherConfig(path=str(folder / "published"), urls=[server.url], **QUICK)
     return SGLangTeacher(
-        "a", str(folder / "published"), config, asked=Asked(), placement=Placement(vocabulary=TOKENS)
+        "a", str(folder / "published"), config, asked=SignalNeeds(), placement=Placement(vocabulary=TOKENS)
     )
 
 

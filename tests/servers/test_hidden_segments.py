@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from opd.served import hidden_segments
-from opd.served.hidden_segments import Plugin, Segment, check_reference, rows_of, width_of
+from opd.served.hidden_segments import HiddenSegment, Plugin, check_reference, rows_of, width_of
 from opd.served.http_client import UnavailableError
 from opd.served.plugin import opd_hidden_states as plugin
 from opd.served.plugin.opd_hidden_states import HEADER_BYTES, KEY, Header, Taking, tokens_digest
@@ -226,7 +226,7 @@ def test_a_segment_that_is_not_the_one_that_is_due_is_refused(folder, kind):
 def read(folder, name=NAME, answer=None):
     """What a client reads that has drawn `name`."""
     answer = {"meta_info": {KEY: [{"segment": NAME}]}} if answer is None else answer
-    with Segment(Plugin(folder), QUESTION, WIDTH) as segment:
+    with HiddenSegment(Plugin(folder), QUESTION, WIDTH) as segment:
         segment.name = name
         return asyncio.run(segment.rows(SimpleNamespace(), SimpleNamespace(url="http://a:1"), answer))
 

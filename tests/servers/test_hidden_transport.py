@@ -23,14 +23,14 @@ from opd.pipelines.commands.publish import publish_checkpoint
 from opd.pipelines.doctor.checks import check_kinds
 from opd.retry import Retry
 from opd.served import hidden_segments
-from opd.served.hidden_segments import Segment, plugin_of
+from opd.served.hidden_segments import HiddenSegment, plugin_of
 from opd.served.http_client import HTTPClient, Patience, PoolOptions, Server
 from opd.served.plugin.opd_hidden_states import DTYPES, HEADER_BYTES, KEY, SEGMENT_NAME
 from opd.served.sglang_answers import Question
 from opd.teachers import sglang_admission
 from opd.teachers.kinds import Placement
 from opd.teachers.local_teacher import LocalTeacher
-from opd.teachers.served_teacher import Asked
+from opd.teachers.served_teacher import SignalNeeds
 from opd.teachers.sglang_teacher import SGLangTeacher
 
 LENGTHS = [(3, 4), (2, 60), (40, 1), (100, 90), (17, 16), (16, 33)]
@@ -60,7 +60,7 @@ def teacher(sglang, published):
         def make(**settings):
             config = SGLangTeacherConfig(path=published, urls=[sglang.url], **settings)
             made = SGLangTeacher(
-                "a", published, config, asked=Asked(), placement=Placement(vocabulary=TOKENS)
+                "a", published, config, asked=SignalNeeds(), placement=Placement(vocabulary=TOKENS)
             )
             stack.callback(made.close)
             return made
@@ -114,7 +114,7 @@ def test_the_prefix_cache_serves_what_comes_before(sglang, served_models, start)
     found = plugin(sglang.url)
 
     async def ask(pool, server):
-        with Segment(found, question, WIDTH) as segment:
+        with HiddenSegment(found, question, WIDTH) as segment:
             answer = await pool.ask(server, "POST", "/generate", segment.body())
             return answer["meta_info"]["cached_tokens"], await segment.rows(pool, server, answer)
 
@@ -235,7 +235,7 @@ def test_what_is_aborted_leaves_no_segment(sglang):
     async def run(pool, server):
         with ExitStack() as stack:
             asked = [
-                stack.enter_context(Segment(found, Question("q", np.roll(tokens, i), 3), WIDTH))
+                stack.enter_context(HiddenSegment(found, Question("q", np.roll(tokens, i), 3), WIDTH))
                 for i in range(24)
             ]
             tasks = [
@@ -284,7 +284,7 @@ def test_the_wire_carries_little_more_than_the_numbers(sglang):
     async def sizes(pool, server):
         for count in (50, 240):
             question = Question("q", np.arange(count + 1, dtype=np.int32) % TOKENS, 0)
-            with Segment(found, question, WIDTH) as segment:
+            with HiddenSegment(found, question, WIDTH) as segment:
                 _, content = await pool.fetch(server, "POST", "/generate", segment.body(), 2**20)
                 yield len(content), (found.folder / segment.name).stat().st_size
 

@@ -39,23 +39,23 @@ def line(ids: list[int], reason: str | None = None, version: str = "a") -> bytes
     ],
 )
 def test_how_a_response_has_ended(ids, reason, status):
-    whole = sglang_engine.MessageReader("r", 0, {"a": 0}, 10, stop_ids=(1, 2)).read(line(ids, reason))
+    whole = sglang_engine.SGLangMessageReader("r", 0, {"a": 0}, 10, stop_ids=(1, 2)).read(line(ids, reason))
     assert whole.finished is status
-    parts = sglang_engine.MessageReader("r", 0, {"a": 0}, 10, stop_ids=(1, 2))
+    parts = sglang_engine.SGLangMessageReader("r", 0, {"a": 0}, 10, stop_ids=(1, 2))
     first = parts.read(line(ids[:-1])) if len(ids) > 1 else None
     assert first is None or first.finished is None
     last = parts.read(line(ids, reason))
     assert (last.token_ids, last.finished) == (ids[-1:], status)
-    late = sglang_engine.MessageReader("r", 0, {"a": 0}, 10, stop_ids=(1, 2))
+    late = sglang_engine.SGLangMessageReader("r", 0, {"a": 0}, 10, stop_ids=(1, 2))
     late.read(line(ids))
     assert late.read(line(ids, reason)).finished is status
 
 
 def test_tokens_of_unknown_weights_or_vocabulary_are_refused():
     with pytest.raises(UnavailableError, match="unknown weights b"):
-        sglang_engine.MessageReader("r", 0, {"a": 0}, 10).read(line([3], version="b"))
+        sglang_engine.SGLangMessageReader("r", 0, {"a": 0}, 10).read(line([3], version="b"))
     with pytest.raises(UnavailableError, match="outside the vocabulary"):
-        sglang_engine.MessageReader("r", 0, {"a": 0}, 3).read(line([3]))
+        sglang_engine.SGLangMessageReader("r", 0, {"a": 0}, 3).read(line([3]))
 
 
 def test_the_others_of_a_prompt_go_on_where_the_first_is_let_go_before_it_began():
@@ -86,8 +86,8 @@ def vllm_line(ids, reason=None, named=None, **other) -> bytes:
     return b"data: " + json.dumps({"request_id": "q", "usage": None, "choices": [choice]}).encode()
 
 
-def vllm_reader(vocabulary=10) -> vllm_engine.MessageReader:
-    made = vllm_engine.MessageReader("r", 3, {"a": 7}, vocabulary, stop_ids=(1,))
+def vllm_reader(vocabulary=10) -> vllm_engine.VLLMMessageReader:
+    made = vllm_engine.VLLMMessageReader("r", 3, {"a": 7}, vocabulary, stop_ids=(1,))
     made.weights = "a"
     return made
 

@@ -10,7 +10,7 @@ from served_models import PADDED, QWEN3, write_model
 from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.stages.context import StageContext
 from opd.pipelines.stages.distill import Distill
-from opd.pipelines.stages.loop import PhaseTimer, Step
+from opd.pipelines.stages.loop import PhaseTimer, StepContext
 
 TOLERANCE = 1e-4
 """Of the largest gradient: float32 rounding of another order of sums, at the hidden states."""
@@ -23,7 +23,7 @@ def first_gradients(recipe, start, out) -> tuple[dict[str, torch.Tensor], dict[s
         context = StageContext.open(recipe, folder, "merge", quiet)
         stack.callback(context.metrics.close)
         merge = Distill(context, start, stack)
-        source, step = merge.open_source(stack), Step(0, 0.0, PhaseTimer(), {})
+        source, step = merge.open_source(stack), StepContext(0, 0.0, PhaseTimer(), {})
         source.start(0)
         samples = stack.enter_context(source.take(0))
         merge.score(samples, step)

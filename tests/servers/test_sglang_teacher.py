@@ -27,7 +27,7 @@ from opd.rollout.torch_engine import TorchEngine
 from opd.teachers.kinds import Placement
 from opd.teachers.local_teacher import LocalTeacher
 from opd.teachers.schedule import Router, TeacherSchedule, sampled_logprobs
-from opd.teachers.served_teacher import Asked
+from opd.teachers.served_teacher import SignalNeeds
 from opd.teachers.sglang_teacher import SGLangTeacher
 from opd.types import SamplingParams
 
@@ -49,7 +49,7 @@ def served(sglang, published):
     """Makes teachers of model `a` on the server; all are closed."""
     made = []
 
-    def make(signal="hidden", *, vocabulary=TOKENS, asked=Asked(), **settings):  # noqa: B008
+    def make(signal="hidden", *, vocabulary=TOKENS, asked=SignalNeeds(), **settings):  # noqa: B008
         config = SGLangTeacherConfig(path=published["a"], urls=[sglang.url], signal=signal, **settings)
         placement = Placement(vocabulary=vocabulary)
         made.append(SGLangTeacher("a", published["a"], config, asked=asked, placement=placement))
@@ -73,7 +73,7 @@ def response_ids(samples) -> torch.Tensor:
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_hidden_states_rebuild_the_whole_vocabulary(served, here, temperature):
     samples = tiny.samples(LENGTHS)
-    teacher, reference = served(asked=Asked(temperature)), here()
+    teacher, reference = served(asked=SignalNeeds(temperature)), here()
     got, due = teacher.score(samples).rows, reference.score(samples).rows
     assert got.shape == (sum(r for _, r in LENGTHS), 32)
     torch.testing.assert_close(got, due, atol=1e-5, rtol=1e-5)
@@ -102,7 +102,7 @@ def test_log_probabilities_of_sampled_and_likely_tokens(served, here):
     sampled = served("sampled", vocabulary=PADDED).score(samples)
     torch.testing.assert_close(sampled.logprobs, due, atol=1e-4, rtol=0)
     top_ids, top, _ = linear_topk(rows, head, 5)
-    topk = served("topk", vocabulary=PADDED, asked=Asked(top_k=5)).score(samples)
+    topk = served("topk", vocabulary=PADDED, asked=SignalNeeds(top_k=5)).score(samples)
     assert torch.equal(topk.ids, top_ids)
     torch.testing.assert_close(topk.logprobs, top, atol=1e-4, rtol=0)
     torch.testing.assert_close(topk.sampled, due, atol=1e-4, rtol=0)
@@ -110,7 +110,7 @@ def test_log_probabilities_of_sampled_and_likely_tokens(served, here):
 
 def test_what_a_server_cannot_give_is_refused(served):
     with pytest.raises(ConfigError, match="temperature 1 only"):
-        served("sampled", asked=Asked(temperature=0.7), vocabulary=PADDED)
+        served("sampled", asked=SignalNeeds(temperature=0.7), vocabulary=PADDED)
     with pytest.raises(ConfigError, match="count the padding"):
         served("topk")
     samples = tiny.samples([(2, 3)])
@@ -149,7 +149,7 @@ def test_an_api_key_comes_from_the_environment(served, monkeypatch):
 def test_the_schedule_takes_log_probabilities(served, here, loss):
     """What the losses read is the same from a server's log-probabilities as from hidden states."""
     samples = tiny.samples(LENGTHS, teachers=["a"] * len(LENGTHS))
-    teacher = served("topk", vocabulary=PADDED, asked=Asked(top_k=5))
+    teacher = served("topk", vocabulary=PADDED, asked=SignalNeeds(top_k=5))
     router = Router({"a": {"a": 1.0}}, "one_hot")
     schedules = [TeacherSchedule({"a": one}, router) for one in (teacher, here(PADDED))]
     found = []

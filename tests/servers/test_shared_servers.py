@@ -13,7 +13,7 @@ from served_models import recipe_tokenizer
 
 from opd.errors import TeacherError
 from opd.pipelines.doctor.servers import check_shared
-from opd.teachers.kinds import Opening, Placement, open_kinds
+from opd.teachers.kinds import Placement, TeacherOpening, open_kinds
 
 pytest.importorskip("aiohttp", reason="needs the extra sglang")
 little_sglang = partial(little, LittleSGLang)
@@ -38,7 +38,7 @@ def opened(recipe):
     names = list(recipe.teachers)
     sources = {name: entry.path for name, entry in recipe.teachers.items()}
     placement = Placement(vocabulary=len(recipe_tokenizer()))
-    with open_kinds(names, Opening(recipe, placement, sources)) as teachers:
+    with open_kinds(names, TeacherOpening(recipe, placement, sources)) as teachers:
         return set(teachers)
 
 

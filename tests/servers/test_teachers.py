@@ -21,7 +21,7 @@ from opd.kernels.head import Head
 from opd.pipelines.doctor.checks import check_kinds
 from opd.teachers import weight_probe
 from opd.teachers.local_teacher import LocalTeacher
-from opd.teachers.served_teacher import Asked
+from opd.teachers.served_teacher import SignalNeeds
 
 pytest.importorskip("aiohttp", reason="needs the extra sglang")
 TOKENS = len(recipe_tokenizer())
@@ -66,7 +66,7 @@ def teacher_of(vllm_published):
 
         def make(server, model="a", **settings):
             hidden = settings.get("signal", "hidden") == "hidden"
-            asked = Asked(temperature=0.7) if hidden else Asked(top_k=5)
+            asked = SignalNeeds(temperature=0.7) if hidden else SignalNeeds(top_k=5)
             given = {"attempts": 2, "asked": asked, "vocabulary": TOKENS - hidden} | settings
             made = server.dialect.make_teacher(vllm_published[model], [server.url], **given)
             stack.callback(made.close)
@@ -113,7 +113,7 @@ def test_other_layers_under_the_same_head_are_refused(serve, teacher_of, way, si
 def test_a_checksum_takes_the_place_of_reading_the_weights(serve, teacher_of, unread):
     right, other = serve("sglang"), serve("sglang", "kin")
     teacher_of(right, checksum=right.checksum()).connect()
-    teacher_of(right, asked=Asked(main=False)).connect()  # another rank reads them
+    teacher_of(right, asked=SignalNeeds(main=False)).connect()  # another rank reads them
     with pytest.raises(TeacherError, match="have checksum"):
         teacher_of(other, checksum=right.checksum()).connect()
 

@@ -24,7 +24,7 @@ from opd.rollout.preemption import Preemption
 from opd.served.http_client import UnavailableError
 from opd.served.sglang_answers import Question
 from opd.served.vllm_answers import most_bytes, scores_of
-from opd.teachers.served_teacher import Asked
+from opd.teachers.served_teacher import SignalNeeds
 from opd.teachers.weight_probe import compare
 
 pytest.importorskip("aiohttp", reason="needs the extra sglang")
@@ -38,7 +38,12 @@ def served(vllm_published):
     made = []
 
     def make(url, model="a", **settings):
-        given = {"attempts": 1, "signal": "topk", "asked": Asked(top_k=K), "vocabulary": TOKENS} | settings
+        given = {
+            "attempts": 1,
+            "signal": "topk",
+            "asked": SignalNeeds(top_k=K),
+            "vocabulary": TOKENS,
+        } | settings
         made.append(VLLM.make_teacher(vllm_published[model], [url], **given))
         return made[-1]
 
@@ -84,7 +89,7 @@ def test_ranks_that_do_not_read_the_weights_compare_servers_with_each_other(serv
                     entry["logprob"] -= 0.01
         return answer
 
-    asked = Asked(top_k=K, main=False)
+    asked = SignalNeeds(top_k=K, main=False)
     with recorded_server() as url, recorded_server(other) as second:
         teacher = served(url, "b", asked=asked)
         teacher.score(tiny.samples(SAMPLES))
@@ -99,7 +104,7 @@ def test_what_a_server_cannot_give_is_refused_before_it_is_asked(served):
         with pytest.raises(
             ConfigError, match=r"temperature 1 only.*signal to hidden, or the temperature to 1"
         ):
-            served(url, asked=Asked(temperature=0.7))
+            served(url, asked=SignalNeeds(temperature=0.7))
         with pytest.raises(ConfigError, match=r"count the padding; set teachers.a.signal to hidden"):
             served(url, vocabulary=TOKENS - 1)
         samples = tiny.samples([(2, 3)])

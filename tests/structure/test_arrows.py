@@ -1,18 +1,13 @@
-import importlib.util
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+import arrows
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-_spec = importlib.util.spec_from_file_location("arrows", Path(__file__).with_name("arrows.py"))
-assert _spec is not None
-assert _spec.loader is not None
-arrows = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(arrows)
 
 
 def test_no_module_breaks_the_arrows():

@@ -18,16 +18,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from opd.models.attention import Scores
+from opd.models.attention import ScoreForm
 from opd.models.context_parallel import ContextParallel, Ring, TokenShare
 
 WORLD = 4
 HEADS, SHARED, SIZE = 4, 2, 8
 BOUNDS = [0, 37, 38, 101, 144]
 CASES = {
-    "full": Scores(SIZE**-0.5),
-    "window": Scores(SIZE**-0.5, window=19),
-    "softcap": Scores(SIZE**-0.5, softcap=2.0),
+    "full": ScoreForm(SIZE**-0.5),
+    "window": ScoreForm(SIZE**-0.5, window=19),
+    "softcap": ScoreForm(SIZE**-0.5, softcap=2.0),
 }
 
 
@@ -45,7 +45,7 @@ def gathered(part: Tensor, share: TokenShare, group: dist.ProcessGroup) -> Tenso
     return whole
 
 
-def plain(query: Tensor, keys: Tensor, values: Tensor, places: Tensor, scores: Scores) -> Tensor:
+def plain(query: Tensor, keys: Tensor, values: Tensor, places: Tensor, scores: ScoreForm) -> Tensor:
     """[H, n, d]: softmax attention of the queries at `places` [n] on all packed keys of their sequences."""
     keys, values = (x.repeat_interleave(HEADS // SHARED, dim=0) for x in (keys, values))
     found = query @ keys.transpose(1, 2) * scores.scaling
@@ -64,7 +64,7 @@ def apart(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).abs().max() / expected.abs().max())
 
 
-def compare(group: dist.ProcessGroup, scores: Scores) -> dict[str, float]:
+def compare(group: dist.ProcessGroup, scores: ScoreForm) -> dict[str, float]:
     """How far ring and reference are on this rank: output, and the gradients in query, key and value."""
     ranks, tokens = ContextParallel(group), BOUNDS[-1]
     generator = torch.Generator().manual_seed(3)

@@ -20,7 +20,7 @@ from typing import Any
 
 from opd.config.sandbox import IMAGE_NAME
 from opd.environments.sandbox import engines
-from opd.environments.sandbox.engines import LABEL, Engine, new_name
+from opd.environments.sandbox.engines import LABEL, ContainerEngine, new_name
 from opd.environments.sandbox.protocol import Limits, SandboxError
 from opd.foreign import decoding, read_document, shown
 
@@ -99,7 +99,7 @@ KEPT = ("network", "reading", "writing", "signals", "privileges", "memory", "pro
 class Container:
     """An image, and what runs commands in it."""
 
-    engine: Engine
+    engine: ContainerEngine
     image: str
     """As a recipe names it."""
     digest: str
@@ -115,7 +115,7 @@ class Container:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ContainerPlace:
     """Where commands run, and what they may have there."""
 
     home: Path
@@ -156,7 +156,7 @@ def digest_of_image(image: str) -> str:
     return find_container(image).digest
 
 
-def job(place: Place, words: Sequence[str], uid: int) -> dict[str, Any]:
+def job(place: ContainerPlace, words: Sequence[str], uid: int) -> dict[str, Any]:
     """What `inside.py` is told of a command in the place's container; what its engine reads is put into the
     temporary folder. `uid`: whose the command is; 0 for the engine's or this process's own user.
 
@@ -196,14 +196,14 @@ def too_long(words: Sequence[str]) -> bool:
     return max(sizes) > _WORD or sum(sizes) > _WORDS
 
 
-def _user(engine: Engine, uid: int) -> str:
+def _user(engine: ContainerEngine, uid: int) -> str:
     """Whose files a home's are: those of this process's user, or of the nobody that root has for it."""
     if engine.rootless:
         return "0:0"
     return f"{uid}:{uid}" if uid else f"{os.getuid()}:{os.getgid()}"
 
 
-def _apart(engine: Engine) -> list[str]:
+def _apart(engine: ContainerEngine) -> list[str]:
     """What keeps a container from everything else."""
     options = [
         "--pull=never", "--interactive", f"--label={LABEL}", "--network=none", "--ipc=private",
@@ -223,7 +223,7 @@ def _apart(engine: Engine) -> list[str]:
     return options + [f"--env={variable}" for variable in variables]
 
 
-def _calls(engine: Engine, temporary: Path) -> list[str]:
+def _calls(engine: ContainerEngine, temporary: Path) -> list[str]:
     """podman's own list of the calls that a container may make, without those that make namespaces or reach
     keys, which docker refuses by itself.
     """
@@ -277,7 +277,7 @@ def _limits(container: Container, limits: Limits, uid: int) -> list[str]:
     ]  # fmt: skip
 
 
-def _mounts(engine: Engine, home: Path, reads: Sequence[str]) -> list[str]:
+def _mounts(engine: ContainerEngine, home: Path, reads: Sequence[str]) -> list[str]:
     """The home and what is named, /tmp and /dev/shm."""
     wrong = next((path for path in (str(home), *reads) if set(path) & set(',"\n\r')), None)
     if wrong is not None:

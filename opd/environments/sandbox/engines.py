@@ -36,7 +36,7 @@ _PASSED_ALL = ("XDG_", "DOCKER_", "CONTAINER_", "CONTAINERS_", "STORAGE_", "PODM
 
 
 @dataclass(frozen=True, slots=True)
-class Engine:
+class ContainerEngine:
     """A client's program, with what it reaches."""
 
     program: str
@@ -56,7 +56,7 @@ def environment() -> dict[str, str]:
     }
 
 
-def engines() -> Iterator[Engine | SandboxError]:
+def engines() -> Iterator[ContainerEngine | SandboxError]:
     """Those that are installed, or why one does not work."""
     for name in ENGINES:
         program = shutil.which(name)
@@ -101,7 +101,7 @@ def _last_line(said: bytes) -> str:
     return shown(lines[-1].strip(), 300) if lines else "it says nothing"
 
 
-def _engine(program: str) -> Engine:
+def _engine(program: str) -> ContainerEngine:
     """What a client reaches. Raises `SandboxError` where that does not work."""
     name = os.path.basename(program)
     try:
@@ -114,11 +114,11 @@ def _engine(program: str) -> Engine:
             safety = said["host"]["security"]
             profile = str(safety.get("seccompProfilePath") or "") or None
             version = shown(said["version"]["Version"], 30)
-            return Engine(program, "podman", version, safety["rootless"] is True, profile)
+            return ContainerEngine(program, "podman", version, safety["rootless"] is True, profile)
         if errors := said.get("ServerErrors"):
             raise SandboxError(f"docker does not work here: {shown(errors[0], 300)}; start its daemon")
         rootless = any(str(one).startswith("name=rootless") for one in said["SecurityOptions"] or [])
-        return Engine(program, "docker", shown(said["ServerVersion"], 30), rootless)
+        return ContainerEngine(program, "docker", shown(said["ServerVersion"], 30), rootless)
     raise AssertionError
 
 
@@ -135,7 +135,7 @@ def _object(program: str, words: Sequence[str]) -> dict[str, Any]:
     raise AssertionError
 
 
-def image_digest(engine: Engine, image: str) -> str:
+def image_digest(engine: ContainerEngine, image: str) -> str:
     """What an image is. Raises `SandboxError` where there is none of that name, or none that can be used."""
     try:
         said = _object(engine.program, ["image", "inspect", "--format", "{{json .}}", image])
@@ -164,12 +164,12 @@ def new_name() -> str:
     return f"opd-{owner()}-{secrets.token_hex(8)}"
 
 
-def removal(engine: Engine, names: Sequence[str]) -> list[str]:
+def removal(engine: ContainerEngine, names: Sequence[str]) -> list[str]:
     """The command that ends and removes containers; that one is not there is no error to podman."""
     return [engine.program, "rm", "--force", "--volumes", *names]
 
 
-def remove_left(engine: Engine) -> None:
+def remove_left(engine: ContainerEngine) -> None:
     """End the containers of this user's processes that were killed here. What cannot be is told."""
     try:
         words = ["ps", "--all", "--filter", f"label={LABEL}", "--format", "{{.Names}}"]

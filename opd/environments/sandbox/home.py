@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from opd.environments.sandbox.protocol import Entry, Limits, SandboxError
+from opd.environments.sandbox.protocol import HomeEntry, Limits, SandboxError
 from opd.foreign import shown
 from opd.storage.files import remove_tree
 
@@ -105,13 +105,13 @@ class Home:
                     os.unlink(temporary, dir_fd=place)
                 raise
 
-    def list(self, path: str) -> list[Entry]:
+    def list(self, path: str) -> list[HomeEntry]:
         """See `Sandbox.list`."""
         with self._refusing(path), self._folder(parts_of(path)) as place, os.scandir(place) as entries:
             found = []
             for entry in entries:
                 status = entry.stat(follow_symlinks=False)
-                found.append(Entry(entry.name, _kind(status.st_mode), status.st_size))
+                found.append(HomeEntry(entry.name, _kind(status.st_mode), status.st_size))
             return sorted(found, key=lambda entry: entry.path)
 
     def scan(self) -> dict[str, Node]:

@@ -85,7 +85,7 @@ def _descendants(most: int | None = None) -> list[int]:
     return found
 
 
-class Usage:
+class CommandUsage:
     """What a command's processes and files take."""
 
     def __init__(self, job: Mapping[str, Any]) -> None:
@@ -269,7 +269,7 @@ def _give(folder: str, uid: int) -> None:
 
 def _watch(job: dict[str, Any], child: int, outputs: list[Output]) -> str | None:
     """Read what the command writes until it ends; why it must be ended, if it must."""
-    usage, start = Usage(job), time.monotonic()
+    usage, start = CommandUsage(job), time.monotonic()
     ended = os.pidfd_open(child)
     places = {output.place: output for output in outputs}
     waiting = select.poll()

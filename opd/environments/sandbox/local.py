@@ -13,10 +13,11 @@ from pathlib import Path
 from threading import Event
 from typing import TypeVar
 
+from opd.environments.sandbox.containers import ContainerPlace
 from opd.environments.sandbox.home import Home, Node, changes
-from opd.environments.sandbox.protocol import Entry, Limits, Outcome, SandboxError
+from opd.environments.sandbox.protocol import HomeEntry, Limits, Outcome, SandboxError
 from opd.environments.sandbox.snapshots import SnapshotStore
-from opd.environments.sandbox.substrates import Place, Substrate, find_substrate, run
+from opd.environments.sandbox.substrates import Substrate, find_substrate, run
 from opd.errors import StorageError
 from opd.storage.files import remove_tree
 
@@ -52,7 +53,8 @@ class Sandboxes:
         folder = self._folder / name
         if folder.exists():
             remove_tree(folder)
-        place = Place(folder / "home", folder / "tmp", self.limits, self.reads, self.substrate.container)
+        container = self.substrate.container
+        place = ContainerPlace(folder / "home", folder / "tmp", self.limits, self.reads, container)
         for path in (place.home, place.temporary):
             path.mkdir(parents=True)
         return LocalSandbox(folder, place, self.substrate, self.store, self._threads)
@@ -68,7 +70,7 @@ class LocalSandbox:
     def __init__(
         self,
         folder: Path,
-        place: Place,
+        place: ContainerPlace,
         substrate: Substrate,
         store: SnapshotStore,
         threads: ThreadPoolExecutor,
@@ -125,7 +127,7 @@ class LocalSandbox:
 
         await self._in_turn(write)
 
-    async def list(self, path: str = "") -> list[Entry]:
+    async def list(self, path: str = "") -> list[HomeEntry]:
         """See `Sandbox`."""
         return await self._in_turn(lambda: self._home.list(path))
 

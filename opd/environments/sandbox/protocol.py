@@ -59,7 +59,7 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class HomeEntry:
     """A name in a sandbox's home."""
 
     path: str
@@ -89,7 +89,7 @@ class Sandbox(Protocol):
         """Make or replace a file, and folders above it. Raises `SandboxError` as `read`, and over quota."""
         ...
 
-    async def list(self, path: str = "") -> list[Entry]:
+    async def list(self, path: str = "") -> list[HomeEntry]:
         """What is in a folder, sorted by name. Raises `SandboxError` as `read`."""
         ...
 

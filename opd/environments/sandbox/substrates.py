@@ -30,7 +30,7 @@ from typing import Any, Literal
 from opd import lockdown
 from opd.bubblewrap import DEVICES, interpreter, isolated, library
 from opd.environments.sandbox import containers, engines
-from opd.environments.sandbox.containers import HOME, SHARED, TEMPORARY, VARIABLES, Container, Place
+from opd.environments.sandbox.containers import HOME, SHARED, TEMPORARY, VARIABLES, Container, ContainerPlace
 from opd.environments.sandbox.inside import LENGTH
 from opd.environments.sandbox.owners import is_left, own_user, owner
 from opd.environments.sandbox.protocol import Limits, Outcome, SandboxError
@@ -70,7 +70,7 @@ class Substrate:
 
 
 def run(
-    kind: Kind, place: Place, command: Sequence[str], stdin: bytes, seconds: float, cancelled: Event
+    kind: Kind, place: ContainerPlace, command: Sequence[str], stdin: bytes, seconds: float, cancelled: Event
 ) -> Outcome:
     """One command, from its start to the end of all that it has started, or `cancelled`. Without the files it
     has changed.
@@ -137,7 +137,7 @@ def _read(place: int, most: int, seconds: float, cancelled: Event) -> bytes:
     return bytes(found)
 
 
-def _outcome(data: bytes, place: Place) -> Outcome:
+def _outcome(data: bytes, place: ContainerPlace) -> Outcome:
     """What `inside.py` reports; where it does not, that. Raises `SandboxError` where a container's engine
     failed.
     """
@@ -166,7 +166,7 @@ def _outcome(data: bytes, place: Place) -> Outcome:
 
 
 @contextlib.contextmanager
-def _user(kind: Kind, place: Place) -> Iterator[int]:
+def _user(kind: Kind, place: ContainerPlace) -> Iterator[int]:
     """Who a command of root's is meanwhile; 0 where it need not be another. Raises as `own_user`."""
     same = kind == "bubblewrap" or (place.container is not None and place.container.engine.rootless)
     if same or os.getuid():
@@ -176,7 +176,7 @@ def _user(kind: Kind, place: Place) -> Iterator[int]:
         yield uid
 
 
-def _job(kind: Kind, place: Place, command: Sequence[str], uid: int) -> dict[str, Any]:
+def _job(kind: Kind, place: ContainerPlace, command: Sequence[str], uid: int) -> dict[str, Any]:
     """What `inside.py` is told, but for how long. `uid`: whose the command is."""
     words = [*command]
     if not words or any("\0" in word for word in words):
@@ -206,7 +206,7 @@ def _job(kind: Kind, place: Place, command: Sequence[str], uid: int) -> dict[str
     }
 
 
-def _argv(kind: Kind, place: Place) -> list[str]:
+def _argv(kind: Kind, place: ContainerPlace) -> list[str]:
     python = [interpreter(), "-I", "-S"]
     if kind != "bubblewrap":
         return [*python, str(_INSIDE)]
@@ -366,7 +366,7 @@ def _tried(kind: Kind, container: Container | None = None) -> Substrate:
     ):
         base, limits = Path(folder), Limits(seconds=60.0)
         secret = base / "secret"
-        place = Place(base / "home", base / "tmp", limits, container=container)
+        place = ContainerPlace(base / "home", base / "tmp", limits, container=container)
         secret.write_text("nothing for a sandbox\n")
         place.home.mkdir()
         place.temporary.mkdir()

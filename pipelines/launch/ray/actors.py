@@ -25,7 +25,7 @@ from opd.errors import LaunchError
 from opd.kernels.head import Head
 from opd.models.causal_lm import raw_bytes
 from opd.output import Logged, guard_streams
-from opd.pipelines.launch.ray.cluster import Layout, import_ray, one_line, options_of, role_of
+from opd.pipelines.launch.ray.cluster import BundleLayout, import_ray, one_line, options_of, role_of
 from opd.pipelines.records.run_folder import RunFolder
 from opd.rollout.preemption import Preemption
 
@@ -88,7 +88,7 @@ class ActorLostError(RuntimeError):
         self.actor = actor
 
 
-class Remote:
+class RemoteActor:
     """One actor as another process sees it. Calls of one caller are done in their order.
 
     Picklable: a trainer gets the engines that its supervisor made.
@@ -176,8 +176,8 @@ def _reason(error: Exception) -> str:
 
 
 def start_actors(
-    launch: RayLaunch, layout: Layout, placement: Any, spec: Mapping[str, ActorSpec], asked: Preemption
-) -> dict[str, Remote]:
+    launch: RayLaunch, layout: BundleLayout, placement: Any, spec: Mapping[str, ActorSpec], asked: Preemption
+) -> dict[str, RemoteActor]:
     """Every actor of `layout`, in its bundle, once all of them answer.
 
     Raises `LaunchError` if one does not in time, `PreemptedError` if the run is asked to stop meanwhile.
@@ -191,7 +191,7 @@ def start_actors(
     from opd.pipelines.launch.ray.trainer import TrainerActor
 
     classes = {"trainer": TrainerActor, "engine": EngineActor, "teacher": TeacherActor, "server": ServerActor}
-    made: dict[str, Remote] = {}
+    made: dict[str, RemoteActor] = {}
     for name, bundle in layout.places.items():
         where = PlacementGroupSchedulingStrategy(placement, placement_group_bundle_index=bundle)
         remote = ray.remote(concurrency_groups={CONTROL: 2})(classes[role_of(name)])
@@ -199,7 +199,7 @@ def start_actors(
         handle = remote.options(
             scheduling_strategy=where, max_restarts=launch.max_restarts, max_task_retries=0, **options
         ).remote(spec[name])
-        made[name] = Remote(name, handle, launch)
+        made[name] = RemoteActor(name, handle, launch)
     waiting = {remote.send("ping"): remote for remote in made.values()}
     until = time.monotonic() + launch.start_timeout
     try:

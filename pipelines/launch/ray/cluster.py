@@ -214,7 +214,7 @@ class Cluster:
 
 
 @contextmanager
-def open_cluster(launch: RayLaunch, layout: Layout, asked: Preemption) -> Iterator[Cluster]:
+def open_cluster(launch: RayLaunch, layout: BundleLayout, asked: Preemption) -> Iterator[Cluster]:
     """The cluster of `launch` while the block runs; only what was started here is ended.
 
     Raises `MissingExtraError` without Ray, `LaunchError` if the cluster cannot be reached, is of another
@@ -255,7 +255,7 @@ def _own_sigterm() -> Iterator[None]:
 
 
 @contextmanager
-def _started(ray: Any, launch: RayLaunch, layout: Layout, asked: Preemption) -> Iterator[Cluster]:
+def _started(ray: Any, launch: RayLaunch, layout: BundleLayout, asked: Preemption) -> Iterator[Cluster]:
     before = descendants(os.getpid())
     cluster = Cluster(ray, "", own=True)
     with own_folder("opd-ray-") as folder:
@@ -269,7 +269,7 @@ def _started(ray: Any, launch: RayLaunch, layout: Layout, asked: Preemption) -> 
             end_left_over({p: s for p, s in cluster.processes.items() if p not in before}, GOODBYE_SECONDS)
 
 
-def _start_head(ray: Any, launch: RayLaunch, layout: Layout, folder: str, asked: Preemption) -> str:
+def _start_head(ray: Any, launch: RayLaunch, layout: BundleLayout, folder: str, asked: Preemption) -> str:
     """Start the cluster with its files in `folder`; returns its address."""
     if launch.port is not None:
         require_free(launch.port)
@@ -350,7 +350,7 @@ def _unjoinable(address: str, error: Exception) -> LaunchError:
     return LaunchError(f"the Ray cluster at {address} could not be joined: {one_line(error)}.")
 
 
-def reserve(cluster: Cluster, launch: RayLaunch, layout: Layout, asked: Preemption) -> Any:
+def reserve(cluster: Cluster, launch: RayLaunch, layout: BundleLayout, asked: Preemption) -> Any:
     """The placement group of `layout`. Raises `LaunchError` if it is not there within the time-out,
     `PreemptedError` if the run is asked to stop meanwhile.
     """
@@ -449,7 +449,7 @@ MIB = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class BundleLayout:
     """The bundles to reserve, and each actor's place in them."""
 
     bundles: list[dict[str, float]]
@@ -463,7 +463,7 @@ class Layout:
     @classmethod
     def of(
         cls, launch: RayLaunch, ranks: int = 1, groups: Mapping[str, ServerGroupConfig] | None = None
-    ) -> Layout:
+    ) -> BundleLayout:
         """One bundle for each trainer with its share of the others, or one for each actor, on other nodes
         where there are some. Each server of `groups` has one of its own either way: it fills its GPUs.
         """

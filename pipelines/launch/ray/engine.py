@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from opd.errors import RolloutError
-from opd.pipelines.launch.ray.actors import ActorLostError, ActorSpec, Packed, Remote
+from opd.pipelines.launch.ray.actors import ActorLostError, ActorSpec, Packed, RemoteActor
 from opd.pipelines.launch.ray.cluster import import_ray, one_line
 from opd.rollout.engine_pool import EnginePool, RetryPolicy
 from opd.rollout.weight_sync import buckets
@@ -125,7 +125,7 @@ class Fleet:
     engine that is started anew takes them before it serves again.
     """
 
-    def __init__(self, remotes: Sequence[Remote], model: Path, adapters: bool = False) -> None:
+    def __init__(self, remotes: Sequence[RemoteActor], model: Path, adapters: bool = False) -> None:
         """Every engine loads `model`; `adapters`: to merge the recipe's into it. Raises `RolloutError` if
         none can.
         """
@@ -182,7 +182,7 @@ class Fleet:
         """Engines that are not on their way back."""
         return sum(not engine.recovering and engine.lost is None for engine in self.engines)
 
-    def bring_up(self, remote: Remote) -> str | None:
+    def bring_up(self, remote: RemoteActor) -> str | None:
         """Give an engine the model and the newest weights, whatever it holds or has in flight; returns its
         digest if it took weights. One that others sleep beside is left without.
         """
@@ -221,7 +221,7 @@ class RayEngine:
     and brought up to the fleet's newest weights; until then the engine is `recovering`.
     """
 
-    def __init__(self, remote: Remote, fleet: Fleet) -> None:
+    def __init__(self, remote: RemoteActor, fleet: Fleet) -> None:
         self.remote, self.fleet = remote, fleet
         self.lost: str | None = None
         """Why it will not come back."""

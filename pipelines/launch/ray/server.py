@@ -27,10 +27,10 @@ from opd.config import Recipe
 from opd.config.servers import ServerGroupConfig
 from opd.errors import LaunchError, RolloutError
 from opd.output import Logged, as_words
-from opd.pipelines.launch.ray.actors import PING_SECONDS, ActorLostError, ActorSpec, Remote
+from opd.pipelines.launch.ray.actors import PING_SECONDS, ActorLostError, ActorSpec, RemoteActor
 from opd.pipelines.launch.ray.cluster import import_ray, one_line, server_names
 from opd.pipelines.launch.server_key import key_of
-from opd.pipelines.launch.servers import Place, Servers, StartedGroup, same_model, until_free
+from opd.pipelines.launch.servers import ServerPlace, Servers, StartedGroup, same_model, until_free
 from opd.pipelines.launch.started_server import ending
 from opd.pipelines.records.run_folder import RunFolder
 from opd.progress import doing
@@ -87,7 +87,7 @@ class ServerActor:
         self._starting = True
         try:
             self.end()
-            place = Place(wanted.number, import_ray().util.get_node_ip_address(), wanted.port)
+            place = ServerPlace(wanted.number, import_ray().util.get_node_ip_address(), wanted.port)
             if wanted.port:  # an actor that was killed leaves its server to the guard, which takes a while
                 until_free(place.host, wanted.port, ending())
             config = self._with_mirror(wanted.config) if wanted.any_weights else wanted.config
@@ -147,7 +147,7 @@ class ActorGroup:
     config: ServerGroupConfig
     model: Path
     any_weights: bool
-    remotes: Sequence[Remote]
+    remotes: Sequence[RemoteActor]
     trouble: LaunchError | None = None
     urls: list[str] = field(default_factory=list)
     _asked: list[Any] = field(default_factory=list)
@@ -161,7 +161,7 @@ class ActorGroup:
         config: ServerGroupConfig,
         model: Path,
         any_weights: bool,
-        remotes: Mapping[str, Sequence[Remote]],
+        remotes: Mapping[str, Sequence[RemoteActor]],
     ) -> ActorGroup:
         """Ask the actors of group `name` for their servers; see `wait`. Those that have them, from an earlier
         stage or for a trainer that died, go on.
@@ -199,7 +199,7 @@ class ActorGroup:
         port = int(self.urls[number].rpartition(":")[2]) if self.urls else 0
         return Wanted(self.name, number, self.config, str(self.model), self.any_weights, port)
 
-    def _answer(self, remote: Remote, asked: Any) -> str:
+    def _answer(self, remote: RemoteActor, asked: Any) -> str:
         seconds = self.config.start_seconds + remote.limits.start_timeout
         try:
             return remote.get(asked, seconds)
@@ -214,7 +214,7 @@ class ActorGroup:
             for number, remote in enumerate(self.remotes):
                 self._look(number, remote)
 
-    def _look(self, number: int, remote: Remote) -> None:
+    def _look(self, number: int, remote: RemoteActor) -> None:
         try:
             there, trouble, said = remote.get(remote.send("state", control=True), PING_SECONDS, kill=False)
         except ActorLostError:
@@ -246,7 +246,7 @@ class ActorGroup:
 class MirrorBeside:
     """Implements `opd.rollout.delta_push.Receiver`: the mirror that the actor of a server keeps."""
 
-    remote: Remote
+    remote: RemoteActor
 
     def held(self) -> str | None:
         """See `WeightMirror`."""
@@ -305,7 +305,7 @@ def share(part: bytes) -> Any:
 
 
 def servers_of(
-    recipe: Recipe, remotes: Sequence[Remote], ranks: Ranks, logs: Path
+    recipe: Recipe, remotes: Sequence[RemoteActor], ranks: Ranks, logs: Path
 ) -> AbstractContextManager[Servers]:
     """The servers of `recipe`, which `remotes` have and which write to `logs`, while a stage runs."""
     by_name = {remote.name: remote for remote in remotes}
@@ -317,7 +317,7 @@ def servers_of(
     return closing(Servers(recipe.servers, begin, ranks, mirrors=mirrors, key=key))
 
 
-def end_servers(remotes: Sequence[Remote]) -> None:
+def end_servers(remotes: Sequence[RemoteActor]) -> None:
     """Let the servers end, with all they have; an actor that is ended first leaves that to their guards."""
     if not remotes:
         return

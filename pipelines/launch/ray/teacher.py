@@ -15,7 +15,7 @@ import torch
 
 from opd.errors import TeacherError
 from opd.kernels.head import Head
-from opd.pipelines.launch.ray.actors import ActorLostError, ActorSpec, Packed, PackedHead, Remote
+from opd.pipelines.launch.ray.actors import ActorLostError, ActorSpec, Packed, PackedHead, RemoteActor
 from opd.pipelines.launch.ray.cluster import one_line
 from opd.protocols import Teacher
 from opd.types import HiddenStates, Sample
@@ -33,7 +33,7 @@ class Assignment:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class TokensToScore:
     """What a teacher reads of a sample."""
 
     uid: str
@@ -63,7 +63,7 @@ class TeacherActor:
         """Digest of a teacher's weights."""
         return self._teacher(assignment, name).digest
 
-    def score(self, assignment: Assignment, name: str, asked: Sequence[Asked]) -> Packed:
+    def score(self, assignment: Assignment, name: str, asked: Sequence[TokensToScore]) -> Packed:
         """Last hidden states [N, D] of the response tokens, in order; they stay in the object store."""
         samples = [
             Sample(a.uid, a.uid, "", a.prompt_ids, teacher=name, response_ids=a.response_ids) for a in asked
@@ -121,7 +121,7 @@ class RayTeacher:
         device: Where hidden states and head are handed out.
     """
 
-    def __init__(self, name: str, remote: Remote, assignment: Assignment, device: torch.device) -> None:
+    def __init__(self, name: str, remote: RemoteActor, assignment: Assignment, device: torch.device) -> None:
         self.name = name
         self._remote, self._assignment, self._device = remote, assignment, device
         self._begun: tuple[tuple[str, ...], Any] | None = None
@@ -158,11 +158,11 @@ class RayTeacher:
         """The head; its weights are read where the object store has them."""
         return self._ask("head", None).head(self._device)
 
-    def _send(self, verb: str, asked: Sequence[Asked] | None) -> Any:
+    def _send(self, verb: str, asked: Sequence[TokensToScore] | None) -> Any:
         more = () if asked is None else (asked,)
         return self._remote.send(verb, self._assignment, self.name, *more)
 
-    def _ask(self, verb: str, asked: Sequence[Asked] | None, reference: Any = None) -> Any:
+    def _ask(self, verb: str, asked: Sequence[TokensToScore] | None, reference: Any = None) -> Any:
         remote = self._remote
         while True:
             # What others were begun on the same actor comes first, and the first time it loads its models.
@@ -188,7 +188,7 @@ class RayTeacher:
 
 
 def ray_teachers(
-    remotes: Sequence[Remote],
+    remotes: Sequence[RemoteActor],
     names: Sequence[str],
     stage: str,
     vocabulary: int,
@@ -207,5 +207,5 @@ def ray_teachers(
     }
 
 
-def _asked(samples: Sequence[Sample]) -> list[Asked]:
-    return [Asked(sample.uid, sample.prompt_ids, sample.response_ids) for sample in samples]
+def _asked(samples: Sequence[Sample]) -> list[TokensToScore]:
+    return [TokensToScore(sample.uid, sample.prompt_ids, sample.response_ids) for sample in samples]

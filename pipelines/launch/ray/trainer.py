@@ -22,13 +22,13 @@ from opd.pipelines.launch.ray.actors import (
     PING_SECONDS,
     ActorLostError,
     ActorSpec,
-    Remote,
+    RemoteActor,
     no_memory,
     start_actors,
 )
 from opd.pipelines.launch.ray.cluster import (
+    BundleLayout,
     Cluster,
-    Layout,
     import_ray,
     needed,
     open_cluster,
@@ -55,9 +55,9 @@ PATIENCE = 60.0
 class Helping:
     """The actors that compute for a trainer."""
 
-    engines: Sequence[Remote]
-    teachers: Sequence[Remote]
-    servers: Sequence[Remote]
+    engines: Sequence[RemoteActor]
+    teachers: Sequence[RemoteActor]
+    servers: Sequence[RemoteActor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +66,8 @@ class RayHelpers:
 
     recipe: Recipe
     stage: str
-    engines: Sequence[Remote]
-    teachers_: Sequence[Remote]
+    engines: Sequence[RemoteActor]
+    teachers_: Sequence[RemoteActor]
 
     def writers(self, model: Path, adapters: bool = False) -> EnginePool:
         """See the protocol."""
@@ -217,7 +217,7 @@ def open_worker_group(recipe: Recipe, folder: RunFolder, asked: Preemption) -> I
             f"launch.engines is {launch.engines}, but each of the {ranks} ranks of train.ranks needs an"
             " engine; raise it."
         )
-    layout = Layout.of(launch, ranks, recipe.servers)
+    layout = BundleLayout.of(launch, ranks, recipe.servers)
     specs = {
         name: ActorSpec(name, recipe.model_dump_json(), str(folder.path.resolve()), os.getcwd())
         for name in layout.places
@@ -241,7 +241,7 @@ class Trainer:
     `last` refers to its last words.
     """
 
-    def __init__(self, remote: Remote, last: Any, cluster: Cluster, first: bool) -> None:
+    def __init__(self, remote: RemoteActor, last: Any, cluster: Cluster, first: bool) -> None:
         self.name, self._remote, self._last, self._cluster = remote.name, remote, last, cluster
         self._first, self._heard, self._suspended, self._gone = first, time.monotonic(), False, False
 
@@ -281,7 +281,7 @@ class WorkerGroup:
 
     cluster: Cluster
     launch: RayLaunch
-    actors: dict[str, Remote]
+    actors: dict[str, RemoteActor]
 
     def run(self, stage: Stage, progress: Progress, asked: Preemption) -> dict[str, Any]:
         """Run one stage. When a trainer dies or hangs, all ranks are started anew and go on from the newest
@@ -306,12 +306,12 @@ class WorkerGroup:
                     raise _given_up(stage.name, error) from None
         raise _given_up(stage.name, lost)
 
-    def role(self, role: str) -> list[Remote]:
+    def role(self, role: str) -> list[RemoteActor]:
         """The actors of a role, by number."""
         return [actor for name, actor in self.actors.items() if role_of(name) == role]
 
     def _attempt(
-        self, stage: str, remotes: Sequence[Remote], progress: Progress, asked: Preemption
+        self, stage: str, remotes: Sequence[RemoteActor], progress: Progress, asked: Preemption
     ) -> dict[str, Any]:
         """The result of the stage. Raises `ActorLostError` when a rank is lost, after all have been ended."""
         with ExitStack() as stack:
@@ -338,7 +338,7 @@ class WorkerGroup:
                 raise ActorLostError(lost) from None
         return group.results[remotes[0].name]
 
-    def _begin(self, stage: str, remotes: Sequence[Remote]) -> list[Trainer]:
+    def _begin(self, stage: str, remotes: Sequence[RemoteActor]) -> list[Trainer]:
         """Ask every rank for `stage`, each with its share of the engines."""
         engines, teachers, servers = (self.role(role) for role in ("engine", "teacher", "server"))
         size = len(remotes)

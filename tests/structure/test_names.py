@@ -1,0 +1,47 @@
+"""One name, one meaning; and modules that can be imported one after another."""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from functools import cache
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import arrows
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@cache
+def trees() -> dict[str, ast.Module]:
+    """The modules of the package, by their names."""
+    return {
+        arrows.module_name(path, ROOT): ast.parse(path.read_text(encoding="utf-8"))
+        for path in arrows.sources(ROOT)
+    }
+
+
+@pytest.mark.check
+def test_no_two_modules_have_a_class_of_one_name():
+    found = defaultdict(set)
+    for module, tree in trees().items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                found[node.name].add(module)
+    assert {name: modules for name, modules in found.items() if len(modules) > 1} == {}
+
+
+@pytest.mark.check
+def test_no_imports_run_in_a_circle():
+    known = trees()
+    needs = {}
+    for module, tree in known.items():
+        named = {name for name, top in arrows.imports(tree) if top}
+        needs[module] = {name if name in known else name.rpartition(".")[0] for name in named} & known.keys()
+        needs[module].discard(module)
+    try:
+        TopologicalSorter(needs).prepare()
+    except CycleError as circle:
+        pytest.fail(" -> ".join(circle.args[1]))
