@@ -46,6 +46,15 @@ def test_exactly_those_that_are_longer_are_found(asked, room):
         assert [p.where for p in fitted.domain.train] == [p.where for p in kept]
 
 
+def test_a_character_may_be_several_tokens():
+    def by_bytes(prompt: Prompt) -> np.ndarray:
+        return np.frombuffer((prompt.text or "").encode(), np.uint8)
+
+    asked = Prompt.of("ü" * 10, None, "d")
+    assert fit(Domain("d", [asked], []), Room(19, "leaves"), "truncate", by_bytes).long == [asked]
+    assert not fit(Domain("d", [asked], []), Room(20, "leaves"), "truncate", by_bytes).long
+
+
 @given(
     st.lists(st.integers(0, 9), min_size=1, max_size=20), st.integers(1, 20), st.sampled_from([None, 0, 1])
 )

@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 import tiny_types
+import torch
 from recipes import tiny_recipe
 
 from opd.errors import OpdError
+from opd.models.causal_lm import CausalLM
 from opd.pipelines.cli import main
 from opd.pipelines.commands.publish import publish_checkpoint
 from opd.pipelines.doctor.models import Models, check_models
@@ -87,6 +89,16 @@ def test_a_server_is_compared_with_no_model_that_cannot_be_cut(name: str, tmp_pa
     with pytest.raises(OpdError) as refused:
         UnpublishedWeights(folder)
     assert str(refused.value) == str(stream_fault(folder))
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"), [("gemma2", {"final_logit_softcapping": 5.0}), ("cohere", {"logit_scale": 0.3})]
+)
+def test_the_head_of_a_folder_is_that_of_its_model(name: str, changes: dict, tmp_path: Path):
+    folder = tiny_types.write_folder(name, tmp_path / "model", **changes)
+    found, due = FolderWeights(folder).head(), CausalLM.from_pretrained(folder).head()
+    assert (found.scale, found.softcap) == (due.scale, due.softcap) != (1.0, None)
+    assert torch.equal(found.weight, due.weight)
 
 
 def test_damage_is_said_before_what_the_whole_model_could_not_do(tmp_path: Path, capsys):

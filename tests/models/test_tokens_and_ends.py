@@ -17,7 +17,7 @@ from opd.data.demonstrations import Demonstration, Writes
 from opd.errors import DataError
 from opd.models.causal_lm import CausalLM
 from opd.models.checkpoint import save_checkpoint
-from opd.models.generation import _FOLLOWED, _FREE, _NEUTRAL, not_followed
+from opd.models.generation import _FOLLOWED, _FREE, _NEUTRAL, not_followed, sampling_of
 from opd.models.hf_folder import scratch_config
 from opd.models.token_ids import appended, encode_text, id_count
 from opd.models.tokenizers import stops_of
@@ -110,6 +110,15 @@ def test_an_answer_ends_there(folder):
     answer = speaker.answers(0)[0]
     assert answer.response_ids.tolist() == [LATE]
     assert answer.status.name == "COMPLETED"
+
+
+@pytest.mark.parametrize(
+    "said",
+    [{"temperature": 0.0, "top_p": 1.0, "top_k": 0}, {"temperature": 1e3, "top_p": 1e-6, "top_k": 2**31 - 1}],
+)
+def test_a_model_may_ask_for_either_end_of_how_it_is_sampled(tmp_path, said):
+    (tmp_path / GENERATION).write_text(json.dumps(said))
+    assert sampling_of(tmp_path) == said
 
 
 FRAMES = {

@@ -9,6 +9,7 @@ from recipes import tiny_recipe
 from opd.errors import ConfigError
 from opd.foreign import machine_memory
 from opd.models.causal_lm import CausalLM
+from opd.pipelines.stages import room
 from opd.pipelines.stages.room import check_turns, cuts_engines, is_cut, room_for, weight_bytes
 from opd.pipelines.stages.supervised import new_base
 from opd.ranks import Ranks
@@ -35,6 +36,13 @@ def test_ranks_share_a_copy_where_a_machine_has_no_memory_for_one_each(monkeypat
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")  # the other two are elsewhere
     assert not is_cut(recipe(), 4, memory // 2)
     assert is_cut(recipe(), 4, memory // 2 + 1)
+
+
+@pytest.mark.parametrize(("limit", "memory"), [("4096", 4096), ("max", None), (str(1 << 60), None)])
+def test_a_control_group_may_have_less_than_the_machine(limit, memory, monkeypatch, tmp_path):
+    (tmp_path / "memory.max").write_text(f"{limit}\n")
+    monkeypatch.setattr(room, "_GROUP", tmp_path / "memory.max")
+    assert room_for(recipe(), 4)[1] == (memory or machine_memory())
 
 
 def test_a_recipe_may_say_whether_they_do():

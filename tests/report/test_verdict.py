@@ -147,6 +147,13 @@ def test_the_table_says_what_it_cannot_know(make_run: RunMaker) -> None:
     assert f"kept leaves out {why}" in lines
 
 
+def test_few_answers_on_one_domain_are_said(make_run: RunMaker) -> None:
+    data = results()
+    few = next(model for model in data["models"] if model["name"] == "merged")["domains"]["add3"]
+    few["sampled"] = few["sampled"] | {"correct": 39, "total": 40}
+    assert ": 40 answers are few, raise evaluation.prompts_per_domain" in closing(make_run(data))
+
+
 def test_a_command_without_an_evaluation_says_how_to_get_one(make_run: RunMaker) -> None:
     data = results({})
     data["teachers"]["sort"]["kl_steps"] = 20

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -70,6 +71,25 @@ def test_rests_double_to_a_limit_and_a_token_ends_the_row() -> None:
     assert health.in_a_row == 5
     health.heard(201.0, 3)
     assert (health.in_a_row, health.last_heard, health.tokens) == (0, 201.0, 3)
+
+
+def test_what_fails_is_tried_as_often_as_is_said() -> None:
+    policy = Retry(attempts=3, pause=0.001)
+    tries: list[str] = []
+
+    def fails() -> None:
+        tries.append("plain")
+        raise OSError("gone")
+
+    async def fails_later() -> None:
+        tries.append("coroutine")
+        raise OSError("gone")
+
+    with pytest.raises(RolloutError, match="gone"):
+        policy.call(fails, OSError, lambda error, _: RolloutError(str(error)))
+    with pytest.raises(OSError, match="gone"):
+        asyncio.run(policy.call_async(fails_later, OSError))
+    assert tries == ["plain"] * 3 + ["coroutine"] * 3
 
 
 def test_an_engine_goes_into_quarantine_and_comes_back(

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -263,6 +264,16 @@ def read_until(process: subprocess.Popen[str], start: str) -> str:
 
 
 @pytest.mark.slow
+def test_asking_again_does_not_extend_the_grace_period(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr("opd.rollout.preemption.time", SimpleNamespace(monotonic=lambda: now[0]))
+    asked = Preemption(grace=10.0)
+    asked.stop()
+    now[0] = 107.0
+    asked.stop()
+    assert asked.remaining() == 3.0
+
+
 def test_signals_suspend_wake_and_stop_a_real_process(tmp_path: Path, collect: Fixture, caplog) -> None:
     expected = collect(TorchEngine(tiny.model()).generate(preempted_process.requests()))
     with started([sys.executable, preempted_process.__file__, str(tmp_path)]) as process:

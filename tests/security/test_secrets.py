@@ -98,6 +98,12 @@ def test_a_known_secret_is_found_in_whatever_encoding(secret):
     assert basic not in redact(f"I got {basic}.")
 
 
+def test_nothing_is_left_of_a_secret_that_begins_as_another():
+    for secret in ("correct-horse", "correct-horse-battery"):
+        hide(secret)
+    assert redact("correct-horse-battery, correct-horse") == f"{HIDDEN}, {HIDDEN}"
+
+
 @given(secret=SECRETS.filter(lambda s: "?" not in s), user=st.sampled_from(["bob", "a.b"]))
 def test_the_password_of_a_url_in_a_recipe_is_learned_however_it_is_written(secret, user):
     """Also with `/`, `@` or `#` in it, which a URL must not have."""

@@ -148,7 +148,7 @@ def test_what_comes_is_shared_out_over_ranks_by_its_line(tmp_path):
     file = tmp_path / "urls"
     assert UrlsFile(file).fresh() == []
     file.write_text("".join(f"http://h:{port}\n" for port in range(1, 6)))
-    shares = [UrlsFile(file, ["http://h:2"], rank, 2).fresh() for rank in range(2)]
+    shares = [UrlsFile(file, ["http://h:2/"], rank, 2).fresh() for rank in range(2)]
     assert shares == [["http://h:1", "http://h:3", "http://h:5"], ["http://h:4"]]
 
 

@@ -24,10 +24,12 @@ from opd.pipelines.run import run_pipeline, run_stage
 from opd.pipelines.stages.teachers import ScoreAhead
 from opd.rollout.collect import EncodedPrompt, collect
 from opd.rollout.torch_engine import TorchEngine
+from opd.served.http_client import Server
 from opd.teachers.kinds import Placement
 from opd.teachers.local_teacher import LocalTeacher
 from opd.teachers.schedule import Router, TeacherSchedule, sampled_logprobs
 from opd.teachers.served_teacher import SignalNeeds
+from opd.teachers.sglang_admission import ExpectedSGLang, HeadShape, _check_settings
 from opd.teachers.sglang_teacher import SGLangTeacher
 from opd.types import SamplingParams
 
@@ -120,6 +122,14 @@ def test_what_a_server_cannot_give_is_refused(served):
     assert len(served().score(tiny.samples([(200, 49)])).rows) == 49
     with pytest.raises(TeacherError, match="has 250 tokens, the servers of teacher a take 249"):
         served().score(tiny.samples([(200, 50)]))
+
+
+def test_of_several_servers_the_least_that_any_takes_counts():
+    expected = ExpectedSGLang({}, HeadShape(4, 2), hidden=True)
+    for name, chunk, context in (("a", 512, 300), ("b", 256, 100), ("c", 1024, 200), ("d", -1, None)):
+        told = {"chunked_prefill_size": chunk, "context_length": context}
+        _check_settings("teacher t", Server(f"http://{name}"), told, expected)
+    assert (expected.chunk, expected.longest) == (256, 100 - SGLangTeacherConfig.kept)
 
 
 def test_nothing_is_asked_about_empty_responses(served):

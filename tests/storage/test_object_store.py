@@ -27,6 +27,7 @@ from opd.storage.object_store import (
     rest,
     with_retries,
 )
+from opd.storage.s3_store import _endpoint
 
 FAST = StoreOptions(retry=Retry(attempts=3, pause=0.001), chunk_bytes=1000)
 
@@ -178,6 +179,18 @@ def test_what_a_library_raises_of_its_own_is_one_sentence(raised, told, monkeypa
     monkeypatch.setattr(store, "_made", SimpleNamespace(rm_file=rm_file))
     with pytest.raises(StorageError, match=told):
         store.delete("a")
+
+
+def test_the_endpoint_of_s3_comes_before_that_of_all_services(monkeypatch):
+    session = SimpleNamespace(get_scoped_config=lambda: {"endpoint_url": "http://file"})
+    names = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    found = [_endpoint(session)]
+    for name in reversed(names):
+        monkeypatch.setenv(name, name)
+        found.append(_endpoint(session))
+    assert found == ["http://file", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"]
 
 
 def test_retries_are_bounded_and_pauses_grow(monkeypatch):

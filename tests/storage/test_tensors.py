@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from opd.errors import CheckpointError
-from opd.storage.tensors import load_tensors, save_tensors
+from opd.storage.tensors import check_tensors, load_tensors, save_tensors
 
 
 def _tensors() -> dict[str, torch.Tensor]:
@@ -67,6 +67,14 @@ def test_truncation_is_an_error_even_without_a_digest(tmp_path: Path, kept: int)
     path.write_bytes(path.read_bytes()[:kept])
     with pytest.raises(CheckpointError, match="truncated"):
         load_tensors(path)
+
+
+@pytest.mark.parametrize("own", [{"a": (2, 3)}, {"a": (2, 3), "b": (4,), "c": ()}, {"a": (3, 2), "b": (4,)}])
+def test_a_checkpoint_has_exactly_the_tensors_of_a_model(own: dict[str, tuple[int, ...]]) -> None:
+    saved = {"a": torch.zeros(2, 3), "b": torch.zeros(4)}
+    check_tensors(saved, {"a": (2, 3), "b": (4,)}, "this model")
+    with pytest.raises(CheckpointError, match="checkpoint and this model do not have the same tensors, "):
+        check_tensors(saved, own, "this model")
 
 
 def test_unwritable_place_is_named(tmp_path: Path) -> None:

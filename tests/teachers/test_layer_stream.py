@@ -13,7 +13,7 @@ from tiny_published import publish
 
 from opd.errors import StorageError, TeacherError
 from opd.storage.published import PublishedModel
-from opd.teachers.layer_stream import LayerStream
+from opd.teachers.layer_stream import ByteMeter, LayerStream
 
 
 @pytest.fixture(scope="module")
@@ -172,6 +172,14 @@ def test_a_small_model_gets_a_small_buffer_whatever_the_budget(models):
         assert stream.nbytes == stream.meter.take_peak()
         assert stream.nbytes <= model.manifest.nbytes + 256 * len(units)
         stream.close()
+
+
+def test_the_next_peak_begins_at_what_is_held():
+    meter = ByteMeter()
+    meter.hold(5)
+    with meter.held(7):
+        pass
+    assert (meter.take_peak(), meter.take_peak()) == (12, 5)
 
 
 def test_closing_ends_the_thread_and_whoever_waits(models):

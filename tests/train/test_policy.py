@@ -57,7 +57,9 @@ def test_clipped_tokens_have_no_gradient_and_the_others_the_ratio_times_advantag
     clipped = ((advantage < 0) & (ratio < low)) | ((advantage > 0) & (ratio > high)) | dual
     expected = torch.where(mask & ~clipped, -advantage * ratio, 0.0)
     torch.testing.assert_close(gradient[~edge], expected[~edge])
-    assert stats.clipped_low + stats.clipped_high + stats.dual_clipped == int((clipped & mask).sum())
+    held = int((clipped & mask).sum())
+    assert stats.clipped_low + stats.clipped_high + stats.dual_clipped == held
+    assert stats.metrics().get("policy/clip_ratio", 0.0) * stats.tokens == pytest.approx(held)
 
 
 @given(tokens, configs)
