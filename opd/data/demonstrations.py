@@ -214,7 +214,7 @@ def _conversation(
     first = asked or learns[0]
     arguments = template_arguments(where, row)
     prompt = Prompt.of(messages[:first], None, domain, where=where, arguments=arguments)
-    unlearnt = [place for place in answers if place > first and place not in learns]
+    unlearnt = [place for place in answers if place >= first and place not in learns]
     return Demonstration(prompt, messages=messages, unlearnt=unlearnt)
 
 

@@ -122,6 +122,18 @@ def test_of_prompt_and_completion_the_completion_counts(family, answer, tmp_path
     assert shown(own, own.encode(row)) == first.replace("{", "") + rest
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_answer_of_the_completion_that_is_not_to_be_learnt_does_not_count(family, tmp_path):
+    template, wanted = FAMILIES[family]
+    own = writes(template)
+    first, *others = messages(*TALK[1:])
+    (row,) = rows(
+        tmp_path, {"prompt": messages(*TALK[:1]), "completion": [first | {"train": False}, *others]}
+    )
+    before, _, rest = wanted.partition("}")
+    assert shown(own, own.encode(row)) == before.replace("{", "") + rest
+
+
 def test_of_texts_the_completion_counts_and_the_end_of_sequence(tmp_path):
     own = writes(None)
     (row,) = rows(tmp_path, {"prompt": "2+2=", "completion": "4"})

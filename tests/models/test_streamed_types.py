@@ -96,7 +96,7 @@ def test_a_server_is_compared_with_no_model_that_cannot_be_cut(name: str, tmp_pa
 )
 def test_the_head_of_a_folder_is_that_of_its_model(name: str, changes: dict, tmp_path: Path):
     folder = tiny_types.write_folder(name, tmp_path / "model", **changes)
-    found, due = FolderWeights(folder).head(), CausalLM.from_pretrained(folder).head()
+    found, due = UnpublishedWeights(folder).head(), CausalLM.from_pretrained(folder).head()
     assert (found.scale, found.softcap) == (due.scale, due.softcap) != (1.0, None)
     assert torch.equal(found.weight, due.weight)
 
