@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from opd.config import Recipe
+from opd.config import RayLaunch, Recipe, SFTConfig
 from opd.config.hub_names import hub_name
+from opd.errors import ConfigError
 from opd.models.hf_folder import require_folder
 from opd.pipelines.commands.ending import one_line
 from opd.pipelines.doctor.checks import (
@@ -30,22 +33,213 @@ from opd.pipelines.doctor.checks import (
     check_run_dir,
     check_sampling,
     check_schedule,
+    check_scorer,
     check_sinks,
     check_sizes,
     given_teachers,
     number_of,
 )
-from opd.pipelines.doctor.cluster import check_cluster
-from opd.pipelines.doctor.demonstrations import check_demonstrations
 from opd.pipelines.doctor.environments import check_environments
-from opd.pipelines.doctor.evaluation import check_contamination, check_set_prompts, check_sets
 from opd.pipelines.doctor.models import DEVICE, Models, check_device, check_models, require_folders
 from opd.pipelines.doctor.rewards import check_rewards, check_sandbox
 from opd.pipelines.doctor.servers import check_servers, check_shared, check_workers
+from opd.pipelines.evaluation.sets import said_of_set
 from opd.pipelines.records.run_folder import Accepted, default_path
 
 if TYPE_CHECKING:
     from opd.rollout.prompts import Domain
+
+_MOST = 10_000
+"""Prompts a generated source makes for the check: that it has too few is not to be found out at the end."""
+
+
+_SHOWN = 80
+"""Characters of an example."""
+
+
+def check_sets(recipe: Recipe, sets: dict[str, Domain]) -> list[Finding]:
+    """Loads every evaluation set into `sets`, with its reward."""
+    findings: list[Finding] = []
+    of_sets = recipe.of_sets()
+    for name in of_sets.domains:
+        findings += _said(recipe, name, lambda name=name: _check_set(recipe, of_sets, name, sets))
+    return findings
+
+
+def check_set_prompts(recipe: Recipe, sets: dict[str, Domain], tokenizer: Any) -> list[Finding]:
+    """Whether their prompts can be written as tokens and leave room for their responses."""
+    from opd.pipelines.doctor.models import check_prompts
+
+    findings: list[Finding] = []
+    of_sets = recipe.of_sets()
+    for name, found in sets.items():
+        findings += _said(recipe, name, lambda d=found: check_prompts(of_sets, d, tokenizer), "prompts ")
+    return findings
+
+
+def check_contamination(recipe: Recipe, sets: dict[str, Domain]) -> list[Finding]:
+    """Evaluation prompts that stand in what the run will be trained on: a warning for each set with some."""
+    from opd.pipelines.evaluation.contamination import contamination
+    from opd.pipelines.stages.domains import load_domains
+
+    title = "contamination"
+    told = contamination(recipe, load_domains(recipe), sets)
+    if not told:
+        return []
+    findings = []
+    for name, found in told["found"].items():
+        if found["contaminated"]:
+            example = found["examples"][0]
+            detail = (
+                f"{found['contaminated']} of {found['prompts']} evaluation prompts of {name} share"
+                f" {told['ngram']} words in a row, or all they say, with what the run is trained on, such as"
+                f" {_cut(example['shared'])!r} ({example['where']}); take them out of one of the two"
+            )
+            numbers = {"contaminated": found["contaminated"], "prompts": found["prompts"]}
+            findings.append(Finding("warning", title, detail, numbers))
+    prompts = sum(found["prompts"] for found in told["found"].values())
+    sound = f"no evaluation prompt of {prompts:,} is in the {told['texts']:,} training texts"
+    return findings or [Finding("ok", title, sound)]
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]} ..."
+
+
+def _check_set(recipe: Recipe, of_sets: Recipe, name: str, sets: dict[str, Domain]) -> list[Finding]:
+    from opd.data.load import load_domain
+    from opd.rewards.kinds import check_labels, scored_by
+
+    config, asked = of_sets.domains[name], recipe.evaluation.sets[name].prompts
+    wrong = check_scorer(of_sets, name)
+    count = asked if config.is_file else min(_MOST, asked)
+    found = load_domain(name, config, seed=recipe.seed, held_out_prompts=count)
+    if wrong:
+        return wrong
+    sets[name] = found
+    # Of a set nothing is trained on; what a reward says of simple answers is asked of its first prompt.
+    rewarded = check_rewards(of_sets, {name: replace(found, train=found.held_out)})
+    check_labels(config, name, found.held_out)
+    count = len(found.held_out) if config.is_file else asked
+    sound = Finding(
+        "ok", f"domain {name}", f"{config.source}, {count} prompts, scored by {scored_by(config)}"
+    )
+    return [sound, *(finding for finding in rewarded if finding.level != "ok")]
+
+
+def _said(
+    recipe: Recipe, name: str, check: Callable[[], list[Finding]], title: str = "domain "
+) -> list[Finding]:
+    """What `check` finds, said of an evaluation set."""
+    names = recipe.evaluation.sets
+    return [
+        replace(found, title=said_of_set(found.title, names), detail=said_of_set(found.detail, names))
+        for found in attempt(f"{title}{name}", check)
+    ]
+
+
+_LOOKED_AT = 500
+"""Demonstrations that are written as tokens for the check; the stage does so with all of them first."""
+
+
+def check_demonstrations(recipe: Recipe, models: Models) -> list[Finding]:
+    """What every `sft` of the recipe would learn from. What is wrong with a file that several share is said
+    once.
+    """
+    findings: list[Finding] = []
+    for domain, config in recipe.demonstrated().items():
+        title = f"sft {domain}" if domain else "sft"
+        found = attempt(title, partial(_check, title, recipe, domain or None, config, models))
+        told = {finding.detail for finding in findings if finding.level == "error"}
+        findings += [finding for finding in found if finding.detail not in told]
+    return findings
+
+
+def _check(
+    title: str, recipe: Recipe, domain: str | None, config: SFTConfig, models: Models
+) -> list[Finding]:
+    from opd.data.demonstrations import read_demonstrations, sized
+    from opd.pipelines.stages.sft import length_limit, refuse_template, written_by
+
+    rows = read_demonstrations(config.source, domain)
+    if models.tokenizer is None:
+        return []
+    writes = written_by(recipe, models.tokenizer)
+    refuse_template(rows, writes)
+    limit, why = length_limit(recipe, config, models.tokenizer)
+    some = rows[:: -(-len(rows) // _LOOKED_AT)]
+    found = sized(some, writes, limit, config.too_long, why)
+    told = found.sentence(limit, why)
+    if not found.rows:
+        mend = "shorten them" if why.startswith("the model") else "give `sft` a larger max_length"
+        return [Finding("error", title, f"none can be learnt from: {told}; {mend}")]
+    lengths = [len(encoded) for _, encoded in found.rows]
+    counted = sum(int(encoded.mask.sum()) for _, encoded in found.rows)
+    text = (
+        f"{len(rows)} demonstrations, {min(lengths)} to {max(lengths)} tokens in the {len(some)} looked at,"
+        f" of which {counted / sum(lengths):.0%} are learnt"
+    )
+    findings = [Finding("ok", title, text)]
+    if told:
+        findings.append(Finding("warning", title, told))
+    cut = set(found.cut)
+    ends = {
+        int(encoded.response_ids[encoded.mask][-1])
+        for row, encoded in found.rows
+        if row.prompt.where not in cut
+    }
+    if ends and not ends & {*writes.stops} and not recipe.rollout.stop:
+        last = min(ends)
+        detail = (
+            f"answers end with {last} {models.tokenizer.convert_ids_to_tokens(last)!r}, at which responses do"
+            " not end: the model would never learn to stop; add the id that the chat template ends an answer"
+            " with to rollout.stop_ids, or give model.chat_template one that writes an end-of-sequence token"
+        )
+        findings.append(Finding("error", title, detail))
+    return findings
+
+
+TITLE = "launch"
+
+
+def check_cluster(recipe: Recipe) -> list[Finding]:
+    """Address, port and GPUs of a run on Ray; nothing without Ray, which `check_extras` reports."""
+    if not isinstance(recipe.launch, RayLaunch) or find_spec("ray") is None:
+        return []
+    if recipe.launch.address is None:
+        return attempt(TITLE, partial(_check_own, recipe, recipe.launch))
+    return attempt(TITLE, partial(_check_there, recipe.launch.address, recipe.launch))
+
+
+def _check_there(address: str, launch: RayLaunch) -> list[Finding]:
+    """A cluster that is there already. A job's own is seen from inside the job alone."""
+    from opd.pipelines.launch.ray.cluster import probe, resolved
+
+    if address == "auto" and not os.environ.get("RAY_ADDRESS"):
+        detail = "launch.address is auto, and RAY_ADDRESS is not set here; a Ray job has it"
+        return [Finding("warning", TITLE, detail)]
+    there = resolved(launch)
+    probe(there)
+    return [Finding("ok", TITLE, f"the Ray cluster at {there} answers")]
+
+
+def _check_own(recipe: Recipe, launch: RayLaunch) -> list[Finding]:
+    """One that the run starts on this machine, which has no other GPUs than this one."""
+    from opd.pipelines.launch.ray.cluster import BundleLayout, needed, require_free
+
+    if launch.port is not None:
+        require_free(launch.port)
+    asked = BundleLayout.of(needed(recipe), recipe.train.ranks or 1, recipe.servers).total.get("GPU", 0.0)
+    if asked:
+        from torch.cuda import device_count
+
+        if asked > (there := device_count()):
+            raise ConfigError(
+                f"launch asks for {asked:g} GPUs in all, and this machine, where the run starts its cluster,"
+                f" has {there}; lower launch.ROLE.gpus or servers.NAME.count, or give launch.address."
+            )
+    return [Finding("ok", TITLE, "a Ray cluster of its own, on this machine")]
+
 
 __all__ = ["Finding", "diagnose", "examine", "show"]
 

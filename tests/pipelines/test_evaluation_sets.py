@@ -10,8 +10,7 @@ from recipes import own_rollout, tiny_recipe
 
 from opd.data.load import load_domain
 from opd.errors import DataError, RewardError
-from opd.pipelines.doctor.evaluation import check_contamination
-from opd.pipelines.doctor.examine import examine
+from opd.pipelines.doctor.examine import check_contamination, examine
 from opd.pipelines.evaluation import evaluate
 from opd.pipelines.evaluation.contamination import contamination
 from opd.pipelines.evaluation.sets import load_sets

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from opd.pipelines.evaluation.several import maj_at, pass_at
+from opd.pipelines.evaluation.measure import maj_at, pass_at
 from opd.pipelines.evaluation.statistics import (
     Count,
     contrast,

@@ -27,7 +27,7 @@ from opd.served.hidden_segments import HiddenSegment, plugin_of
 from opd.served.http_client import HTTPClient, Patience, PoolOptions, Server
 from opd.served.plugin.opd_hidden_states import DTYPES, HEADER_BYTES, KEY, SEGMENT_NAME
 from opd.served.sglang_answers import Question
-from opd.teachers import sglang_admission
+from opd.teachers import sglang_teacher
 from opd.teachers.kinds import Placement
 from opd.teachers.local_teacher import LocalTeacher
 from opd.teachers.served_teacher import SignalNeeds
@@ -132,7 +132,7 @@ def test_bytes_and_json_give_the_same_rows(teacher, monkeypatch, caplog):
     async def none(pool, server):
         return None
 
-    monkeypatch.setattr(sglang_admission, "plugin_of", none)
+    monkeypatch.setattr(sglang_teacher, "plugin_of", none)
     with caplog.at_level(logging.WARNING):
         plain = teacher()
         torch.testing.assert_close(plain.score(samples).rows, found, atol=1e-6, rtol=1e-6)

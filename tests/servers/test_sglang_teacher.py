@@ -29,8 +29,7 @@ from opd.teachers.kinds import Placement
 from opd.teachers.local_teacher import LocalTeacher
 from opd.teachers.schedule import Router, TeacherSchedule, sampled_logprobs
 from opd.teachers.served_teacher import SignalNeeds
-from opd.teachers.sglang_admission import ExpectedSGLang, HeadShape, _check_settings
-from opd.teachers.sglang_teacher import SGLangTeacher
+from opd.teachers.sglang_teacher import ExpectedSGLang, HeadShape, SGLangTeacher, _check_settings
 from opd.types import SamplingParams
 
 LENGTHS = [(3, 4), (1, 1), (5, 0), (2, 60), (9, 7), (40, 1), (9, 3)]
