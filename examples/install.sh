@@ -2,6 +2,7 @@
 # Makes .venv in the repository root with `opd` and one extra: bash examples/install.sh [EXTRA]
 # Scripts source this file, which does nothing by itself, and call `install_opd [EXTRA]`.
 set -euo pipefail
+unset CDPATH  # with it cd prints where it goes
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 venv="$root/.venv"
 python="$venv/bin/python"
@@ -16,15 +17,19 @@ say() { echo "opd: $*" >&2; }
 # the lock (`.ci/requirements/`) exactly what it names, checked by hash; elsewhere what the package's own bounds allow.
 install_opd() {
   local extra=${1:-} stamp="$venv/.installed-${1:-core}" lock="$root/.ci/requirements/${1:-core}.txt" platform
-  if [ -e "$stamp" ] && ! [ "$root/pyproject.toml" -nt "$stamp" ] && ! [ "$root/.ci/requirements" -nt "$stamp" ] &&
-    ! [ "$lock" -nt "$stamp" ]; then
+  if [ "$(cat "$stamp" 2>/dev/null)" = "$root" ] && ! [ "$root/pyproject.toml" -nt "$stamp" ] &&
+    ! [ "$root/.ci/requirements" -nt "$stamp" ] && ! [ "$lock" -nt "$stamp" ] && "$python" -c '' 2>/dev/null; then
     return 0
   fi
-  if [ ! -x "$python" ]; then
+  if ! "$python" -m pip --version >/dev/null 2>&1; then  # not there, or an installation was interrupted
     say "making $venv"
-    "${PYTHON:-python3}" -m venv "$venv"
+    "${PYTHON:-python3}" -m venv --clear "$venv"
   fi
   platform=$("$python" -c 'import platform as p, sys; print(sys.platform, p.machine(), *sys.version_info[:2])')
+  if [ -z "$platform" ]; then
+    say "$python is no Python: remove $venv and try again"
+    return 1
+  fi
   if ! "$python" -c 'import torch' 2>/dev/null; then
     # By pip, which finds a machine's own build of it; uv is told to leave it alone.
     say "installing PyTorch"
@@ -40,7 +45,7 @@ install_opd() {
     "$python" -m pip install --quiet uv
     "$python" -m uv pip install --python "$python" --editable "$root${extra:+[$extra]}"
   fi
-  touch "$stamp"
+  echo "$root" >"$stamp"  # a copy of it elsewhere would import this one's code
 }
 
 # several_runs DEFAULT "$@": for scripts that make more than one run. Sets $out to the value of --out (or DEFAULT),

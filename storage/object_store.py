@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar, TypeVar
+from urllib.parse import unquote
 
 from opd.errors import StorageError, way_out
 from opd.foreign import cores, decoding, object_path, require_memory, shown, whole
@@ -155,9 +156,12 @@ Chunks = Callable[[], Iterator[bytes | memoryview]]
 
 
 def folder_of(url: str | Path) -> Path | None:
-    """The folder that `url` names, a path or `file://`; `None` where it names a store elsewhere."""
+    """Return the folder that `url` names, a path or `file://`; `None` where it names a store elsewhere.
+
+    In `file://` URLs `%20` is a blank, as `Path.as_uri` writes it.
+    """
     protocol, separator, rest = str(url).partition("://")
-    return Path(rest if separator else protocol) if not separator or protocol == "file" else None
+    return Path(unquote(rest) if separator else protocol) if not separator or protocol == "file" else None
 
 
 class ObjectStore(ABC):

@@ -39,7 +39,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--full",
         action="store_true",
-        default=bool(os.environ.get("OPD_FULL_TESTS")),
+        default=full.FULL,
         help="run the tests marked `slow`, `long` and `check` too, and more cases of generated ones",
     )
     parser.addoption(
@@ -58,6 +58,7 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys([*filter(None, others), *helpers]))
     if config.getoption("--full"):
         os.environ["OPD_FULL_TESTS"] = "1"
+        full.FULL = True
         settings.load_profile("full")
     if config.getoption("--record") and not hasattr(config, "workerinput"):
         try:
@@ -106,7 +107,8 @@ def other_cases(items: list[pytest.Item]) -> set[pytest.Item]:
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
     """A process that has run tests says how many it left out: all leave out the same."""
-    node.config.stash[left_out] = getattr(node, "workeroutput", {}).get("left out", 0)
+    said = getattr(node, "workeroutput", {}).get("left out", 0)
+    node.config.stash[left_out] = max(node.config.stash[left_out], said)  # a killed one says nothing
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

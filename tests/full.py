@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import pytest
 
-FULL = "OPD_FULL_TESTS" in os.environ
+FULL = os.environ.get("OPD_FULL_TESTS") == "1"
+"""`conftest.py` sets it with `--full`, before test modules are imported."""
 
 
 def cases(count: int) -> int:
@@ -44,6 +45,7 @@ class Recorder:
             raise ValueError("--record is for whole folders with --full, without -k and -m: leave it out")
         if _git("status", "--porcelain"):
             raise ValueError("--record names a commit: commit what `git status` shows, or leave it out")
+        recorded()
         self.counts: dict[str, Counter[str]] = {}
         self.seconds: Counter[str] = Counter()
 
@@ -56,18 +58,33 @@ class Recorder:
 
     def pytest_sessionfinish(self) -> None:
         """Add the folders that ran to those of earlier runs."""
-        written = json.loads(RECORD.read_text("utf-8")) if RECORD.exists() else {}
+        written = recorded()
         for folder, counts in self.counts.items():
             found = {outcome: counts[outcome] for outcome in OUTCOMES}
             found |= {"seconds": round(self.seconds[folder]), "commit": _git("rev-parse", "--short", "HEAD")}
             written[folder] = {**found, "machine": _machine()}
-        RECORD.write_text(json.dumps(dict(sorted(written.items())), indent=1) + "\n", encoding="utf-8")
+        new = RECORD.with_suffix(".new")
+        new.write_text(json.dumps(dict(sorted(written.items())), indent=1) + "\n", encoding="utf-8")
+        new.replace(RECORD)
+
+
+def recorded() -> dict[str, dict[str, Any]]:
+    """What earlier runs recorded, by folder. Raises `ValueError` if the file is damaged."""
+    try:
+        found = json.loads(RECORD.read_text("utf-8")) if RECORD.exists() else {}
+        whole = all(isinstance(row[key], int) for row in found.values() for key in HEAD[1:-1])
+        whole = whole and all(isinstance(row["commit"], str) for row in found.values())
+    except (ValueError, KeyError, TypeError, AttributeError):
+        whole = False
+    if not whole:
+        raise ValueError(f"{RECORD} is damaged: take it from git again")
+    return found
 
 
 def table() -> str:
     """The rows of `full.json` as Markdown."""
     rows = [HEAD, ["---"] * len(HEAD)]
-    for folder, found in json.loads(RECORD.read_text("utf-8")).items():
+    for folder, found in recorded().items():
         rows.append([f"`{folder}/`", *(f"{found[key]:,}" for key in HEAD[1:-1]), found["commit"]])
     return _markdown(rows)
 
@@ -75,14 +92,19 @@ def table() -> str:
 def coverage(report: Path) -> str:
     """Lines and branches that tests took, by folder, as Markdown."""
     sums: dict[str, Counter[str]] = {}
-    for name, file in json.loads(report.read_text("utf-8"))["files"].items():
-        parts = Path(name).parts[:-1]
-        folder = "/".join(parts[: 1 if parts[0] in ("kernels", "storage", "teachers") else 2])
-        sums.setdefault(folder, Counter()).update(file["summary"])
+    try:
+        for name, file in json.loads(report.read_text("utf-8"))["files"].items():
+            parts = Path(name).parts[:-1]
+            folder = "/".join(parts[: 1 if parts[:1] in (("kernels",), ("storage",), ("teachers",)) else 2])
+            sums.setdefault(folder, Counter()).update(file["summary"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{report} is not what --cov-report=json writes ({error!r})") from None
     rows = [["folder", "lines", "taken", "branches", "taken"], ["---"] * 5]
     for folder, found in sorted(sums.items()):
         pairs = [("num_statements", "covered_lines"), ("num_branches", "covered_branches")]
-        shares = [(f"{found[of]:,}", f"{found[part] / max(found[of], 1):.0%}") for of, part in pairs]
+        shares = [
+            (f"{found[of]:,}", f"{found[part] / found[of]:.0%}" if found[of] else "-") for of, part in pairs
+        ]
         rows.append([f"`{folder}/`", *(cell for pair in shares for cell in pair)])
     return _markdown(rows)
 
@@ -103,4 +125,7 @@ def _machine() -> str:
 
 
 if __name__ == "__main__":
-    print(coverage(Path(sys.argv[1])) if sys.argv[1:] else table(), end="")
+    try:
+        print(coverage(Path(sys.argv[1])) if sys.argv[1:] else table(), end="")
+    except ValueError as wrong:
+        sys.exit(str(wrong))

@@ -5,15 +5,27 @@
 #   bash tests/run.sh --check          # types, site, wheel, shell scripts
 # Other arguments go to pytest.
 set -euo pipefail
+unset CDPATH  # with it cd prints where it goes
 cd "$(dirname "$0")/.."
 source examples/install.sh
-extra=test arguments=()
+extra=test arguments=() option=
 for argument in "$@"; do
   case $argument in
-    --full) extra=test-full ;;
+    --full | --cov*) extra=test-full ;;
     --check) extra=test-full argument="-m=check" ;;
   esac
-  if [[ $argument =~ ^[a-z_]+$ && -d tests/$argument ]]; then argument=tests/$argument; fi
+  case $option in
+    -[kmpnocWr] | --deselect | --ignore | --durations | --timeout | --maxfail | --tb | --dist | --basetemp | --junitxml) ;; # its value
+    *)
+      if [[ $argument =~ ^[a-z_]+/?$ && -d tests/$argument ]]; then
+        argument=tests/${argument%/}
+      elif [[ $argument != -* && ! -e ${argument%%::*} ]]; then
+        say "there is no tests/$argument and no $argument: name a folder of tests/, or a file by its path from $root"
+        exit 2
+      fi
+      ;;
+  esac
+  option=$argument
   arguments+=("$argument")
 done
 install_opd "$extra"

@@ -37,7 +37,7 @@ with open({calls!r}, "a") as calls:
     print(json.dumps([name, *words]), file=calls)
 if words[:2] == ["-m", "venv"]:
     folder = pathlib.Path(words[-1]) / "bin"
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     for other in ("python", "opd"):
         shutil.copy(sys.argv[0], folder / other)
 if words[:1] == ["-c"] and "import platform" in words[1]:
@@ -73,7 +73,7 @@ def copy(tmp_path: Path) -> Path:
         (root / "runs" / "real-model-inputs" / made).parent.mkdir(parents=True)
         (root / "runs" / "real-model-inputs" / made).touch()
     for extra in set(EXTRA.values()):
-        (root / ".venv" / f".installed-{extra}").touch()
+        (root / ".venv" / f".installed-{extra}").write_text(f"{root}\n")
     return root
 
 
@@ -171,3 +171,43 @@ def test_it_is_installed_once_and_again_when_the_lock_or_the_package_changed(cop
     later = time.time() + 60
     os.utime(copy / changed, (later, later))
     assert installed(call(copy, "examples/ray_cluster/run.sh"))
+
+
+@pytest.mark.parametrize("broken", ["elsewhere", "without pip", "no program"])
+def test_an_environment_of_another_checkout_or_half_of_one_is_made_anew(copy, broken):
+    (copy / "stub").mkdir()
+    shutil.copy(copy / ".venv" / "bin" / "python", copy / "stub" / "python")
+    if broken == "elsewhere":
+        (copy / ".venv" / ".installed-ray").write_text("/another/checkout\n")
+    else:
+        shutil.rmtree(copy / ".venv" / "bin")
+    if broken == "without pip":
+        (copy / ".venv" / "bin").mkdir()
+        (copy / ".venv" / "bin" / "python").write_text("#!/bin/sh\nexit 1\n")
+        (copy / ".venv" / "bin" / "python").chmod(0o755)
+    assert installed(call(copy, "examples/install.sh", "ray"))[-1][-1] == str(copy)
+
+
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [
+        (["data"], ["tests/data"]),
+        (["--full", "data/"], ["--full", "tests/data"]),
+        (["-m", "data", "--lf", "data"], ["-m", "data", "--lf", "tests/data"]),
+        (["-k", "nosuch", "--check"], ["-k", "nosuch", "-m=check"]),
+        (["tests/run.sh::one"], ["tests/run.sh::one"]),
+    ],
+)
+def test_folders_are_named_alone_and_values_of_options_stay(copy, words, wanted):
+    (copy / "tests" / "data").mkdir()
+    extra = copy / ".venv" / ".installed-test-full"
+    extra.write_text(f"{copy}\n")
+    assert call(copy, "tests/run.sh", *words)[-1][-len(wanted) :] == wanted
+
+
+@pytest.mark.parametrize("word", ["nosuch", "nosuch/", "tests/nosuch.py::one"])
+def test_what_is_not_there_is_said_before_anything_is_installed(copy, word):
+    command = ["bash", str(copy / "tests" / "run.sh"), "--full", word]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert f"there is no tests/{word} and no {word}: name a folder of tests/" in done.stderr

@@ -63,7 +63,8 @@ def seaweedfs(folder: Path) -> Iterator[S3Server]:
     }
     (folder / "s3.json").write_text(json.dumps({"identities": [identity]}))
     ports = free_ports(4)
-    command = [program, "server", f"-dir={folder}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1"]
+    command = [program, f"-logdir={folder}", "server", f"-dir={folder}"]
+    command += ["-ip=127.0.0.1", "-ip.bind=127.0.0.1"]
     command += ["-filer", "-s3", f"-s3.config={folder / 's3.json'}", "-master.volumeSizeLimitMB=1024"]
     command += ["-volume.max=12", "-volume.preStopSeconds=0", "-s3.iam=false"]
     # Two more services of a fixed port each, on which a second server on this machine would fail.

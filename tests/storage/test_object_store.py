@@ -69,6 +69,17 @@ def test_errors_name_object_and_range(store):
         store.get_range("a", 3, 9)
 
 
+@pytest.mark.parametrize("name", ["a b", "ä", "100%", "a#b"])
+def test_a_folder_is_found_by_its_path_and_by_its_url(tmp_path, name):
+    folder = tmp_path / name
+    with ObjectStore.open(folder.as_uri(), options=FAST) as opened:
+        opened.put("x", b"1")
+    assert (folder / "x").read_bytes() == b"1"
+    with ObjectStore.open(folder, options=FAST) as opened:
+        assert opened.get("x") == b"1"
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
 def test_what_comes_into_the_place_of_a_file_is_not_waited_for(tmp_path, make):
     with ObjectStore.open(tmp_path, options=FAST) as opened:

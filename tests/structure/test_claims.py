@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import full
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -46,3 +47,8 @@ def test_every_row_without_a_default_test_says_full():
     assert [
         claim for claim, command in rows() if not default_commands(command) and "--full" not in command
     ] == []
+
+
+@pytest.mark.check
+def test_the_tests_page_shows_what_the_whole_runs_recorded():
+    assert full.table() in (ROOT / "tests" / "README.md").read_text("utf-8")
