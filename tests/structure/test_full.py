@@ -18,6 +18,7 @@ def pytest_collection_finish():
 """
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("words", "variable", "found"),
     [(["--full"], None, "True 100"), ([], "1", "True 100"), ([], "0", "False 25"), ([], "", "False 25")],
