@@ -596,12 +596,20 @@ class Sessions:
 
 
 def test_turns_whose_clients_hang_up_count(monkeypatch):
-    sessions = Sessions(monkeypatch)
+    sessions, gone, generate = Sessions(monkeypatch), threading.Event(), Recorded.generate
+
+    def slow(engine, requests, more=None):
+        for chunk in generate(engine, requests, more):
+            assert gone.wait(60)  # an answer that is whole before its client has left counts as given
+            yield chunk
+
+    monkeypatch.setattr(Recorded, "generate", slow)
 
     def play(task, url, key):
         for place in range(5):
             body = {"prompt": task.prompt + str(place), "max_tokens": 20}
             if place < 2:
+                gone.clear()
 
                 def placed(most=place):
                     sessions.until(lambda one: len(one.branches.turns) > most)
@@ -610,6 +618,7 @@ def test_turns_whose_clients_hang_up_count(monkeypatch):
             else:
                 assert refused(url, key, body, "/completions")[1]["code"] == "max_turns"
             sessions.until(lambda one: not one.in_flight)
+            gone.set()
         for place in range(2):  # they were written, and are there for who asks again
             agents.post(url, key, "/completions", {"prompt": task.prompt + str(place), "max_tokens": 20})
         return refused(url, key, {"prompt": "7"}, "/completions")

@@ -240,7 +240,7 @@ ROWS = [
                 when=[datetime.date(2026, 1, 2)] * 20,
                 at=[datetime.datetime(2026, 1, 2, 3)] * 20,
                 price=[Decimal("1.50")] * 20,
-                image=[b"\x89PNG"] * 20,
+                raw=[b"\x89PNG"] * 20,
             )
         ),
         long=True,
