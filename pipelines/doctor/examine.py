@@ -40,7 +40,14 @@ from opd.pipelines.doctor.checks import (
     number_of,
 )
 from opd.pipelines.doctor.environments import check_environments
-from opd.pipelines.doctor.models import DEVICE, Models, check_device, check_models, require_folders
+from opd.pipelines.doctor.models import (
+    DEVICE,
+    Models,
+    check_device,
+    check_models,
+    check_prompts,
+    require_folders,
+)
 from opd.pipelines.doctor.rewards import check_rewards, check_sandbox
 from opd.pipelines.doctor.servers import check_servers, check_shared, check_workers
 from opd.pipelines.evaluation.sets import said_of_set
@@ -49,12 +56,16 @@ from opd.pipelines.records.run_folder import Accepted, default_path
 if TYPE_CHECKING:
     from opd.rollout.prompts import Domain
 
-_MOST = 10_000
+__all__ = ["Finding", "diagnose", "examine", "show"]
+
+_MARKS = {"ok": "[green]ok[/]", "warning": "[yellow]warning[/]", "error": "[red]error[/]"}
+_MOST_PROMPTS = 10_000
 """Prompts a generated source makes for the check: that it has too few is not to be found out at the end."""
-
-
-_SHOWN = 80
+_EXAMPLE = 80
 """Characters of an example."""
+_DEMONSTRATIONS = 500
+"""Demonstrations that are written as tokens for the check; the stage does so with all of them first."""
+_LAUNCH = "launch"
 
 
 def check_sets(recipe: Recipe, sets: dict[str, Domain]) -> list[Finding]:
@@ -62,18 +73,16 @@ def check_sets(recipe: Recipe, sets: dict[str, Domain]) -> list[Finding]:
     findings: list[Finding] = []
     of_sets = recipe.of_sets()
     for name in of_sets.domains:
-        findings += _said(recipe, name, lambda name=name: _check_set(recipe, of_sets, name, sets))
+        findings += _of_set(recipe, name, lambda name=name: _check_set(recipe, of_sets, name, sets))
     return findings
 
 
 def check_set_prompts(recipe: Recipe, sets: dict[str, Domain], tokenizer: Any) -> list[Finding]:
     """Whether their prompts can be written as tokens and leave room for their responses."""
-    from opd.pipelines.doctor.models import check_prompts
-
     findings: list[Finding] = []
     of_sets = recipe.of_sets()
     for name, found in sets.items():
-        findings += _said(recipe, name, lambda d=found: check_prompts(of_sets, d, tokenizer), "prompts ")
+        findings += _of_set(recipe, name, lambda d=found: check_prompts(of_sets, d, tokenizer), "prompts ")
     return findings
 
 
@@ -103,7 +112,7 @@ def check_contamination(recipe: Recipe, sets: dict[str, Domain]) -> list[Finding
 
 
 def _cut(text: str) -> str:
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]} ..."
+    return text if len(text) <= _EXAMPLE else f"{text[:_EXAMPLE]} ..."
 
 
 def _check_set(recipe: Recipe, of_sets: Recipe, name: str, sets: dict[str, Domain]) -> list[Finding]:
@@ -112,7 +121,7 @@ def _check_set(recipe: Recipe, of_sets: Recipe, name: str, sets: dict[str, Domai
 
     config, asked = of_sets.domains[name], recipe.evaluation.sets[name].prompts
     wrong = check_scorer(of_sets, name)
-    count = asked if config.is_file else min(_MOST, asked)
+    count = asked if config.is_file else min(_MOST_PROMPTS, asked)
     found = load_domain(name, config, seed=recipe.seed, held_out_prompts=count)
     if wrong:
         return wrong
@@ -127,7 +136,7 @@ def _check_set(recipe: Recipe, of_sets: Recipe, name: str, sets: dict[str, Domai
     return [sound, *(finding for finding in rewarded if finding.level != "ok")]
 
 
-def _said(
+def _of_set(
     recipe: Recipe, name: str, check: Callable[[], list[Finding]], title: str = "domain "
 ) -> list[Finding]:
     """What `check` finds, said of an evaluation set."""
@@ -138,10 +147,6 @@ def _said(
     ]
 
 
-_LOOKED_AT = 500
-"""Demonstrations that are written as tokens for the check; the stage does so with all of them first."""
-
-
 def check_demonstrations(recipe: Recipe, models: Models) -> list[Finding]:
     """What every `sft` of the recipe would learn from. What is wrong with a file that several share is said
     once.
@@ -149,13 +154,13 @@ def check_demonstrations(recipe: Recipe, models: Models) -> list[Finding]:
     findings: list[Finding] = []
     for domain, config in recipe.demonstrated().items():
         title = f"sft {domain}" if domain else "sft"
-        found = attempt(title, partial(_check, title, recipe, domain or None, config, models))
+        found = attempt(title, partial(_check_demonstrated, title, recipe, domain or None, config, models))
         told = {finding.detail for finding in findings if finding.level == "error"}
         findings += [finding for finding in found if finding.detail not in told]
     return findings
 
 
-def _check(
+def _check_demonstrated(
     title: str, recipe: Recipe, domain: str | None, config: SFTConfig, models: Models
 ) -> list[Finding]:
     from opd.data.demonstrations import read_demonstrations, sized
@@ -167,7 +172,7 @@ def _check(
     writes = written_by(recipe, models.tokenizer)
     refuse_template(rows, writes)
     limit, why = length_limit(recipe, config, models.tokenizer)
-    some = rows[:: -(-len(rows) // _LOOKED_AT)]
+    some = rows[:: -(-len(rows) // _DEMONSTRATIONS)]
     found = sized(some, writes, limit, config.too_long, why)
     told = found.sentence(limit, why)
     if not found.rows:
@@ -199,31 +204,28 @@ def _check(
     return findings
 
 
-TITLE = "launch"
-
-
 def check_cluster(recipe: Recipe) -> list[Finding]:
     """Address, port and GPUs of a run on Ray; nothing without Ray, which `check_extras` reports."""
     if not isinstance(recipe.launch, RayLaunch) or find_spec("ray") is None:
         return []
     if recipe.launch.address is None:
-        return attempt(TITLE, partial(_check_own, recipe, recipe.launch))
-    return attempt(TITLE, partial(_check_there, recipe.launch.address, recipe.launch))
+        return attempt(_LAUNCH, partial(_check_own_cluster, recipe, recipe.launch))
+    return attempt(_LAUNCH, partial(_check_cluster_there, recipe.launch.address, recipe.launch))
 
 
-def _check_there(address: str, launch: RayLaunch) -> list[Finding]:
+def _check_cluster_there(address: str, launch: RayLaunch) -> list[Finding]:
     """A cluster that is there already. A job's own is seen from inside the job alone."""
     from opd.pipelines.launch.ray.cluster import probe, resolved
 
     if address == "auto" and not os.environ.get("RAY_ADDRESS"):
         detail = "launch.address is auto, and RAY_ADDRESS is not set here; a Ray job has it"
-        return [Finding("warning", TITLE, detail)]
+        return [Finding("warning", _LAUNCH, detail)]
     there = resolved(launch)
     probe(there)
-    return [Finding("ok", TITLE, f"the Ray cluster at {there} answers")]
+    return [Finding("ok", _LAUNCH, f"the Ray cluster at {there} answers")]
 
 
-def _check_own(recipe: Recipe, launch: RayLaunch) -> list[Finding]:
+def _check_own_cluster(recipe: Recipe, launch: RayLaunch) -> list[Finding]:
     """One that the run starts on this machine, which has no other GPUs than this one."""
     from opd.pipelines.launch.ray.cluster import BundleLayout, needed, require_free
 
@@ -238,12 +240,7 @@ def _check_own(recipe: Recipe, launch: RayLaunch) -> list[Finding]:
                 f"launch asks for {asked:g} GPUs in all, and this machine, where the run starts its cluster,"
                 f" has {there}; lower launch.ROLE.gpus or servers.NAME.count, or give launch.address."
             )
-    return [Finding("ok", TITLE, "a Ray cluster of its own, on this machine")]
-
-
-__all__ = ["Finding", "diagnose", "examine", "show"]
-
-_MARKS = {"ok": "[green]ok[/]", "warning": "[yellow]warning[/]", "error": "[red]error[/]"}
+    return [Finding("ok", _LAUNCH, "a Ray cluster of its own, on this machine")]
 
 
 def examine(
