@@ -79,15 +79,6 @@ class NewBlob(NamedTuple):
                 data, offset = data[written:], offset + written
 
 
-def read_into(descriptor: int, data: memoryview, offset: int) -> None:
-    """Fill `data` from byte `offset` of a file on. Raises `OSError` if the file ends before."""
-    while data:
-        count = os.preadv(descriptor, [data], offset)
-        if not count:
-            raise OSError(errno.EIO, "the file is too short")
-        data, offset = data[count:], offset + count
-
-
 class CacheFiles:
     """The blobs of a cache within a quota, shared by the processes and threads of a node."""
 

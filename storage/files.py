@@ -138,6 +138,16 @@ def _no_plain_file(number: int, path: str | os.PathLike[str]) -> OSError:
     return OSError(number, "it is no plain file", str(path))
 
 
+def fill_from(descriptor: int, start: int, into: memoryview) -> None:
+    """Read `into`, of bytes, from byte `start` of an open file on. `EOFError` if it has not so many."""
+    done = 0
+    while done < len(into):
+        received = os.preadv(descriptor, [into[done:]], start + done)
+        if not received:
+            raise EOFError
+        done += received
+
+
 def read_plain(path: str | os.PathLike[str], *, follow: bool = False) -> bytes:
     """The bytes of the file at `path`, opened as `open_plain` does."""
     with os.fdopen(open_plain(path, follow=follow), "rb") as file:

@@ -33,8 +33,8 @@ from opd.storage.blobs import (
     encode_header,
     verify_payload,
 )
-from opd.storage.cache_files import CacheFiles, NewBlob, disk_full, read_into
-from opd.storage.files import MappedFile
+from opd.storage.cache_files import CacheFiles, NewBlob, disk_full
+from opd.storage.files import MappedFile, fill_from
 from opd.storage.leases import Lease
 
 __all__ = ["CacheCounters", "CacheRecord", "Lease", "NodeCache", "RowsWriter", "cache_key"]
@@ -246,9 +246,9 @@ class NodeCache:
         header = os.fstat(descriptor).st_size - len(into)
         try:
             if header > 0:
-                read_into(descriptor, into, header)
+                fill_from(descriptor, header, into)
             whole = header > 0 and xxhash.xxh3_128_digest(into) == checksum
-        except OSError:  # cut short meanwhile, or a disk that cannot read it
+        except (OSError, EOFError):  # a disk that cannot read it, or cut short meanwhile
             whole = False
         if whole:
             self._files.touch(descriptor)
@@ -264,15 +264,19 @@ class NodeCache:
 
     def _put_group(self, items: Sequence[Item]) -> list[bool]:
         """Write arrays and give them their names together; after an error none of them is acknowledged."""
-        headers = [self._header(item) for item in items]
-        kept = [self._files.find(key) for key, _, _ in items]
-        new = [index for index, there in enumerate(kept) if not there]
-        begun = self._files.reserve([(items[i][0], len(headers[i]) + items[i][1].nbytes) for i in new])
-        blobs = {index: blob for index, blob in zip(new, begun, strict=True) if blob is not None}
+        kept, parts = [], {}
+        for index, (key, rows, record) in enumerate(items):
+            check_key(key)
+            kept.append(self._files.find(key))
+            if not kept[-1]:
+                rows = np.ascontiguousarray(rows)
+                parts[index] = (encode_header(key, describe(rows, record)), bytes_of(rows))
+        begun = self._files.reserve([(items[index][0], sum(map(len, parts[index]))) for index in parts])
+        blobs = {index: blob for index, blob in zip(parts, begun, strict=True) if blob is not None}
         try:
             for index, blob in list(blobs.items()):
                 try:
-                    blob.write([headers[index], bytes_of(np.ascontiguousarray(items[index][1]))], 0)
+                    blob.write(parts[index], 0)
                 except OSError as error:
                     if not disk_full(error):
                         raise
@@ -285,18 +289,12 @@ class NodeCache:
             else:
                 for index in blobs:
                     kept[index] = True
-                    self._count(bytes_written=items[index][1].nbytes)
+                    self._count(bytes_written=len(parts[index][1]))
                 blobs.clear()
         finally:
             self._files.discard(list(blobs.values()))
         self._count(rejected=kept.count(False))
         return kept
-
-    @staticmethod
-    def _header(item: Item) -> bytes:
-        key, rows, record = item
-        check_key(key)
-        return encode_header(key, describe(np.ascontiguousarray(rows), record))
 
     def _count(self, **changes: int) -> None:
         if self._owner != os.getpid():  # forked, perhaps while another thread held the lock
@@ -380,7 +378,10 @@ class RowsWriter:
         """Take back the bytes `[n]` uint8 of all rows appended so far; the cache's room is free again."""
         with self._reporting("read"):
             taken = np.empty(self._offset - self._begin, np.uint8)
-            read_into(self._blob.descriptor, taken.data, self._begin)
+            try:
+                fill_from(self._blob.descriptor, self._begin, taken.data)
+            except EOFError:
+                raise OSError(errno.EIO, "rows that were written are gone") from None
             self._discard()
         return taken
 

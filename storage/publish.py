@@ -21,7 +21,7 @@ from typing import Any
 import xxhash
 
 from opd.errors import StorageError, way_out
-from opd.storage.files import read_description
+from opd.storage.files import fill_from, read_description
 from opd.storage.manifest import (
     EMBEDDING_WEIGHT,
     FILES,
@@ -53,7 +53,7 @@ from opd.storage.manifest import (
     unit_order,
 )
 from opd.storage.object_store import ObjectStore
-from opd.storage.weight_folder import TensorSource, are_numbers, fill_from, no_number, read_headers, reading
+from opd.storage.weight_folder import TensorSource, are_numbers, no_number, read_headers, reading
 
 MEND = "copy the folder again."
 

@@ -26,9 +26,9 @@ from torch import Tensor
 
 from opd.errors import CheckpointError, reason_of, way_out
 from opd.foreign import is_file_name, read_document, whole
-from opd.storage.files import atomic_file, open_plain, read_plain
+from opd.storage.files import atomic_file, fill_from, open_plain, read_plain
 from opd.storage.leases import Lease
-from opd.storage.weight_folder import TensorSource, fill_from, no_number, read_header, reading
+from opd.storage.weight_folder import TensorSource, no_number, read_header, reading
 
 DTYPES = {
     "F64": torch.float64,

@@ -18,7 +18,7 @@ from typing import Any
 
 from opd.errors import CheckpointError, OpdError, StorageError, reason_of, way_out
 from opd.foreign import indexed_files, read_document, shown, whole
-from opd.storage.files import mend_of, read_object
+from opd.storage.files import fill_from, mend_of, read_object
 from opd.storage.manifest import DTYPE_BYTES
 
 SINGLE = "model.safetensors"
@@ -100,16 +100,6 @@ def reading(path: Path, kind: type[OpdError]) -> Iterator[None]:
     except OSError as error:
         mend = way_out(error, "copy it again")
         raise kind(f"{path} cannot be read ({error.strerror or error}); {mend}.") from error
-
-
-def fill_from(descriptor: int, start: int, into: memoryview) -> None:
-    """Read `into`, of bytes, from byte `start` of an open file on. `EOFError` if it has not so many."""
-    done = 0
-    while done < len(into):
-        received = os.preadv(descriptor, [into[done:]], start + done)
-        if not received:
-            raise EOFError
-        done += received
 
 
 def read_header(path: Path, metadata: dict[str, Any] | None = None) -> dict[str, TensorSource]:

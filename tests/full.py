@@ -95,7 +95,7 @@ def coverage(report: Path) -> str:
     try:
         for name, file in json.loads(report.read_text("utf-8"))["files"].items():
             parts = Path(name).parts[:-1]
-            folder = "/".join(parts[: 1 if parts[:1] in (("kernels",), ("storage",), ("teachers",)) else 2])
+            folder = "/".join(parts[: 1 if {"kernels", "storage", "teachers"} & {*parts[:1]} else 2])
             sums.setdefault(folder, Counter()).update(file["summary"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{report} is not what --cov-report=json writes ({error!r})") from None

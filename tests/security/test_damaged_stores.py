@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import xxhash
+from cached_rows import file_of
 
 from opd.errors import OpdError
 from opd.metrics import read_metrics
@@ -383,7 +384,7 @@ def test_blobs_that_no_cache_wrote(tmp_path, little_memory):
     folder = make_cache(tmp_path / "cache")
     assert np.array_equal(use_cache(folder), ROWS)
     for data in blobs():
-        path = folder / "v3" / "blobs" / KEY.hex()[:2] / KEY.hex()
+        path = file_of(folder, KEY)
         path.write_bytes(data)
         assert use_cache(folder) is None
         assert not path.exists()  # it was given up

@@ -63,8 +63,13 @@ def disk_bytes(folder: Path) -> int:
 
 
 def blob_of(folder: Path, number: int) -> Path:
-    """The file of a blob."""
-    name = key_of(number).hex()
+    """The file of the blob of a number."""
+    return file_of(folder, key_of(number))
+
+
+def file_of(folder: Path, key: bytes) -> Path:
+    """The file of the blob of `key`, there or not."""
+    name = key.hex()
     return folder / "v3" / "blobs" / name[:2] / name
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from cached_rows import blobs
 from checkpoints import copy_of, expected_bytes, write_checkpoint
 
 from opd.storage.object_store import ObjectStore
@@ -51,4 +52,4 @@ def read(folder: Path, name: str = "a", world: int = 1, budget: int | None = Non
 
 def copies_of(folder: Path) -> list[Path]:
     """The files that hold the copies, the largest first."""
-    return sorted(folder.glob("copies/node/v3/blobs/*/*"), key=lambda path: -path.stat().st_size)
+    return sorted(blobs(folder / "copies" / "node"), key=lambda path: -path.stat().st_size)

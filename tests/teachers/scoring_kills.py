@@ -19,6 +19,7 @@ from pathlib import Path
 
 import tiny
 import torch
+from cached_rows import blobs, unfinished
 
 from opd.storage.node_cache import NodeCache
 from opd.teachers.kinds import Placement
@@ -92,12 +93,12 @@ def main() -> None:
         assert "/dev/shm" not in maps
         assert "SYSV" not in maps
         with NodeCache(folder / "cache", quota_bytes=QUOTA) as cache:
-            assert not list(folder.glob("cache/v3/new/*"))
+            assert not unfinished(folder / "cache")
             evicting += cache.used_bytes() > QUOTA - 3 * 4096
     right = 0
     made = opened(folder)
     with NodeCache(folder / "cache", quota_bytes=QUOTA) as cache:
-        scores, blobs = CachedScores(cache), len(list(folder.glob("cache/v3/blobs/*/*")))
+        scores, count = CachedScores(cache), len(blobs(folder / "cache"))
         for seed in range(5):
             for sample in samples(seed):
                 rows = scores.find(made[sample.domain], sample)
@@ -106,7 +107,7 @@ def main() -> None:
         assert cache.counters.corrupt == 0
     made["a"].close()
     left = {path for path in files(folder) - before if path.parent.parent.name != "blobs"}
-    print(json.dumps({"right": right, "blobs": blobs, "evicting": evicting}))
+    print(json.dumps({"right": right, "blobs": count, "evicting": evicting}))
     assert {path.name for path in left} == {"index", "leases", "lock", "users"}, left
 
 

@@ -9,6 +9,7 @@ import pytest
 import ranks
 import tiny
 import torch
+from cached_rows import blobs
 from tiny_published import publish
 
 from opd.errors import StorageError
@@ -113,9 +114,9 @@ def test_a_bit_of_a_cached_blob(urls, tmp_path, caplog):
     with NodeCache(tmp_path, quota_bytes=10**7) as cache:
         scores = CachedScores(cache)
         assert equal(gradient(urls, scores), expected)
-        assert len(list(tmp_path.glob("v3/blobs/*/*"))) == len(ranks.LENGTHS)
+        assert len(blobs(tmp_path)) == len(ranks.LENGTHS)
         for number in range(40):
-            path = sorted(tmp_path.glob("v3/blobs/*/*"))[number % len(ranks.LENGTHS)]
+            path = blobs(tmp_path)[number % len(ranks.LENGTHS)]
             data = bytearray(path.read_bytes())
             data[chooser.randrange(len(data))] ^= 1 << chooser.randrange(8)
             path.write_bytes(data)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import tiny
 import torch
+from cached_rows import blobs, unfinished
 
 from opd.errors import TeacherError
 from opd.storage.node_cache import CacheRecord, NodeCache, RowsWriter
@@ -138,7 +139,7 @@ def test_a_full_disk_in_the_middle_of_a_sample_loses_no_row(family, tmp_path, mo
     assert cache.counters.rejected >= 1
     record = CacheRecord("", "", 0)
     assert cache.put(bytes(32), np.zeros((1, 1), np.float32), record)  # there is room again
-    assert not list(tmp_path.glob("cache/v3/new/*"))
+    assert not unfinished(tmp_path / "cache")
 
 
 def test_a_cache_without_room_leaves_rows_in_memory(family, tmp_path):
@@ -153,7 +154,7 @@ def test_rows_that_are_not_finite_are_refused_and_leave_nothing(family, tmp_path
         teacher.model.module.model.norm.weight.fill_(float("nan"))
     with pytest.raises(TeacherError, match="not finite"):
         scored(open_schedule(teacher, tmp_path / "cache"))
-    assert not [*tmp_path.glob("cache/v3/new/*"), *tmp_path.glob("cache/v3/blobs/*/*")]
+    assert not [*unfinished(tmp_path / "cache"), *blobs(tmp_path / "cache")]
 
 
 _KILLED = """
