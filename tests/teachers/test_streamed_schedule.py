@@ -1,6 +1,7 @@
 """A schedule of streamed teachers: the step of loaded ones, counted loads, bounded memory, cached rows."""
 
 import gc
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -179,12 +180,15 @@ def test_resident_memory_with_ten_teachers_is_that_with_one(tmp_path):
     script = Path(__file__).with_name("resident_memory.py")
     for i in range(10):
         publish(tiny.model(seed=i, **SHAPE), tmp_path / f"t{i}")
+    # What is freed is given back at once: else the allocator keeps now more, now less of it.
+    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
     growth = {}
     for count in (1, 10):
         command = [sys.executable, str(script), str(tmp_path), str(count)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=240, check=False, env=environment
+        )
         assert done.returncode == 0, done.stderr[-2000:]
         growth[count], window, head, model = (int(number) for number in done.stdout.split())
-    allocator = 4 << 20  # it keeps now more, now less of what was freed
-    assert growth[10] <= growth[1] + head + window + allocator
+    assert growth[10] <= growth[1] + head + window
     assert growth[10] < 2 * model
