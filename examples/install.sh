@@ -13,14 +13,26 @@ unset PYTHONDONTWRITEBYTECODE
 
 say() { echo "opd: $*" >&2; }
 
-# install_opd [EXTRA]: makes the environment once, and again when what it is made from has changed. On the platform of
-# the lock (`.ci/requirements/`) exactly what it names, checked by hash; elsewhere what the package's own bounds allow.
+# install_opd [EXTRA]: makes the environment once, and again when what it is made from has changed; a second installation
+# waits for the first. On the platform of the lock (`.ci/requirements/`) exactly what it names, checked by hash; elsewhere
+# what the package's own bounds allow.
 install_opd() {
-  local extra=${1:-} stamp="$venv/.installed-${1:-core}" lock="$root/.ci/requirements/${1:-core}.txt" platform
-  if [ "$(cat "$stamp" 2>/dev/null)" = "$root" ] && ! [ "$root/pyproject.toml" -nt "$stamp" ] &&
-    ! [ "$root/.ci/requirements" -nt "$stamp" ] && ! [ "$lock" -nt "$stamp" ] && "$python" -c '' 2>/dev/null; then
-    return 0
+  if ! is_installed "$@"; then
+    (
+      if command -v flock >/dev/null; then flock 8; fi
+      is_installed "$@" || install_now "$@"
+    ) 8>"$root/.venv-lock"
   fi
+}
+
+is_installed() {
+  local stamp="$venv/.installed-${1:-core}" lock="$root/.ci/requirements/${1:-core}.txt"
+  [ "$(cat "$stamp" 2>/dev/null)" = "$root" ] && ! [ "$root/pyproject.toml" -nt "$stamp" ] &&
+    ! [ "$root/.ci/requirements" -nt "$stamp" ] && ! [ "$lock" -nt "$stamp" ] && "$python" -c '' 2>/dev/null
+}
+
+install_now() {
+  local extra=${1:-} lock="$root/.ci/requirements/${1:-core}.txt" platform
   if ! "$python" -m pip --version >/dev/null 2>&1; then  # not there, or an installation was interrupted
     say "making $venv"
     "${PYTHON:-python3}" -m venv --clear "$venv"
@@ -45,7 +57,7 @@ install_opd() {
     "$python" -m pip install --quiet uv
     "$python" -m uv pip install --python "$python" --editable "$root${extra:+[$extra]}"
   fi
-  echo "$root" >"$stamp"  # a copy of it elsewhere would import this one's code
+  echo "$root" >"$venv/.installed-${1:-core}"  # a copy of it elsewhere would import this one's code
 }
 
 # several_runs DEFAULT "$@": for scripts that make more than one run. Sets $out to the value of --out (or DEFAULT),

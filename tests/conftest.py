@@ -74,18 +74,29 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if "sglang" in getattr(item, "fixturenames", ()):  # a real server, which is installed first
             item.add_marker(pytest.mark.slow)
-    named = any("::" in argument for argument in config.args)
-    if not config.getoption("--full") and not named:
+    if not config.getoption("--full"):
         wanted = config.getoption("-m")
         markers = [name for name in LEFT_OUT if not wanted or name not in wanted]
-        waiting = {item for item in items if any(map(item.get_closest_marker, markers))}
-        waiting |= other_cases([item for item in items if item not in waiting])
+        called = {item for item in items if is_called(item, config)}
+        waiting = {item for item in items if any(map(item.get_closest_marker, markers))} - called
+        waiting |= other_cases([item for item in items if item not in waiting | called])
         config.hook.pytest_deselected(items=[item for item in items if item in waiting])
         items[:] = [item for item in items if item not in waiting]
         config.stash[left_out] = 0 if wanted else len(waiting)
         if hasattr(config, "workeroutput"):
             config.workeroutput["left out"] = config.stash[left_out]
     items.sort(key=lambda item: item.path.parent.name not in FIRST)
+
+
+def is_called(item: pytest.Item, config: pytest.Config) -> bool:
+    """Whether an argument with `::` names the test, its class or its function."""
+    own = item.nodeid.partition("::")[2]
+    for argument in config.args:
+        path, _, name = argument.partition("::")
+        here = name and item.path == Path(config.invocation_params.dir, path).resolve()
+        if here and (own == name or own.startswith((f"{name}::", f"{name}["))):
+            return True
+    return False
 
 
 def other_cases(items: list[pytest.Item]) -> set[pytest.Item]:

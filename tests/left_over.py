@@ -26,13 +26,19 @@ def end_with_this_process() -> None:
     """Mark what this process starts from now on, and have it ended with it; within a run of tests that does
     so already (a worker of xdist, a test that runs tests), nothing.
     """
-    if MARK in os.environ or not hasattr(os, "pidfd_open") or not Path("/proc/self/environ").exists():
+    if within_a_run() or not hasattr(os, "pidfd_open") or not Path("/proc/self/environ").exists():
         return
-    os.environ[MARK] = uuid.uuid4().hex
+    os.environ[MARK] = f"{os.getpid()}-{uuid.uuid4().hex}"
     command = [sys.executable, "-I", "-S", __file__, str(os.getpid()), os.environ[MARK]]
     quiet = subprocess.DEVNULL
     watcher = subprocess.Popen(command, stdin=quiet, stdout=quiet, stderr=quiet, start_new_session=True)
     watcher.returncode = 0  # nobody waits for it: it outlives this process
+
+
+def within_a_run() -> bool:
+    """Whether the run whose mark this process has goes on: the variable may be left from another one."""
+    run = os.environ.get(MARK, "").partition("-")[0]
+    return run.isdigit() and Path("/proc", run).exists()
 
 
 def marked(mark: str) -> list[int]:

@@ -55,3 +55,10 @@ def test_a_run_within_a_run_ends_nothing_of_the_other():
     before = os.environ[left_over.MARK]
     left_over.end_with_this_process()
     assert os.environ[left_over.MARK] == before
+
+
+def test_a_mark_that_is_left_from_another_run_counts_as_none(monkeypatch):
+    assert left_over.within_a_run()
+    for stray in ("", "x", "1x-abc", f"{2**22 + 1}-abc"):  # no process has such a number
+        monkeypatch.setenv(left_over.MARK, stray)
+        assert not left_over.within_a_run()
