@@ -109,7 +109,9 @@ def main() -> None:
         pids = told.pids
         Path(told.pids, f"hidden-{told.port}").write_text(str(hidden))
         Path(told.pids, "arguments").write_text(" ".join(sys.argv[1:]))
-        Path(told.pids, str(told.port)).write_text(f"{os.getpid()} {child.pid} {shared.name.lstrip('/')}")
+        whole = Path(told.pids, f"new-{told.port}")  # who waits for the file reads it at once
+        whole.write_text(f"{os.getpid()} {child.pid} {shared.name.lstrip('/')}")
+        whole.replace(Path(told.pids, str(told.port)))
     http.server.ThreadingHTTPServer((told.host, told.port), Answer).serve_forever()
 
 
