@@ -43,24 +43,30 @@ def mend_of(path: Path, otherwise: str = "copy it again") -> str:
         return otherwise
 
 
-def write_atomic(path: str | os.PathLike[str], data: bytes, *, durable: bool = True) -> None:
+def write_atomic(
+    path: str | os.PathLike[str], data: bytes, *, durable: bool = True, sweep: bool = True
+) -> None:
     """Replace the file at `path` by `data`, durably: afterwards `path` holds all of `data`, before it the old
     content. Missing parent folders are made. Raises `OSError` (disk full, no permission); `path` is then
     unchanged. What is not `durable` is whole for every reader too, and waits for no disk: a power cut may
-    take it, or leave half of it.
+    take it, or leave half of it. With `sweep` what killed writers of `path` left beside it is removed, for
+    which the folder is listed.
     """
-    with atomic_file(path, durable=durable) as file:
+    with atomic_file(path, durable=durable, sweep=sweep) as file:
         file.write(data)
 
 
 @contextlib.contextmanager
-def atomic_file(path: str | os.PathLike[str], *, durable: bool = True) -> Iterator[BinaryIO]:
+def atomic_file(
+    path: str | os.PathLike[str], *, durable: bool = True, sweep: bool = True
+) -> Iterator[BinaryIO]:
     """Yield a temporary file that becomes `path`, durably, when the block ends without an error; for content
     that is written piece by piece. Promises and errors are those of `write_atomic`.
     """
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
-    _sweep(target)
+    if sweep:
+        _sweep(target)
     with writing(target):
         temporary, descriptor = _open_temporary_file(target)
     try:
@@ -374,28 +380,16 @@ def _sweep(target: Path) -> None:
 
 _POPULATE_READ = 22  # MADV_POPULATE_READ, Linux 5.14
 _MAP_NORESERVE = 0x4000
-_PUNCH_HOLE_KEEP_SIZE = 3
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_int64]
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-if hasattr(_libc, "fallocate"):
-    _libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
-
-
-def punch_hole(descriptor: int, start: int, stop: int) -> None:
-    """Give back the disk under the whole pages among those bytes, where the file system can; they then read
-    as zeros.
-    """
-    first, last = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, stop // mmap.PAGESIZE * mmap.PAGESIZE
-    if first < last and hasattr(_libc, "fallocate"):
-        _libc.fallocate(descriptor, _PUNCH_HOLE_KEEP_SIZE, first, last - first)
 
 
 class MappedFile:
-    """A map of a file from `offset` on; `np.asarray` of it is a `[B]` uint8 view that keeps it alive.
+    """A map of a file; `np.asarray` of it is a `[B]` uint8 view that keeps it alive.
 
     Python's own `mmap` keeps a descriptor open for each map; thousands of them would exhaust the process's.
     The map is private, so writing to it changes neither the file nor what anybody else sees; with `shared` it
@@ -404,16 +398,14 @@ class MappedFile:
 
     _unmap = staticmethod(_libc.munmap)
 
-    def __init__(self, descriptor: int, size: int, offset: int = 0, *, shared: bool = False) -> None:
-        """`size` is at least 1, `offset` a multiple of `mmap.ALLOCATIONGRANULARITY`. Raises `OSError` if the
-        system has no room for another map.
-        """
+    def __init__(self, descriptor: int, size: int, *, shared: bool = False) -> None:
+        """`size` is at least 1. Raises `OSError` if the system has no room for another map."""
         self._address = 0
         self.size = size
         self._shared = shared
         protection = mmap.PROT_READ if shared else mmap.PROT_READ | mmap.PROT_WRITE
         kind = mmap.MAP_SHARED if shared else mmap.MAP_PRIVATE | _MAP_NORESERVE
-        address = _libc.mmap(None, size, protection, kind, descriptor, offset)
+        address = _libc.mmap(None, size, protection, kind, descriptor, 0)
         if address == ctypes.c_void_p(-1).value:
             code = ctypes.get_errno()
             raise OSError(code, os.strerror(code))

@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from opd.errors import CheckpointError, OpdError, StorageError, reason_of, way_out
 from opd.foreign import indexed_files, read_document, shown, whole
@@ -108,15 +108,7 @@ def read_header(path: Path, metadata: dict[str, Any] | None = None) -> dict[str,
     """
     try:
         with path.open("rb") as file:
-            total = os.fstat(file.fileno()).st_size
-            length = int.from_bytes(file.read(8), "little")
-            if total < 8 or length > min(_MAX_HEADER, total - 8):
-                raise ValueError("its header is cut off")
-            header = read_document(file.read(length), _MAX_HEADER)
-        said = header.pop("__metadata__", None) or {}
-        if metadata is not None:
-            metadata.update(said)
-        return {name: _source(path, 8 + length, total, name, entry) for name, entry in header.items()}
+            return sources_in(file, path, metadata)
     except FileNotFoundError as error:
         raise StorageError(f"{path} is missing; copy it again from the model's source.") from error
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -124,6 +116,21 @@ def read_header(path: Path, metadata: dict[str, Any] | None = None) -> dict[str,
             f"{path} is truncated or is no safetensors file ({reason_of(error)});"
             f" {mend_of(path, 'copy it again from its source')}."
         ) from error
+
+
+def sources_in(file: BinaryIO, path: Path, metadata: dict[str, Any] | None = None) -> dict[str, TensorSource]:
+    """Do what `read_header` does for an open file. Raises `ValueError`, `KeyError`, `TypeError` or
+    `AttributeError` if it is no whole safetensors file.
+    """
+    total = os.fstat(file.fileno()).st_size
+    length = int.from_bytes(file.read(8), "little")
+    if total < 8 or length > min(_MAX_HEADER, total - 8):
+        raise ValueError("its header is cut off")
+    header = read_document(file.read(length), _MAX_HEADER)
+    said = header.pop("__metadata__", None) or {}
+    if metadata is not None:
+        metadata.update(said)
+    return {name: _source(path, 8 + length, total, name, entry) for name, entry in header.items()}
 
 
 def _source(path: Path, base: int, total: int, name: str, entry: Mapping[str, Any]) -> TensorSource:

@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,10 +17,10 @@ from opd.models.checkpoint import save_checkpoint
 from opd.models.tokenizers import character_tokenizer
 from opd.pipelines.commands.publish import publish_checkpoint
 from opd.progress import Progress
-from opd.storage.trajectories import TrajectoryRecord, TrajectoryWriter
+from opd.storage.sample_store import SampleWriter, fields_of, record_of
+from opd.types import Sample, Status
 
 VOCABULARY = 512
-_PIECE = 1 << 16
 _MIB = 1 << 20
 
 
@@ -43,32 +42,33 @@ def publish_teachers(recipe: Recipe, folder: Path) -> dict[str, str]:
 
 
 def write_trajectories(recipe: Recipe, folder: Path, lengths: list[int], progress: Progress) -> None:
-    """Random trajectories of `lengths` tokens in a store, appended piece by piece as a rollout would.
+    """Write random trajectories of `lengths` tokens, one after another, as a rollout leaves them.
 
     Tokens are drawn at random, so that nobody waits for a model to write them; all else is as it would be.
     """
     rng = np.random.default_rng(recipe.seed)
     domains = list(recipe.domains)
     done, total = 0, sum(lengths)
-    with TrajectoryWriter(folder) as writer:
+    with SampleWriter(folder) as writer:
         for number, length in enumerate(lengths):
             domain, prompt = domains[number % len(domains)], min(1024, length // 2)
-            uid = f"{domain}/{number}"
-            writer.begin(uid, prompt, length - prompt)
-            writer.append(uid, token_ids=rng.integers(2, VOCABULARY, prompt).astype(np.int32))
-            for start in range(prompt, length, _PIECE):
-                count = min(_PIECE, length - start)
-                writer.append(
-                    uid,
-                    token_ids=rng.integers(2, VOCABULARY, count).astype(np.int32),
-                    rollout_logprobs=np.full(count, -np.log(VOCABULARY), np.float32),
-                    policy_versions=np.zeros(count, np.int32),
-                    loss_mask=np.ones(count, bool),
-                )
-                done += count
-                progress.update("write", done, total)
-            record = TrajectoryRecord(uid, prompt, length - prompt, uid, domain, domain)
-            writer.seal(replace(record, trainable_tokens=length - prompt))
+            uid, count = f"{domain}/{number}", length - prompt
+            tokens = rng.integers(2, VOCABULARY, length, np.int32)
+            sample = Sample(
+                uid,
+                uid,
+                domain,
+                prompt_ids=tokens[:prompt],
+                teacher=domain,
+                response_ids=tokens[prompt:],
+                rollout_logprobs=np.full(count, -np.log(VOCABULARY), np.float32),
+                policy_versions=np.zeros(count, np.int32),
+                loss_mask=np.ones(count, bool),
+                status=Status.COMPLETED,
+            )
+            writer.put([(record_of(sample), fields_of(sample))])
+            done += length
+            progress.update("write", done, total)
     progress.finish("write", f"{total:,} tokens in {len(lengths)} trajectories")
 
 

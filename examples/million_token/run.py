@@ -30,7 +30,7 @@ from opd.pipelines.stages.samples_on_disk import SamplesOnDisk
 from opd.progress import Progress
 from opd.ranks import Ranks
 from opd.storage.node_cache import NodeCache
-from opd.storage.trajectories import TrajectoryUnion
+from opd.storage.sample_store import SampleStore
 from opd.teachers.kinds import Placement
 from opd.teachers.schedule import Router, TeacherSchedule
 from opd.teachers.score_cache import CachedScores
@@ -84,12 +84,12 @@ class Job:
     def run(self, lengths: list[int]) -> dict[str, Any]:
         """Everything; returns what was measured."""
         path = self.folder / "trajectories"
-        if not (path / "store.json").exists():
+        if not any(path.glob("*.safetensors")):
             self._timed("write", write_trajectories, self.recipe, path, lengths, self.progress)
         urls = publish_teachers(self.recipe, self.folder / "teachers")
         schedule, backend = self._open(urls)
         before = peak_mib()
-        store = self.stack.enter_context(TrajectoryUnion.open([path]))
+        store = SampleStore.open([path])
         step, ordered = self._timed("plan", self._plan, store, schedule, backend)
         planned = store.counters.bytes_read
         tokens = int(store.table.tokens.sum())
@@ -161,7 +161,7 @@ class Job:
         return hooks
 
     def _plan(
-        self, store: TrajectoryUnion, schedule: TeacherSchedule, backend: TorchBackend
+        self, store: SampleStore, schedule: TeacherSchedule, backend: TorchBackend
     ) -> tuple[SamplesOnDisk, list[Sample]]:
         """The step, and its samples in the order in which they are trained."""
         written = [(uid, [uid]) for uid in store.table.uid]

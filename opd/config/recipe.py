@@ -49,8 +49,8 @@ class StorageConfig(Config):
     """Memory for the hidden states of a step, before any go to that disk (MiB): a teacher's that fit into
     what is left of it. Those of a killed step are computed again."""
     trajectories: Literal["memory", "disk"] = "memory"
-    """Where the merge and GRPO keep samples between rollout and update. `disk`: in a trajectory store, which
-    each response goes to when it ends; the step is planned from lengths alone, and a micro-batch's tokens and
+    """Where the merge and GRPO keep samples between rollout and update. `disk`: in files, to which
+    each response goes when it ends; the step is planned from lengths alone, and a micro-batch's tokens and
     hidden states are read when it is their turn and let go after it, to the same weights. For long responses.
     Several ranks need a run folder that all of them see. A stage with `to_batch` keeps them in memory."""
     trajectory_mb: int = Field(default=1024, gt=0)

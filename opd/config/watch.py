@@ -235,7 +235,7 @@ DEFAULT_RULES: dict[str, RuleConfig] = {
         " prompts_per_domain; of a specialist its learning rate or specialist.opd.coef",
         above=0.9,
         form="ratio",
-        first=60,  # a task learnt first moves the student away from the others' teachers for some tens of steps
+        first=60,  # a task learnt first moves the student away from other teachers for some tens of steps
         last=20,
         also=Condition(metric="kl/*", above=0.1, last=20),
         steps=180,

@@ -22,7 +22,8 @@ from opd.pipelines.doctor.estimate import (
     told_by_phase,
 )
 from opd.pipelines.stages.precision import WIDTH, model_dtype
-from opd.storage.trajectories import SAMPLE_FIELDS, TrajectoryStore
+from opd.storage.sample_lot import TOKEN_BYTES
+from opd.storage.sample_store import SampleStore
 from opd.train.plan import (
     CostModel,
     DeviceBudget,
@@ -178,14 +179,14 @@ def _of_store(folder: Path, recipe: Recipe | None) -> _Task:
         from opd.teachers.schedule import Router  # which needs torch
 
         known = Router.from_recipe(recipe).teachers
-    with TrajectoryStore.open(folder) as store:
-        table = store.table
-        rows = np.flatnonzero(table.has_status(Status.COMPLETED, Status.TRUNCATED))
-        names = [*known, *sorted(set(table.teacher.names) - set(known))]
-        places = np.array([names.index(name) for name in table.teacher.names], np.int64)
-        teachers = places[table.teacher.codes[rows]] if len(rows) else np.zeros(0, np.int64)
-        work = Workload(table.tokens[rows], teachers, store.heavy_bytes()[rows])
-        return _Task(work, names, f"{len(rows):,} trajectories in {folder}")
+    store = SampleStore.open([folder])
+    table = store.table
+    rows = np.flatnonzero(table.has_status(Status.COMPLETED, Status.TRUNCATED))
+    names = [*known, *sorted(set(table.teacher.names) - set(known))]
+    places = np.array([names.index(name) for name in table.teacher.names], np.int64)
+    teachers = places[table.teacher.codes[rows]] if len(rows) else np.zeros(0, np.int64)
+    work = Workload(table.tokens[rows], teachers, store.heavy_bytes()[rows])
+    return _Task(work, names, f"{len(rows):,} trajectories in {folder}")
 
 
 def _of_recipe(recipe: Recipe, needs_work: bool) -> tuple[_Model, _Task | None]:
@@ -209,7 +210,7 @@ def _of_recipe(recipe: Recipe, needs_work: bool) -> tuple[_Model, _Task | None]:
         return model, None
     router, config = Router.from_recipe(recipe), recipe.distill
     lengths, teachers, sizes, names = [], [], [], router.teachers
-    row_bytes = sum(field.row_bytes for field in SAMPLE_FIELDS) + shape.hidden_size * width
+    row_bytes = TOKEN_BYTES + shape.hidden_size * width
     tokenizer, told = models.tokenizer, []
     assert tokenizer is not None
 

@@ -195,7 +195,7 @@ def forget_later(stage: Path, step: int) -> None:
     `StorageError` where a log or a store cannot be read.
     """
     # Only here: a command that has no room for numpy opens run folders, too, and says so.
-    from opd.storage.trajectories import TrajectoryWriter
+    from opd.storage.sample_store import SampleStore, SampleWriter
     from opd.storage.wal import TokenWAL
 
     for own in _of_ranks(stage, "wal"):
@@ -210,8 +210,12 @@ def forget_later(stage: Path, step: int) -> None:
             with TrajectoryLog(episodes) as commands:
                 commands.retire_requests(later)
     for own in _of_ranks(stage, "trajectories"):
-        with TrajectoryWriter(own) as store:
-            store.retire([uid for uid in store.uids if store.record(uid).last_version > step])
+        with SampleWriter(own) as writer:
+            store = SampleStore.open([own])
+            late = store.table.last_version > step
+            for batch in sorted(set(store.batch[late].tolist())):
+                rows = (late & (store.batch == batch)).nonzero()[0]
+                writer.put([], batch, [store.table.uid[row] for row in rows.tolist()])
 
 
 def _of_ranks(stage: Path, name: str) -> list[Path]:

@@ -1,4 +1,4 @@
-"""The samples of a stage on disk: each rank writes its own into a trajectory store, and reads every rank's.
+"""The samples of a stage on disk: each rank writes lots of its own, and reads those of every rank.
 
 A response is here from its end until a checkpoint holds what was learnt from it. So a run that was killed
 finds it here, and neither the token log nor any process has to keep it.
@@ -20,13 +20,16 @@ import numpy as np
 
 from opd.errors import RolloutError, StorageError
 from opd.ranks import Ranks, path_of_rank
-from opd.storage.trajectories import TrajectoryUnion, TrajectoryWriter, put_samples, record_of
+from opd.storage.sample_store import SampleStore, SampleWriter, fields_of, record_of
 from opd.types import Sample, SampleGroup, SamplingParams
+
+NO_BATCH = 10**8
+"""After the last that has a name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What is known of a response without reading its store's table."""
+    """What is known of a response without reading the table."""
 
     group_uid: str
     place: int
@@ -42,11 +45,11 @@ class SampleFiles:
     """One stage's responses. Any number of threads may write, one reads.
 
     Args:
-        folders: A store for each rank.
+        folders: One for each rank.
         writer: Of this rank's.
     """
 
-    def __init__(self, folders: Sequence[Path], writer: TrajectoryWriter) -> None:
+    def __init__(self, folders: Sequence[Path], writer: SampleWriter) -> None:
         self._folders, self._writer = list(folders), writer
         self._groups: dict[str, dict[int, str]] = {}
         """Of each group the uids of its samples, by their place in it."""
@@ -54,30 +57,36 @@ class SampleFiles:
         """And of its branches."""
         self._written: dict[str, Written] = {}
         self._mutex = threading.Lock()
-        for uid in writer.uids:
-            record = writer.record(uid)
-            self._note(uid, record.group_uid, record.extra)
+        table = SampleStore.open([writer.folder]).table
+        for row in range(len(table)):
+            record = table.record(row)
+            self._note(record.uid, record.group_uid, record.extra)
 
     @classmethod
     @contextmanager
     def open(
         cls, folder: Path, ranks: Ranks | None = None, *, keep: bool = False, durable: bool = False
     ) -> Iterator[SampleFiles]:
-        """The store in `folder`; for the other ranks beside it. `keep` what an earlier attempt left: else its
-        batches are written again. `durable`: nothing that is here goes with the power.
+        """Open what is in `folder`; for the other ranks beside it. `keep` what an earlier attempt left: else
+        its batches are written again. `durable`: nothing that is here goes with the power.
         """
         ranks = ranks or Ranks()
         folders = [path_of_rank(folder, rank) for rank in range(ranks.size)]
-        with TrajectoryWriter(folders[ranks.rank], durable=durable) as writer:
+        with SampleWriter(folders[ranks.rank], durable=durable) as writer:
             if not keep:
-                writer.retire(writer.uids)
+                writer.retire_before(NO_BATCH)
             yield cls(folders, writer)
 
     def put(
-        self, samples: Sequence[Sample], batch: int, asked: Mapping[str, str], places: Mapping[str, int]
+        self,
+        samples: Sequence[Sample],
+        batch: int,
+        asked: Mapping[str, str],
+        places: Mapping[str, int],
+        drops: Iterable[str] = (),
     ) -> None:
-        """Write samples that have ended; when this returns they are here. `asked`: by group; `places`: by
-        uid, in their groups.
+        """Write samples that have ended; when this returns they are here, and those named by `drops` are not.
+        `asked`: by group; `places`: by uid, in their groups.
 
         Raises `StorageError` if the disk is full; none of them is here then.
         """
@@ -86,24 +95,30 @@ class SampleFiles:
             record, place = record_of(sample), places[sample.uid]
             extra = {"batch": batch, "asked": asked[sample.group_uid], "place": place}
             records.append(replace(record, extra={**record.extra, **extra}))
-        put_samples(self._writer, samples, records)
+        items = [(record, fields_of(sample)) for record, sample in zip(records, samples, strict=True)]
+        gone = sorted(set(drops))
+        if items or gone:
+            self._writer.put(items, batch, gone)
+        self._forget(gone)
         for record in records:
             self._note(record.uid, record.group_uid, record.extra)
 
-    def group(self, group_uid: str, asked: str) -> dict[int, str]:
-        """The samples of a group that are here: uids by their place in the group.
+    def group(self, group_uid: str, asked: str, batch: int) -> dict[int, str]:
+        """Return the samples of a group that are here: uids by their place in the group. Those of another
+        `batch` are not: its end would take them.
 
         Raises `RolloutError` if they were written to another prompt or with other settings than `asked`.
         """
         with self._mutex:
             found = dict(self._groups.get(group_uid, {}))
-        for uid in found.values():
-            if self._written[uid].asked != asked:
+            known = {uid: self._written[uid] for uid in found.values()}
+        for uid, written in known.items():
+            if written.asked != asked:
                 raise RolloutError(
                     f"{self._writer.folder} holds response {uid} to another prompt, or with other sampling"
                     " settings or another seed: it was written by another run; remove the folder."
                 )
-        return found
+        return {place: uid for place, uid in found.items() if known[uid].batch == batch}
 
     def branches(self, group_uid: str) -> dict[str, str]:
         """The branches of a group that are here, in their order: uids, and those of the samples whose
@@ -115,16 +130,18 @@ class SampleFiles:
 
     def retire_before(self, batch: int) -> None:
         """Forget the responses of every batch before number `batch`, and give their disk back."""
+        self._writer.retire_before(batch)
         with self._mutex:
             old = [uid for uid, known in self._written.items() if known.batch < batch]
-        self.retire(old)
+        self._forget(old)
 
-    def retire(self, uids: Iterable[str]) -> None:
-        """Forget these responses."""
-        gone = sorted(set(uids))
-        self._writer.retire(gone)
+    def view(self, batch: int | None = None) -> SampleStore:
+        """Return what all ranks have written up to now of a `batch`, or of all."""
+        return SampleStore.open(self._folders, batch)
+
+    def _forget(self, uids: Iterable[str]) -> None:
         with self._mutex:
-            for uid in gone:
+            for uid in uids:
                 known = self._written.pop(uid, None)
                 groups = self._branches if known and known.branch_of else self._groups
                 group = groups.get(known.group_uid, {}) if known else {}
@@ -133,21 +150,13 @@ class SampleFiles:
                     if not group:
                         del groups[known.group_uid]
 
-    @contextmanager
-    def view(self) -> Iterator[TrajectoryUnion]:
-        """What all ranks have written up to now, while the block runs."""
-        with TrajectoryUnion.open(self._folders) as union:
-            yield union
-
     def _note(self, uid: str, group_uid: str, extra: Mapping[str, object]) -> None:
-        # What is not of a batch, from before there were numbers, is older than all and goes with the first.
         batch, place = (int(str(extra.get(name, -1))) for name in ("batch", "place"))
         with self._mutex:
             branch_of = str(extra.get("branch_of", ""))
             self._written[uid] = Written(group_uid, place, batch, str(extra.get("asked", "")), branch_of)
-            if batch >= 0:
-                groups = self._branches if branch_of else self._groups
-                groups.setdefault(group_uid, {})[place] = uid
+            groups = self._branches if branch_of else self._groups
+            groups.setdefault(group_uid, {})[place] = uid
 
 
 def digest_of(prompt_ids: np.ndarray, sampling: SamplingParams, seed: int, owner: str = "") -> str:
@@ -173,12 +182,12 @@ def written_by_all(mine: Sequence[SampleGroup], ranks: Ranks) -> list[GroupUids]
 
 
 def groups_of(
-    union: TrajectoryUnion, written: Sequence[GroupUids], ranks: Ranks
+    store: SampleStore, written: Sequence[GroupUids], ranks: Ranks
 ) -> tuple[list[SampleGroup], dict[str, int]]:
-    """All groups of which the ranks have `written` these, and the row of each sample in `union.table`. They
+    """All groups of which the ranks have `written` these, and the row of each sample in `store.table`. They
     come in the order of their prompts, if those were shared out at once.
     """
-    found = [rows_by_uid(union, rank) for rank in range(ranks.size)]
+    found = [rows_by_uid(store, rank) for rank in range(ranks.size)]
     placed = [
         [(uid, [found[rank][sample] for sample in samples]) for uid, samples in part]
         for rank, part in enumerate(written)
@@ -186,20 +195,20 @@ def groups_of(
     groups, rows = [], {}
     in_turn = [group for row in zip_longest(*placed) for group in row if group is not None]
     for uid, places in in_turn:
-        samples = [light_sample(union, row) for row in places]
+        samples = [light_sample(store, row) for row in places]
         groups.append(SampleGroup.of(uid, samples[0].domain, samples))
         rows |= {sample.uid: row for sample, row in zip(samples, places, strict=True)}
     return groups, rows
 
 
-def light_sample(union: TrajectoryUnion, row: int) -> Sample:
+def light_sample(store: SampleStore, row: int) -> Sample:
     """What the metadata says of a sample. Its mask is read if the student has written only some tokens."""
-    record = union.table.record(row)
+    record = store.table.record(row)
     prompt, response = record.prompt_tokens, record.response_tokens
     if record.trainable_tokens in (0, response):
         mask = standing_for(record.trainable_tokens > 0, response)
     else:
-        with union.lease([row]) as batch:
+        with store.lease([row]) as batch:
             mask = np.array(batch.read(row, "loss_mask"))
     said = record.extra.get("metadata", {})
     return Sample(
@@ -218,10 +227,10 @@ def light_sample(union: TrajectoryUnion, row: int) -> Sample:
     )
 
 
-def rows_by_uid(union: TrajectoryUnion, rank: int) -> dict[str, int]:
-    """The rows of `union.table` with what `rank` has written, by uid."""
-    first = int(union.starts[rank])
-    return {uid: first + row for row, uid in enumerate(union.stores[rank].table.uid)}
+def rows_by_uid(store: SampleStore, rank: int) -> dict[str, int]:
+    """The rows of `store.table` with what `rank` has written, by uid."""
+    first, end = int(store.starts[rank]), int(store.starts[rank + 1])
+    return {uid: row for row, uid in enumerate(store.table.uid) if first <= row < end}
 
 
 class Scratch:

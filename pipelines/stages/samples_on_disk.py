@@ -40,13 +40,12 @@ from opd.rollout.collect import (
 )
 from opd.rollout.rewards import RewardRunner
 from opd.rollout.streams import More, noting, several
-from opd.storage.trajectories import TrajectoryUnion
+from opd.storage.sample_lot import FIELDS
+from opd.storage.sample_store import SampleStore
 from opd.train.backend import Backend
 from opd.train.packing import PerSample
 from opd.types import Chunk, RolloutRequest, Sample, SampleGroup, no_ids
 
-FIELDS = ("token_ids", "rollout_logprobs", "policy_versions", "loss_mask")
-"""What a micro-batch reads of a store."""
 _MIB = 1 << 20
 _TOGETHER = 1 << 16
 """Tokens of ended responses that wait, in the log and in memory, to be made durable together."""
@@ -110,9 +109,10 @@ class DiskHome(SampleHome):
     def open(self, groups: Sequence[SampleGroup], index: int) -> Iterator[StepSamples]:
         ranks = self._student.ranks
         written = written_by_all(groups, ranks)
-        with self._files.view() as union, Scratch(self._signals) as signals:
-            everyone, rows = groups_of(union, written, ranks)
-            yield SamplesOnDisk(everyone, rows, union, signals, self._student.backend, ranks)
+        store = self._files.view(index)
+        everyone, rows = groups_of(store, written, ranks)
+        with Scratch(self._signals) as signals:
+            yield SamplesOnDisk(everyone, rows, store, signals, self._student.backend, ranks)
         self._opened = index + 1
 
     def write(
@@ -135,7 +135,7 @@ class DiskHome(SampleHome):
                     streamed.append(prompt)
                 elif not begins(way):
                     own.append(prompt)
-                elif self._is_missing(prompt, size):
+                elif self._is_missing(prompt, size, index):
                     episodes.setdefault(way, []).append(prompt)
             if episodes:
                 self._beside(engine, streamed, episodes, size, index)
@@ -145,7 +145,7 @@ class DiskHome(SampleHome):
         student.barrier.wait()
         groups = []
         for prompt in mine:
-            found = self._files.group(prompt.uid, self._asked(prompt))
+            found = self._files.group(prompt.uid, self._asked(prompt), index)
             samples = [Sample(found[place], prompt.uid, prompt.domain, no_ids()) for place in range(size)]
             branches = [
                 Sample(uid, prompt.uid, prompt.domain, no_ids(), branch_of=episode)
@@ -161,7 +161,7 @@ class DiskHome(SampleHome):
         missing = []
         for prompt in prompts:
             asked[prompt.uid] = self._asked(prompt)
-            known = self._files.group(prompt.uid, asked[prompt.uid])
+            known = self._files.group(prompt.uid, asked[prompt.uid], index)
             for place in range(size):
                 if place not in known:
                     sample = prompt.sample(place)
@@ -196,13 +196,13 @@ class DiskHome(SampleHome):
                 self._put_groups(prompts, writing.groups(), index)
         self._forget(together.asked)
 
-    def _is_missing(self, prompt: EncodedPrompt, size: int) -> bool:
-        return len(self._files.group(prompt.uid, self._asked(prompt))) < size
+    def _is_missing(self, prompt: EncodedPrompt, size: int, index: int) -> bool:
+        return len(self._files.group(prompt.uid, self._asked(prompt), index)) < size
 
     def _generate(self, engine: Generates, prompts: Sequence[EncodedPrompt], size: int, index: int) -> None:
         """A rollout of the user's own of the prompts whose groups are not there: they come whole."""
         student = self._student
-        missing = [prompt for prompt in prompts if self._is_missing(prompt, size)]
+        missing = [prompt for prompt in prompts if self._is_missing(prompt, size, index)]
         if not missing:
             return
         noted = _Noted(engine)
@@ -216,18 +216,23 @@ class DiskHome(SampleHome):
         for prompt, group in zip(prompts, groups, strict=True):
             parts = (group.samples, group.branches)
             places = {sample.uid: place for part in parts for place, sample in enumerate(part)}
-            there = self._files.group(prompt.uid, self._asked(prompt)).values()
-            self._files.retire([*there, *self._files.branches(prompt.uid)])
-            # Whoever finds all samples of a group finds their branches.
-            self._put([*group.branches, *group.samples], index, {prompt.uid: self._asked(prompt)}, places)
+            asked = {prompt.uid: self._asked(prompt)}
+            there = self._files.group(prompt.uid, asked[prompt.uid], index).values()
+            there = [*there, *self._files.branches(prompt.uid)]
+            self._put([*group.branches, *group.samples], index, asked, places, there)
 
     def _put(
-        self, samples: Sequence[Sample], index: int, asked: Mapping[str, str], places: Mapping[str, int]
+        self,
+        samples: Sequence[Sample],
+        index: int,
+        asked: Mapping[str, str],
+        places: Mapping[str, int],
+        drops: Iterable[str] = (),
     ) -> None:
-        """To disk, and out of log and memory."""
+        """To disk, in the place of `drops`, and out of log and memory."""
         for sample in samples:
             sample.teacher = self._route(sample)
-        self._files.put(samples, index, asked, places)
+        self._files.put(samples, index, asked, places, drops)
         for sample in samples:
             sample.prompt_ids = sample.response_ids = sample.policy_versions = no_ids()
             sample.rollout_logprobs, sample.loss_mask = np.zeros(0, np.float32), np.zeros(0, bool)
@@ -265,8 +270,8 @@ class SamplesOnDisk(StepSamples):
 
     Args:
         groups: Of all ranks, in the order of their prompts.
-        rows: Of each sample its row in `union.table`, by uid.
-        union: What all ranks have written.
+        rows: Of each sample its row in `store.table`, by uid.
+        store: What all ranks have written.
         signals: Where signals go.
         backend: Who trains on them.
         ranks: Of which each rewards what it has written.
@@ -278,13 +283,13 @@ class SamplesOnDisk(StepSamples):
         self,
         groups: Sequence[SampleGroup],
         rows: Mapping[str, int],
-        union: TrajectoryUnion,
+        store: SampleStore,
         signals: Scratch,
         backend: Backend,
         ranks: Ranks | None = None,
     ) -> None:
         super().__init__(groups, backend, ranks)
-        self.union, self._rows, self._scratch = union, rows, signals
+        self.store, self._rows, self._scratch = store, rows, signals
         self._place = {group.uid: number for number, group in enumerate(self.groups)}
 
     def reward(self, rewards: RewardRunner) -> None:
@@ -335,7 +340,7 @@ class SamplesOnDisk(StepSamples):
 
     def read(self, samples: Sequence[Sample], parts: Sequence[Sequence[int]]) -> Iterator[list[Sample]]:
         rows = [[self._rows[samples[place].uid] for place in part] for part in parts]
-        for part, batch in zip(parts, self.union.batches(rows, FIELDS), strict=True):
+        for part, batch in zip(parts, self.store.batches(rows, tuple(FIELDS)), strict=True):
             yield [self._heavy(batch, samples[place]) for place in part]
 
     def fill(
@@ -369,7 +374,7 @@ class SamplesOnDisk(StepSamples):
 
     @contextmanager
     def _reading(self, samples: Sequence[Sample]) -> Iterator[list[Sample]]:
-        with self.union.lease([self._rows[sample.uid] for sample in samples]) as batch:
+        with self.store.lease([self._rows[sample.uid] for sample in samples]) as batch:
             yield [self._heavy(batch, sample) for sample in samples]
 
     def _heavy(self, batch: Any, light: Sample) -> Sample:
@@ -386,7 +391,7 @@ class SamplesOnDisk(StepSamples):
 
     def _ages(self, sample: Sample, version: int, oldest: int | None) -> tuple[int, int, int]:
         """Of the tokens that count: the sum of their ages, the largest, and how many are recent enough."""
-        table, row = self.union.table, self._rows[sample.uid]
+        table, row = self.store.table, self._rows[sample.uid]
         count = sample.trainable_tokens
         first, last = int(table.first_version[row]), int(table.last_version[row])
         if not count:
@@ -410,7 +415,7 @@ class SamplesOnDisk(StepSamples):
 
     def _versions(self, sample: Sample) -> np.ndarray:
         row = self._rows[sample.uid]
-        with self.union.lease([row]) as batch:
+        with self.store.lease([row]) as batch:
             return np.array(batch.read(row, "policy_versions"))
 
     def _rewarded_together(self, rewards: RewardRunner) -> Iterator[list[Sample]]:

@@ -8,7 +8,6 @@ import sys
 from dataclasses import replace
 from datetime import UTC, datetime
 
-import numpy as np
 import pytest
 import tiny
 from recipes import tiny_recipe, write_recipe
@@ -28,8 +27,8 @@ from opd.pipelines.doctor.checks import (
 )
 from opd.pipelines.doctor.models import check_device
 from opd.pipelines.doctor.rewards import check_rewards
-from opd.storage.trajectories.table import TrajectoryTable
-from opd.storage.trajectories.writer import record_of
+from opd.storage.sample_store import record_of
+from opd.storage.sample_table import SampleTable
 
 REWARDS = """
 calls = []
@@ -422,4 +421,4 @@ def test_what_no_store_can_keep_of_a_sample_is_a_sentence():
     """Code of the user's own may add it later."""
     for label in (datetime.now(UTC), float("nan"), b"x"):
         with pytest.raises(StorageError, match="keep label and metadata to what JSON can hold"):
-            TrajectoryTable.of([record_of(replace(tiny.samples([(1, 1)])[0], label=label))], np.zeros((1, 1)))
+            SampleTable.of([record_of(replace(tiny.samples([(1, 1)])[0], label=label))])

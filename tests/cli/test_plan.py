@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +13,8 @@ import pytest
 
 from opd.pipelines.cli import main
 from opd.pipelines.options import build_parser
-from opd.storage.trajectories import TrajectoryRecord, TrajectoryWriter
+from opd.storage.sample_store import SampleWriter
+from opd.storage.sample_table import SampleRecord
 from opd.types import Status
 
 RECIPE = """\
@@ -30,15 +30,14 @@ distill: {prompts_per_domain: 6, samples_per_prompt: 2}
 
 @pytest.fixture
 def store(tmp_path: Path) -> str:
-    """Twelve trajectories of two teachers, one of which failed; the heavy files are gone."""
-    with TrajectoryWriter(tmp_path / "store", durable=False) as writer:
-        for i in range(12):
-            status = Status.FAILED if i == 5 else Status.COMPLETED
-            record = TrajectoryRecord(
-                f"{i}", 0, 100 * (i + 1), teacher=("zeta", "alpha")[i % 2], status=status
-            )
-            writer.put(record, token_ids=np.ones(100 * (i + 1), np.int32))
-    shutil.rmtree(tmp_path / "store" / "segments")
+    """Twelve trajectories of two teachers, one of which failed."""
+    items = []
+    for i in range(12):
+        status, teacher = Status.FAILED if i == 5 else Status.COMPLETED, ("zeta", "alpha")[i % 2]
+        record = SampleRecord(f"{i}", 0, 100 * (i + 1), teacher=teacher, status=status)
+        items.append((record, {"token_ids": np.ones(100 * (i + 1), np.int32)}))
+    with SampleWriter(tmp_path / "store", durable=False) as writer:
+        writer.put(items)
     return str(tmp_path / "store")
 
 
@@ -49,7 +48,7 @@ def recipe(tmp_path: Path) -> str:
     return str(path)
 
 
-def test_a_stores_plan_needs_no_recipe_no_heavy_file_and_no_torch(store: str) -> None:
+def test_a_stores_plan_needs_no_recipe_and_no_torch(store: str) -> None:
     code = "import sys; from opd.pipelines.cli import main; main(sys.argv[1:])"
     code += "; assert 'torch' not in sys.modules"
     command = [sys.executable, "-c", code, "plan", "--store", store, "--ranks", "2", "--mini-batch", "4"]
@@ -145,8 +144,8 @@ def test_the_fixed_cost_of_a_micro_batch_is_told_and_can_be_set(store: str, caps
 
 
 def test_trajectories_without_tokens_are_planned_too(tmp_path: Path, capsys) -> None:
-    with TrajectoryWriter(tmp_path, durable=False) as writer:
-        writer.put_many([(TrajectoryRecord(f"{i}", 0, 0), {}) for i in range(3)])
+    with SampleWriter(tmp_path, durable=False) as writer:
+        writer.put([(SampleRecord(f"{i}", 0, 0), {}) for i in range(3)])
     assert main(["plan", "--store", str(tmp_path), "--mini-batch", "2"]) == 0
     assert "3 trajectories in" in capsys.readouterr().out
 
@@ -194,7 +193,7 @@ BEYOND = [("--ranks", value) for value in ("0", "many", "1.5", "1" * 9)] + [
     ("words", "part"),
     [
         ([], "needs a recipe, or --store"),
-        (["--store", "none"], "there is no trajectory store in none"),
+        (["--store", "none"], "there are no samples in none"),
         (["--store", "{store}", "--seed", "1"], "opd plan without a recipe takes no settings"),
         *((["--store", "{store}", name, value], f"argument {name}: give a ") for name, value in BEYOND),
     ],

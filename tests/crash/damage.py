@@ -241,12 +241,10 @@ ROWS = {
     "stopped stage: manifest.json": r"stages/merge/checkpoints/.*/manifest\.json",
     "stopped stage: checkpoint": r"stages/merge/checkpoints/.*\.safetensors",
     "stopped stage: token log": r"stages/.*/wal/.*\.(wal|snapshot)",
-    "stopped stage: trajectories": r"stages/.*/trajectories/store\.json",
-    "stopped stage: trajectories' table": r"stages/.*/trajectories/metadata/.*",
-    "stopped stage: trajectories' rows": r"stages/.*/trajectories/segments/.*",
+    "stopped stage: trajectories": r"stages/.*/trajectories/.*\.safetensors",
     "stopped stage: in_flight": r"stages/.*/in_flight.*",
-    "stopped stage: cache's index": r"stages/.*/cache/.*/(index/data\.mdb|index\.sum)",
-    "stopped stage: cache's rows": r"stages/.*/cache/.*/segments/.*",
+    "stopped stage: cache's index": r"stages/.*/cache/.*/index/data\.mdb",
+    "stopped stage: cache's rows": r"stages/.*/cache/.*/blobs/.*",
     "stopped stage: locks": r"stages/.*/(wal|trajectories|cache)/.*",
 }
 COLUMNS = [

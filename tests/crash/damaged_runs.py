@@ -15,7 +15,6 @@ from opd.pipelines.run import execute
 from opd.pipelines.stages import samples_on_disk, student
 from opd.pipelines.stages.order import plan, with_needs
 from opd.rollout.preemption import Preemption
-from opd.storage.trajectories import TrajectoryWriter
 
 
 class StopsInTheMiddle(Preemption):
@@ -94,7 +93,6 @@ def stop_in(out: Path, recipe: Recipe, last: str, steps: int) -> None:
         RunFolder.create(out, recipe) as folder,
         patch.object(student, "CHUNK_SECONDS", 0.0),
         patch.object(samples_on_disk, "_TOGETHER", 1),
-        patch.object(TrajectoryWriter, "_finish"),
     ):
         for stage in with_needs(plan(recipe), "merge"):
             asked = StopsInTheMiddle(steps if stage.name == last else 1 << 30)

@@ -97,9 +97,10 @@ def opened(home: str, groups, backend, folder: Path) -> Iterator[StepSamples]:
             parts = (group.samples, group.branches)
             places = {one.uid: place for part in parts for place, one in enumerate(part)}
             files.put([*group.branches, *group.samples], 0, {group.uid: "asked"}, places)
-        with files.view() as union, Scratch(folder / "signals") as signals:
-            light, rows = groups_of(union, written_by_all(groups, Ranks()), Ranks())
-            yield SamplesOnDisk(light, rows, union, signals, backend)
+        store = files.view()
+        light, rows = groups_of(store, written_by_all(groups, Ranks()), Ranks())
+        with Scratch(folder / "signals") as signals:
+            yield SamplesOnDisk(light, rows, store, signals, backend)
 
 
 def rewards() -> RewardRunner:

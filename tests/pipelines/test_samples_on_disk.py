@@ -26,11 +26,11 @@ from opd.pipelines.run import run_stage
 from opd.pipelines.stages import samples_on_disk
 from opd.pipelines.stages.sample_files import SampleFiles, Scratch, groups_of, written_by_all
 from opd.pipelines.stages.samples import StepSamples
-from opd.pipelines.stages.samples_on_disk import FIELDS, SamplesOnDisk
+from opd.pipelines.stages.samples_on_disk import SamplesOnDisk
 from opd.ranks import Ranks
 from opd.rollout.rewards import RewardRunner, wrap_reward
 from opd.storage.node_cache import NodeCache
-from opd.storage.trajectories import TrajectoryBatch, TrajectoryUnion
+from opd.storage.sample_store import SampleBatch, SampleStore
 from opd.teachers.local_teacher import LocalTeacher
 from opd.teachers.schedule import Router, TeacherSchedule
 from opd.teachers.score_cache import CachedScores
@@ -58,9 +58,10 @@ def holding(folder: Path, made: Sequence[Sample], backend=None, ranks=None) -> I
         uids = [sample.uid for sample in made]
         files.put(made, 0, {sample.group_uid: "asked" for sample in made}, dict.fromkeys(uids, 0))
         mine = [SampleGroup(s.group_uid, s.domain, [s]) for s in made]
-        with files.view() as union, Scratch(folder / "signals") as signals:
-            groups, rows = groups_of(union, written_by_all(mine, Ranks()), Ranks())
-            yield SamplesOnDisk(groups, rows, union, signals, backend, ranks)  # type: ignore[arg-type]
+        store = files.view()
+        groups, rows = groups_of(store, written_by_all(mine, Ranks()), Ranks())
+        with Scratch(folder / "signals") as signals:
+            yield SamplesOnDisk(groups, rows, store, signals, backend, ranks)  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")
@@ -144,15 +145,15 @@ def test_a_micro_batch_is_let_go_before_the_next_but_one_is_read(teachers, tmp_p
     backend = open_backend(schedule)
     held: set[int] = set()
     peaks: list[int] = []
-    load, release = TrajectoryBatch.load, TrajectoryBatch.release
+    load, release = SampleBatch.load, SampleBatch.release
 
     def loading(batch, fields):
         held.add(id(batch))
         peaks.append(len(held))
         return load(batch, fields)
 
-    monkeypatch.setattr(TrajectoryBatch, "load", loading)
-    monkeypatch.setattr(TrajectoryBatch, "release", lambda b: (held.discard(id(b)), release(b))[1])
+    monkeypatch.setattr(SampleBatch, "load", loading)
+    monkeypatch.setattr(SampleBatch, "release", lambda b: (held.discard(id(b)), release(b))[1])
     with holding(tmp_path / "store", samples(), backend) as step:
         train(step, backend, schedule)
         assert len(peaks) >= 5
@@ -268,14 +269,19 @@ def test_what_is_learnt_leaves_the_store_and_the_rest_is_there_for_the_next_atte
             files.put([sample], number, {sample.group_uid: "asked"}, {sample.uid: 0})
         files.retire_before(1)
     with SampleFiles.open(tmp_path / "store", keep=True) as files:
-        groups = [files.group(sample.group_uid, "asked") for sample in made[:4]]
-        assert groups == [{}, {0: "s1"}, {0: "s2"}, {}]
+        groups = [files.group(sample.group_uid, "asked", 1) for sample in made[:4]]
+        assert groups == [{}, {0: "s1"}, {}, {}]  # s2 is of another batch, and goes with that
         with pytest.raises(RolloutError, match="response s1 to another prompt"):
-            files.group(made[1].group_uid, "asked otherwise")
-        with files.view() as union:
-            assert list(union.table.uid) == ["s1", "s2"]
-    with SampleFiles.open(tmp_path / "store") as files, files.view() as union:
-        assert not len(union.table)
+            files.group(made[1].group_uid, "asked otherwise", 1)
+        assert list(files.view().table.uid) == ["s1", "s2"]
+        assert list(files.view(2).table.uid) == ["s2"]
+        files.put(made[3:4], 2, {made[3].group_uid: "asked"}, {made[3].uid: 0}, ["s2"])
+        assert files.group(made[2].group_uid, "asked", 2) == {}
+    with SampleFiles.open(tmp_path / "store", keep=True) as files:
+        assert list(files.view().table.uid) == ["s1", "s3"]
+        assert files.group(made[2].group_uid, "asked", 2) == {}
+    with SampleFiles.open(tmp_path / "store") as files:
+        assert not len(files.view().table)
 
 
 def test_empty_responses_are_refused(teachers, tmp_path):
@@ -311,10 +317,10 @@ def test_tokens_that_are_too_old_are_those_too_old_in_memory(seed, limit):
     with tempfile.TemporaryDirectory() as root, holding(Path(root), made, Dealt()) as step:
         light = {s.uid: s.trainable_tokens for s in step.samples}
         assert light == {s.uid: s.trainable_tokens for s in made}
-        before = step.union.counters.bytes_read
+        before = step.store.counters.bytes_read
         several = any(len(set(s.policy_versions.tolist())) > 1 and s.loss_mask.any() for s in made)
         found = step.drop_stale(4, limit)
-        assert (step.union.counters.bytes_read > before) == several
+        assert (step.store.counters.bytes_read > before) == several
         read = [s for lot in step.lots(step.samples, 16, by_teacher=True) for s in lot]
         groups = [SampleGroup(s.group_uid, s.domain, [s]) for s in made]
         assert found == pytest.approx(StepSamples(groups, Dealt()).drop_stale(4, limit))  # from `made` too
@@ -339,12 +345,12 @@ def test_ranks_read_their_own_rows_and_each_teacher_together(drawn, size):
         for rank in range(size):
             with holding(Path(root), made, Dealt(rank, size)) as step:
                 ordered = sorted(step.samples, key=lambda s: s.teacher or "")
-                assert step.union.counters.bytes_read == 0
+                assert step.store.counters.bytes_read == 0
                 seen.append(list(step.lots(ordered, 16, by_teacher=True)))
                 mine = {sample.uid for part in seen[-1] for sample in part}
                 own = [row for uid, row in step._rows.items() if uid in mine]
                 # The fields of a sample are read ahead, then handed out.
-                assert step.union.counters.bytes_read == 2 * int(step.union.heavy_bytes(FIELDS)[own].sum())
+                assert step.store.counters.bytes_read == 2 * int(step.store.heavy_bytes()[own].sum())
     everyone = [sample.uid for rank in seen for part in rank for sample in part]
     assert sorted(everyone) == sorted(s.uid for s in made if len(s.response_ids))
     for together in zip(*seen, strict=True):
@@ -368,9 +374,9 @@ def test_rewards_are_those_in_memory_and_some_tokens_are_read_at_a_time(tmp_path
     made = samples()
     with holding(tmp_path / "store", made, Dealt()) as step:
         leased: list[list[int]] = []
-        lease = TrajectoryUnion.lease
+        lease = SampleStore.lease
         monkeypatch.setattr(
-            TrajectoryUnion, "lease", lambda u, rows: (leased.append(list(rows)), lease(u, rows))[1]
+            SampleStore, "lease", lambda u, rows: (leased.append(list(rows)), lease(u, rows))[1]
         )
         step.reward(rewards)
         assert len(leased) > 2
@@ -406,7 +412,7 @@ def test_a_full_disk_ends_the_step_and_leaves_the_store_whole(tmp_path):
     with SampleFiles.open(tmp_path / "store") as files:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 15, limits[1]))
         try:
-            with pytest.raises(StorageError, match="given up; free disk space"):
+            with pytest.raises(StorageError, match=r"cannot be written \(File too large\); raise the limit"):
                 files.put(tiny.samples([(10, 20_000)]), 0, {"s0": "asked", "g0": "asked"}, {"s0": 0})
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)

@@ -25,7 +25,8 @@ from opd.output import Logged, as_words, log_again
 from opd.pipelines.cli import main
 from opd.progress import Heartbeat, Progress, busy_with, doing, hushed, never_silent
 from opd.redact import HIDDEN, hide
-from opd.storage.trajectories import TrajectoryRecord, TrajectoryWriter
+from opd.storage.sample_store import SampleWriter
+from opd.storage.sample_table import SampleRecord
 from opd.storage.wal import TokenWAL
 from opd.types import RolloutRequest, SamplingParams
 
@@ -199,8 +200,8 @@ def test_every_command_says_that_it_is_at_work(command: str, tmp_path: Path, cap
     with TokenWAL(tmp_path / "wal", fsync="os") as log:
         for i in range(3000):
             log.open(RolloutRequest(f"{i}", np.ones(8, np.int32), SamplingParams(), 3), {})
-    with TrajectoryWriter(tmp_path / "store", durable=False) as writer:
-        writer.put_many([(TrajectoryRecord(f"{i}", 0, 5), {}) for i in range(5000)])
+    with SampleWriter(tmp_path / "store", durable=False) as writer:
+        writer.put([(SampleRecord(f"{i}", 0, 5), {}) for i in range(5000)])
     save_checkpoint(tiny.model(), tiny.tokenizer(), tmp_path / "model", {})
     (tmp_path / "recipe.yaml").write_text(
         "name: a\nmodel: {path: model}\ndomains: {d: {source: gone.jsonl}}\n"

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
+from sample_data import record, values
 from synced import watched
-from trajectory_data import FIELDS, record, values
 
 from opd.environments.trajectory import TrajectoryLog
 from opd.errors import RunFolderError, from_system
@@ -24,7 +24,7 @@ from opd.storage import files
 from opd.storage.checkpoints import CheckpointStore
 from opd.storage.files import FileLock, atomic_folder, open_plain, write_atomic, write_sealed
 from opd.storage.object_store import ObjectStore
-from opd.storage.trajectories import TrajectoryWriter
+from opd.storage.sample_store import SampleWriter
 from opd.storage.wal import TokenWAL
 
 
@@ -83,14 +83,13 @@ def test_what_has_its_name_is_on_the_disk_and_then_its_name_is(tmp_path: Path, m
     assert ("synced", target.parent.stat().st_ino) in [one[:2] for one in told[name:]]
 
 
-def kept_trajectory(folder: Path) -> None:
-    writer = TrajectoryWriter(folder / "store", fields=FIELDS)
-    writer.put(record(0), **values(0))
+def kept_sample(folder: Path) -> None:
+    SampleWriter(folder / "store").put([(record(0), values(0))])
 
 
 KEPT: dict[str, tuple[Callable[[Path], object], list[str]]] = {
     "a flag": (lambda folder: FlagsWriter(folder).append({"step": 1}), ["flags.jsonl"]),
-    "a trajectory": (kept_trajectory, [".", "store", "store/segments", "store/segments/*", "**/*.wal"]),
+    "a sample": (kept_sample, [".", "store", "store/*.safetensors"]),
     "files of a command": (
         lambda folder: TrajectoryLog(folder, fsync="always").store.put(b"x"),
         ["snapshots/objects/*", "snapshots/objects/*/*"],

@@ -1,4 +1,7 @@
-"""`TrajectoryTable`: what is known of every trajectory without its tokens, column by column."""
+"""`SampleTable`: what is known of samples without their tokens, column by column.
+
+Shapes: `n` samples, `B` bytes.
+"""
 
 from __future__ import annotations
 
@@ -133,14 +136,11 @@ def _ends(lengths: Sequence[int] | np.ndarray) -> np.ndarray:
 STATUSES = tuple(Status)
 _MOST = 1 << 48
 """Bytes of a file, or tokens."""
-LOCATION = np.dtype([("segment", "<u4"), ("check", "<u4"), ("offset", "<i8")])
-"""Where a field of a trajectory lies: its segment (0: the trajectory has no such field), the number of its
-first checksum there, and its first byte in the field's file."""
 
 
 @dataclass(frozen=True, slots=True)
-class TrajectoryRecord:
-    """What is known of one trajectory when it is sealed."""
+class SampleRecord:
+    """What is known of one sample when it has ended."""
 
     uid: str
     prompt_tokens: int
@@ -161,8 +161,8 @@ class TrajectoryRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class TrajectoryTable:
-    """`n` trajectories in `n` rows; an immutable snapshot, all of it in memory (about 200 bytes a row)."""
+class SampleTable:
+    """`n` samples in `n` rows, immutable, all of it in memory (about 200 bytes a row)."""
 
     uid: Strings
     group_uid: Strings
@@ -184,12 +184,12 @@ class TrajectoryTable:
     """[n] int32."""
     last_version: np.ndarray
     """[n] int32."""
-    locations: np.ndarray
-    """[n, F] `LOCATION`."""
+    fields: np.ndarray
+    """[n] uint8: bit `i` is set if field number `i` of `sample_lot.FIELDS` was written."""
 
     @classmethod
-    def of(cls, records: Sequence[TrajectoryRecord], locations: np.ndarray) -> TrajectoryTable:
-        """A table of `records` whose fields lie at `locations` (`[n, F]`)."""
+    def of(cls, records: Sequence[SampleRecord], written: Sequence[int] = ()) -> SampleTable:
+        """Make the table of `records`, of which the `fields` are `written` (default: none)."""
 
         def numbers(name: str, dtype: str) -> np.ndarray:
             return np.array([getattr(record, name) for record in records], dtype=dtype)
@@ -207,18 +207,14 @@ class TrajectoryTable:
             status=np.array([STATUSES.index(Status(record.status)) for record in records], np.uint8),
             first_version=numbers("first_version", "<i4"),
             last_version=numbers("last_version", "<i4"),
-            locations=locations,
+            fields=np.array(written or [0] * len(records), np.uint8),
         )
 
     @classmethod
-    def empty(cls, field_count: int) -> TrajectoryTable:
-        return cls.of([], np.zeros((0, field_count), LOCATION))
-
-    @classmethod
-    def join(cls, tables: Sequence[TrajectoryTable]) -> TrajectoryTable:
-        """The rows of all `tables` (at least one), in order."""
-        if len(tables) == 1:
-            return tables[0]
+    def join(cls, tables: Sequence[SampleTable]) -> SampleTable:
+        """Return the rows of all `tables`, in order."""
+        if len(tables) < 2:
+            return tables[0] if tables else cls.of([])
         return cls(**{column.name: _joined([getattr(t, column.name) for t in tables]) for column in _COLUMNS})
 
     def check(self) -> None:
@@ -227,21 +223,21 @@ class TrajectoryTable:
             raise ValueError("columns of different lengths")
         for column in (self.uid, self.group_uid, self.extra, self.domain, self.teacher):
             column.check()
-        counts = (self.prompt_tokens, self.response_tokens, self.trainable_tokens, self.locations["offset"])
+        counts = (self.prompt_tokens, self.response_tokens, self.trainable_tokens)
         if any(((numbers < 0) | (numbers > _MOST)).any() for numbers in counts):
-            raise ValueError("a length or a place that no file has")
+            raise ValueError("a length that no sample has")
         if (self.status >= len(STATUSES)).any():
             raise ValueError("a status that there is not")
 
-    def take(self, rows: np.ndarray) -> TrajectoryTable:
+    def take(self, rows: np.ndarray) -> SampleTable:
         """Rows number `rows` (`[k]` integers), or those where `rows` (`[n]` bool) is true."""
         if rows.dtype == bool:
             rows = np.flatnonzero(rows)
-        return TrajectoryTable(**{c.name: _taken(getattr(self, c.name), rows) for c in _COLUMNS})
+        return SampleTable(**{c.name: _taken(getattr(self, c.name), rows) for c in _COLUMNS})
 
-    def record(self, row: int) -> TrajectoryRecord:
+    def record(self, row: int) -> SampleRecord:
         """Everything known of row `row`."""
-        return TrajectoryRecord(
+        return SampleRecord(
             uid=self.uid[row],
             prompt_tokens=int(self.prompt_tokens[row]),
             response_tokens=int(self.response_tokens[row]),
@@ -258,26 +254,60 @@ class TrajectoryTable:
 
     def _extra(self, row: int) -> dict[str, Any]:
         found = None
-        with decoding(lambda cause: StorageError(f"trajectory {shown(self.uid[row])}: {cause}")):
+        with decoding(lambda cause: StorageError(f"sample {shown(self.uid[row])}: {cause}")):
             found = json.loads(self.extra[row] or "{}")
         if not isinstance(found, dict):
-            raise StorageError(f"what is kept of trajectory {shown(self.uid[row])} is no JSON object")
+            raise StorageError(f"what is kept of sample {shown(self.uid[row])} is no JSON object")
         return found
+
+    def arrays(self) -> tuple[dict[str, np.ndarray], dict[str, tuple[str, ...]]]:
+        """Return the arrays of the columns by name, and the names of the categories."""
+        arrays: dict[str, np.ndarray] = {}
+        names: dict[str, tuple[str, ...]] = {}
+        for column in _COLUMNS:
+            value = getattr(self, column.name)
+            if isinstance(value, Strings):
+                arrays[f"{column.name}.offsets"], arrays[f"{column.name}.heap"] = value.offsets, value.heap
+            elif isinstance(value, Category):
+                arrays[column.name], names[column.name] = value.codes, value.names
+            else:
+                arrays[column.name] = value
+        return arrays, names
+
+    @classmethod
+    def from_arrays(cls, arrays: Mapping[str, np.ndarray], names: Mapping[str, Sequence[str]]) -> SampleTable:
+        """Return the table of which `arrays` returned these; others raise `ValueError` or `KeyError`."""
+        due, _ = _EMPTY.arrays()
+        if wrong := [n for n in due if (arrays[n].dtype, arrays[n].ndim) != (due[n].dtype, due[n].ndim)]:
+            raise ValueError(f"column {wrong[0]} is of another kind")
+        columns: dict[str, Any] = {}
+        for column in _COLUMNS:
+            name = column.name
+            if isinstance(getattr(_EMPTY, name), Strings):
+                columns[name] = Strings(arrays[f"{name}.offsets"], arrays[f"{name}.heap"])
+            elif isinstance(getattr(_EMPTY, name), Category):
+                columns[name] = Category(names[name], arrays[name])
+            else:
+                columns[name] = arrays[name]
+        table = cls(**columns)
+        table.check()
+        return table
 
     @property
     def tokens(self) -> np.ndarray:
-        """[n] int64: prompt and response tokens of each trajectory."""
+        """[n] int64: prompt and response tokens of each sample."""
         return self.prompt_tokens + self.response_tokens
 
     def has_status(self, *wanted: Status) -> np.ndarray:
-        """[n] bool: which trajectories ended in one of these ways."""
+        """[n] bool: which samples ended in one of these ways."""
         return np.isin(self.status, [STATUSES.index(status) for status in wanted])
 
     def __len__(self) -> int:
         return len(self.prompt_tokens)
 
 
-_COLUMNS = fields(TrajectoryTable)
+_COLUMNS = fields(SampleTable)
+_EMPTY = SampleTable.of([])
 
 
 def _joined(columns: list) -> Any:
@@ -288,7 +318,7 @@ def _taken(column: Any, rows: np.ndarray) -> Any:
     return column[rows] if isinstance(column, np.ndarray) else column.take(rows)
 
 
-def _extra(record: TrajectoryRecord) -> str:
+def _extra(record: SampleRecord) -> str:
     try:
         return json.dumps(dict(record.extra), allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:

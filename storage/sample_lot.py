@@ -1,0 +1,238 @@
+"""Samples on disk: a lot is a file that is written once, whole, and read a block at a time.
+
+A lot is safetensors, which other programs open too:
+
+    token_ids            [sum of prompt and response tokens] int32, one sample after another
+    rollout_logprobs     [sum of response tokens] float32
+    policy_versions      the same, int32
+    loss_mask            the same, bool
+    NAME.digests         [blocks, 16] uint8: the xxh3-128 of every `BLOCK_BYTES` of field NAME
+    COLUMN               a column of the `SampleTable`
+    __metadata__         the format, the file's name, names of domains and teachers, uids that earlier lots
+                         give up, and the xxh3-128 of all of this but the four fields
+
+Shapes: `n` samples, `R` rows of a field.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import safetensors.numpy
+import xxhash
+
+from opd.errors import StorageError
+from opd.foreign import decoding, read_document, shown
+from opd.storage.files import MappedFile, open_plain
+from opd.storage.sample_table import SampleRecord, SampleTable
+from opd.storage.weight_folder import TensorSource, sources_in
+
+FIELDS = {
+    "token_ids": np.dtype("<i4"),
+    "rollout_logprobs": np.dtype("<f4"),
+    "policy_versions": np.dtype("<i4"),
+    "loss_mask": np.dtype(np.bool_),
+}
+"""What a `Sample` holds of each token: of prompt and response the first, of the response the others."""
+TOKEN_BYTES = sum(dtype.itemsize for dtype in FIELDS.values())
+BLOCK_BYTES = 1 << 20
+"""Under one digest."""
+_FORMAT = 1
+_DTYPES = {
+    "F64": np.dtype("<f8"),
+    "F32": np.dtype("<f4"),
+    "I64": np.dtype("<i8"),
+    "I32": np.dtype("<i4"),
+    "U8": np.dtype("u1"),
+    "BOOL": np.dtype(np.bool_),
+}
+"""By the names safetensors gives them."""
+_MAX_TEXT = 64 << 20
+"""Bytes of a text in the header."""
+
+
+SampleItem = tuple[SampleRecord, Mapping[str, np.ndarray]]
+"""A sample's record, and the fields it has: `[R]`, dtypes of `FIELDS`."""
+
+
+def encode_lot(items: Sequence[SampleItem], drops: Sequence[str], file: str) -> bytes:
+    """Return the lot of samples that becomes `file`.
+
+    `drops`: uids that earlier lots give up. Raises `ValueError` for a field of another length or dtype, and
+    `StorageError` for what JSON cannot hold.
+    """
+    written = []
+    for record, values in items:
+        for name, array in values.items():
+            due = _rows(name, record.prompt_tokens, record.response_tokens)
+            if array.shape != (due,) or array.dtype != FIELDS[name]:
+                raise ValueError(
+                    f"{name} of sample {record.uid} is {array.dtype} {list(array.shape)}, and its record asks"
+                    f" for {FIELDS[name]} [{due}]"
+                )
+        written.append(sum(1 << bit for bit, name in enumerate(FIELDS) if name in values))
+    table = SampleTable.of([record for record, _ in items], written)
+    light, names = table.arrays()
+    fields = {}
+    for name, dtype in FIELDS.items():
+        parts = [values[name] for _, values in items if name in values]
+        fields[name] = np.concatenate(parts) if parts else np.zeros(0, dtype)
+        light[f"{name}.digests"] = _digests(fields[name].view(np.uint8))
+    said = {"opd.samples": str(_FORMAT), "file": file}
+    said |= {"names": json.dumps(names), "drops": json.dumps(list(drops))}
+    said["digest"] = _digest(light, said)
+    return safetensors.numpy.save(fields | light, said)
+
+
+def _rows(name: str, prompt_tokens: Any, response_tokens: Any) -> Any:
+    return prompt_tokens + response_tokens if name == "token_ids" else response_tokens
+
+
+def _digests(data: np.ndarray) -> np.ndarray:
+    """[blocks, 16] uint8: of each block of `data` ([B] uint8)."""
+    starts = range(0, len(data), BLOCK_BYTES)
+    each = b"".join(xxhash.xxh3_128_digest(data[start : start + BLOCK_BYTES].data) for start in starts)
+    return np.frombuffer(each, np.uint8).reshape(-1, 16)
+
+
+def _digest(light: Mapping[str, np.ndarray], said: Mapping[str, str]) -> str:
+    """The digest of everything in a lot but its fields, which have digests of their own there."""
+    found = xxhash.xxh3_128()
+    for name in sorted(light):
+        array = np.ascontiguousarray(light[name])
+        found.update(json.dumps([name, array.dtype.str, array.shape]).encode())
+        found.update(array.tobytes())
+    found.update(json.dumps(sorted((key, said[key]) for key in said if key != "digest")).encode())
+    return found.hexdigest()
+
+
+@dataclass(slots=True)
+class ReadCounters:
+    """What was read of fields."""
+
+    bytes_read: int = 0
+    """Of rows handed out."""
+    bytes_checked: int = 0
+    """Of blocks whose digest was compared."""
+
+
+class SampleLot:
+    """A lot that is mapped: it stays readable when its file has been unlinked. Safe for threads."""
+
+    def __init__(self, path: Path, counters: ReadCounters) -> None:
+        """Read and check all but the fields. Raises `FileNotFoundError`, `OSError`, and `StorageError` if the
+        file is damaged or no lot.
+        """
+        self.path, self._counters = path, counters
+        self._mutex = threading.Lock()
+        with os.fdopen(open_plain(path), "rb") as file, decoding(self._refusal):
+            said: dict[str, Any] = {}
+            sources = sources_in(file, path, said)
+            self._map = MappedFile(file.fileno(), os.fstat(file.fileno()).st_size, shared=True)
+        with decoding(self._refusal):
+            self._take(said, sources)
+        self._map.forget()
+
+    def _take(self, said: dict[str, Any], sources: Mapping[str, TensorSource]) -> None:
+        if (form := str(said["opd.samples"])) != str(_FORMAT):
+            raise StorageError(
+                f"{self.path} has format {shown(form)} of samples, this version reads {_FORMAT}; update opd"
+            )
+        light = {name: np.array(self._array(s)) for name, s in sources.items() if name not in FIELDS}
+        if said["digest"] != _digest(light, said):
+            raise ValueError("its table does not have its digest")
+        if said["file"] != self.path.name:
+            raise ValueError(f"it was written as {shown(said['file'])}")
+        names, self.drops = (self._document(said, key) for key in ("names", "drops"))
+        if not isinstance(self.drops, list) or not all(isinstance(uid, str) for uid in self.drops):
+            raise ValueError("no list of uids")
+        self.table = SampleTable.from_arrays(light, names)
+        self._start: dict[str, int] = {}
+        self._size: dict[str, int] = {}
+        self._first: dict[str, np.ndarray] = {}
+        """By field, [n + 1] int64: the row at which each sample begins."""
+        self._expected: dict[str, np.ndarray] = {}
+        self._right: dict[str, set[int]] = {name: set() for name in FIELDS}
+        """By field: blocks that had their digest."""
+        for bit, (name, dtype) in enumerate(FIELDS.items()):
+            rows = _rows(name, self.table.prompt_tokens, self.table.response_tokens)
+            rows = rows * (self.table.fields >> bit & 1)
+            self._first[name] = np.concatenate([[0], np.cumsum(rows, dtype=np.int64)])
+            source, digests = sources[name], light[f"{name}.digests"]
+            self._start[name], self._size[name] = source.start, source.nbytes
+            self._expected[name] = digests
+            blocks = -(-source.nbytes // BLOCK_BYTES)
+            if _DTYPES.get(source.dtype) != dtype or digests.shape != (blocks, 16):
+                raise ValueError(f"{name} is {source.dtype} with {len(digests)} digests")
+            if (rows > source.nbytes).any() or self._first[name][-1] * dtype.itemsize != source.nbytes:
+                raise ValueError(f"{name} has {source.nbytes} bytes, which its table does not")
+
+    def has(self, row: int, name: str) -> bool:
+        """Return whether field `name` of sample `row` was written, or has no rows."""
+        bit = list(FIELDS).index(name)
+        return bool(self.table.fields[row] >> bit & 1) or not self.length(row, name)
+
+    def length(self, row: int, name: str) -> int:
+        """Return how many rows field `name` of sample `row` has, written or not."""
+        return int(_rows(name, self.table.prompt_tokens[row], self.table.response_tokens[row]))
+
+    def read(self, row: int, name: str, start: int, stop: int) -> np.ndarray:
+        """Return rows `start ... stop - 1` of a field that sample `row` has: a read-only view of the file's
+        pages. Blocks that were not read before are compared with their digests first; raises `StorageError`
+        for a wrong one.
+        """
+        begin, end = self._bytes(row, name, start, stop)
+        for block in range(begin // BLOCK_BYTES, -(-end // BLOCK_BYTES)):
+            if block not in self._right[name]:
+                self._verify(name, block)
+        with self._mutex:
+            self._counters.bytes_read += end - begin
+        place = self._start[name]
+        return np.asarray(self._map)[place + begin : place + end].view(FIELDS[name])
+
+    def forget(self, row: int, name: str) -> None:
+        """Give back the memory of a field of a sample; views of it stay right and take it again."""
+        if self.has(row, name):
+            begin, end = self._bytes(row, name, 0, self.length(row, name))
+            self._map.forget(self._start[name] + begin, self._start[name] + end)
+
+    def _bytes(self, row: int, name: str, start: int, stop: int) -> tuple[int, int]:
+        first, width = int(self._first[name][row]), FIELDS[name].itemsize
+        return (first + start) * width, (first + stop) * width
+
+    def _verify(self, name: str, block: int) -> None:
+        begin = self._start[name] + block * BLOCK_BYTES
+        end = min(begin + BLOCK_BYTES, self._start[name] + self._size[name])
+        if not self._map.load(begin, end):
+            raise self._refusal(f"the disk cannot read bytes {begin}-{end}")
+        found = xxhash.xxh3_128_digest(np.asarray(self._map)[begin:end].data)
+        self._map.forget(begin, end)  # it may belong to other samples for the most part
+        with self._mutex:
+            self._counters.bytes_checked += end - begin
+        if found != self._expected[name][block].tobytes():
+            raise self._refusal(f"bytes {begin}-{end} do not have their digest")
+        self._right[name].add(block)
+
+    def _array(self, source: TensorSource) -> np.ndarray:
+        dtype = _DTYPES[source.dtype]
+        if not self._map.load(source.start, source.start + source.nbytes):
+            raise ValueError(f"the disk cannot read bytes {source.start}-{source.start + source.nbytes}")
+        data = np.asarray(self._map)[source.start : source.start + source.nbytes]
+        return np.frombuffer(data, dtype).reshape(source.shape)
+
+    @staticmethod
+    def _document(said: Mapping[str, Any], key: str) -> Any:
+        return read_document(str(said[key]).encode(), _MAX_TEXT)
+
+    def _refusal(self, cause: str) -> StorageError:
+        return StorageError(
+            f"{self.path} is damaged, or holds no samples ({cause}); restore it from a copy, or remove it: a"
+            " run that is resumed writes its responses again"
+        )

@@ -1,0 +1,374 @@
+"""`SampleWriter` and `SampleStore`: samples in folders of lots, one writer a folder, any number of readers.
+
+    FOLDER/BATCH-NUMBER.safetensors     a lot (`sample_lot.py`) of one batch
+           writer                       locked by who writes
+
+A rename publishes a lot, an unlink gives up its batch, and a reader that has it open keeps it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+
+from opd.errors import RunFolderError, StorageError, way_out
+from opd.storage.files import FileLock, fsync_folder, write_atomic
+from opd.storage.sample_lot import FIELDS, ReadCounters, SampleItem, SampleLot, encode_lot
+from opd.storage.sample_table import SampleRecord, SampleTable
+from opd.types import Sample
+
+Rows = Sequence[int] | np.ndarray
+_NAME = re.compile(r"(\d{8})-(\d{8})\.safetensors")
+
+
+@contextlib.contextmanager
+def _reporting(folder: Path, action: str) -> Iterator[None]:
+    """Raise any `OSError` of the block as a `StorageError`: "samples in FOLDER cannot be ACTION ..."."""
+    try:
+        yield
+    except StorageError:
+        raise
+    except OSError as error:
+        mend = way_out(error, "free disk space or check its permissions")
+        raise StorageError(
+            f"samples in {folder} cannot be {action} ({error.strerror or error}); {mend}"
+        ) from error
+
+
+def _lots_of(folder: Path) -> list[tuple[int, int, Path]]:
+    """Return batch, number and path of every lot, in the order in which they were written."""
+    names = [(_NAME.fullmatch(entry), entry) for entry in os.listdir(folder)]
+    found = [(int(match[1]), int(match[2]), folder / entry) for match, entry in names if match]
+    return sorted(found, key=lambda lot: lot[1])
+
+
+class SampleWriter:
+    """The one process that writes a folder of samples. Safe for threads.
+
+    Args:
+        folder: Made if it is not there; what a killed writer left half is removed.
+        durable: Whether a lot is on the disk when `put` returns, so that a power cut does not take it.
+
+    Raises `StorageError` if another process writes the folder, or the disk refuses.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], *, durable: bool = True) -> None:
+        self.folder = Path(folder)
+        self._durable = durable
+        self._mutex = threading.Lock()
+        self._open = True
+        with _reporting(self.folder, "written"):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._lock = FileLock(self.folder / "writer")
+            try:
+                self._lock.acquire()
+            except RunFolderError as error:
+                raise StorageError(f"{error}; samples have one writer at a time") from None
+            try:
+                for half in self.folder.glob(".*.tmp"):
+                    half.unlink()
+                self._next = 1 + max((number for _, number, _ in _lots_of(self.folder)), default=0)
+                if durable:
+                    fsync_folder(self.folder.parent)
+            except BaseException:
+                self._lock.release()
+                raise
+
+    def put(
+        self,
+        items: Sequence[SampleItem],
+        batch: int = 0,
+        drops: Sequence[str] = (),
+    ) -> None:
+        """Write samples as a lot of `batch`. In their place are given up those of the batch that have their
+        uids, or are named by `drops`: all of it or nothing.
+
+        Raises `StorageError` if the disk is full.
+        """
+        uids = [record.uid for record, _ in items]
+        if len(set(uids)) < len(uids):
+            raise ValueError("a sample is given twice; give each once")
+        with self._mutex, _reporting(self.folder, "written"):
+            if not self._open:
+                raise StorageError(f"the writer of the samples in {self.folder} was closed; open another one")
+            path = self.folder / f"{batch:08d}-{self._next:08d}.safetensors"
+            data = encode_lot(items, drops, path.name)
+            write_atomic(path, data, durable=self._durable, sweep=False)  # done when it was opened
+            self._next += 1
+
+    def retire_before(self, batch: int) -> None:
+        """Give up every batch before number `batch`, and its disk."""
+        with self._mutex, _reporting(self.folder, "removed"):
+            for own, _, path in _lots_of(self.folder):
+                if own < batch:
+                    path.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Let another process write. Does nothing the second time."""
+        with self._mutex:
+            if self._open:
+                self._open = False
+                self._lock.release()
+
+    def __enter__(self) -> SampleWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class SampleStore:
+    """A reader of folders: what was in them when it was opened, also when their writers give it up.
+
+    `table` has the samples of the first folder, then those of the second, and so on; a uid may be in several
+    folders and batches. Opening reads not one byte of a field.
+    """
+
+    def __init__(self, lots: Sequence[Sequence[tuple[int, SampleLot]]], counters: ReadCounters) -> None:
+        """Use `open`. `lots`: by folder, batch and lot."""
+        self.counters = counters
+        self._lots: list[SampleLot] = []
+        tables, places, batches, starts = [], [], [], [0]
+        for folder in lots:
+            alive = _alive(folder)
+            places += [(len(self._lots) + lot, row) for lot, row in alive]
+            batches += [folder[lot][0] for lot, _ in alive]
+            starts.append(len(places))
+            whole = SampleTable.join([lot.table for _, lot in folder])
+            first = np.cumsum([0, *(len(lot.table) for _, lot in folder)])
+            tables.append(whole.take(np.array([first[lot] + row for lot, row in alive], np.int64)))
+            self._lots += [lot for _, lot in folder]
+        self.table = SampleTable.join(tables)
+        """What is known of every sample; rows of it are what `lease` takes."""
+        self.batch = np.array(batches, np.int64)
+        """[n] int64: the batch that each was written in."""
+        self.starts = np.array(starts, np.int64)
+        """[S + 1] int64: the rows of folder `s` are `starts[s] ... starts[s + 1] - 1`."""
+        self._places = places
+
+    @classmethod
+    def open(cls, folders: Iterable[Path], batch: int | None = None) -> SampleStore:
+        """Open what is in `folders`, of one `batch` or of all.
+
+        Raises `StorageError` if a folder is missing, or a file damaged or of a newer format.
+        """
+        counters, found = ReadCounters(), []
+        for folder in folders:
+            lots = []
+            try:
+                named = _lots_of(folder)
+            except FileNotFoundError:
+                raise StorageError(f"there are no samples in {folder}; check the path") from None
+            except OSError as error:
+                raise StorageError(f"{folder} cannot be read ({error.strerror}); check the path") from error
+            for own, _, path in named:
+                if batch is None or own == batch:
+                    with _reporting(folder, "read"), contextlib.suppress(FileNotFoundError):  # given up
+                        lots.append((own, SampleLot(path, counters)))
+            found.append(lots)
+        return cls(found, counters)
+
+    def heavy_bytes(self) -> np.ndarray:
+        """[n] int64: bytes of the fields that each sample has."""
+        table, total = self.table, np.zeros(len(self.table), np.int64)
+        for bit, (name, dtype) in enumerate(FIELDS.items()):
+            rows = table.tokens if name == "token_ids" else table.response_tokens
+            total += rows * dtype.itemsize * (table.fields >> bit & 1)
+        return total
+
+    def lease(self, rows: Rows) -> SampleBatch:
+        """The samples in these rows of `table`, to be read until they are released."""
+        return SampleBatch(self.table, {row: self._place(row) for row in np.asarray(rows, np.int64).tolist()})
+
+    def _place(self, row: int) -> tuple[SampleLot, int]:
+        lot, own = self._places[row]
+        return self._lots[lot], own
+
+    def batches(
+        self, plan: Iterable[Rows], fields: Sequence[str], *, ahead: bool = True
+    ) -> Iterator[SampleBatch]:
+        """Lease the mini-batches of `plan` one after another; each is released when the next is asked for.
+
+        With `ahead` the `fields` of the next one are read and checked by a thread while this one is used: two
+        are in memory, else one.
+        """
+        if not ahead:
+            for rows in plan:
+                with self.lease(rows) as batch:
+                    yield batch
+            return
+
+        def loaded(rows: Rows) -> SampleBatch:
+            batch = self.lease(rows)
+            try:
+                return batch.load(fields)
+            except BaseException:
+                batch.release()
+                raise
+
+        waiting: Future[SampleBatch] | None = None
+        with ThreadPoolExecutor(1, thread_name_prefix="opd-samples") as pool:
+            try:
+                for rows in plan:
+                    coming = pool.submit(loaded, rows)
+                    if waiting is not None:
+                        current, waiting = waiting, coming
+                        yield from _used(current)
+                    waiting = coming
+                if waiting is not None:
+                    current, waiting = waiting, None
+                    yield from _used(current)
+            finally:
+                if waiting is not None and waiting.exception() is None:
+                    waiting.result().release()
+
+
+def _used(future: Future[SampleBatch]) -> Iterator[SampleBatch]:
+    with future.result() as batch:
+        yield batch
+
+
+def _alive(lots: Sequence[tuple[int, SampleLot]]) -> list[tuple[int, int]]:
+    """Return number of the lot and row of each sample that no later lot of its batch has given up or written
+    again.
+    """
+    alive: dict[tuple[int, str], tuple[int, int]] = {}
+    for number, (batch, lot) in enumerate(lots):
+        for uid in lot.drops:
+            alive.pop((batch, uid), None)
+        alive.update(((batch, uid), (number, row)) for row, uid in enumerate(lot.table.uid))
+    return list(alive.values())
+
+
+class SampleBatch:
+    """The fields of some samples. Nothing is read until it is asked for; memory goes on `release`.
+
+    Arrays handed out stay readable, and right, after `release`, but reading them then takes memory again.
+    Made by `SampleStore.lease`.
+    """
+
+    def __init__(self, table: SampleTable, places: Mapping[int, tuple[SampleLot, int]]) -> None:
+        self.table = table
+        self.rows = list(places)
+        self._places = dict(places)
+        self._read: set[tuple[int, str]] = set()
+
+    def has(self, row: int, name: str) -> bool:
+        """Return whether sample `row` has field `name`."""
+        lot, own = self._place(row)
+        return lot.has(own, name)
+
+    def read(self, row: int, name: str, start: int = 0, stop: int | None = None) -> np.ndarray:
+        """Return rows `start ... stop - 1` (default: all) of field `name` of sample `row`, `[R]`.
+
+        A read-only view of the file's pages, shared with every process that reads them. Raises `StorageError`
+        if the sample has no such field or its bytes are wrong; `ValueError` for rows that are not there.
+        """
+        lot, own = self._place(row)
+        length = lot.length(own, name)
+        end = length if stop is None else stop
+        if not 0 <= start <= end <= length:
+            raise ValueError(f"rows {start} to {end} of {name}: sample {self.table.uid[row]} has {length}")
+        if not lot.has(own, name):
+            raise StorageError(f"sample {self.table.uid[row]} has no {name}: it was written without")
+        if not length:
+            return np.zeros(0, FIELDS[name])
+        self._read.add((row, name))
+        return lot.read(own, name, start, end)
+
+    def load(self, fields: Sequence[str]) -> SampleBatch:
+        """Read and check all rows of `fields` now, where samples have them; returns itself."""
+        for row in self.rows:
+            for name in fields:
+                if self.has(row, name):
+                    self.read(row, name)
+        return self
+
+    def sample(self, row: int) -> Sample:
+        """Return the sample in `row`, whose arrays are views; fields it has not are empty."""
+        record = self.table.record(row)
+        arrays = {name: self.read(row, name) for name in FIELDS if self.has(row, name)}
+        tokens = arrays.pop("token_ids", np.zeros(record.prompt_tokens, np.int32))
+        extra = dict(record.extra)
+        return Sample(
+            uid=record.uid,
+            group_uid=record.group_uid,
+            domain=record.domain,
+            teacher=record.teacher or None,
+            prompt_ids=tokens[: record.prompt_tokens],
+            response_ids=tokens[record.prompt_tokens :],
+            reward=None if np.isnan(record.reward) else record.reward,
+            status=record.status,
+            label=extra.get("label"),
+            reward_parts=extra.get("reward_parts", {}),
+            failure=extra.get("failure"),
+            metadata=extra.get("metadata", {}),
+            branch_of=extra.get("branch_of", ""),
+            **arrays,
+        )
+
+    def release(self) -> None:
+        """Give the memory back; a second call does nothing."""
+        read, self._read = self._read, set()
+        places, self._places = self._places, {}
+        for row, name in read:
+            lot, own = places[row]
+            lot.forget(own, name)
+
+    def __enter__(self) -> SampleBatch:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    def _place(self, row: int) -> tuple[SampleLot, int]:
+        if row not in self._places:
+            uid = self.table.uid[row]
+            raise StorageError(f"sample {uid} is not in this batch, or it was released; lease it first")
+        return self._places[row]
+
+
+def record_of(sample: Sample) -> SampleRecord:
+    """Return what the table says of a sample that has ended."""
+    versions = sample.policy_versions
+    extra = {
+        "label": sample.label,
+        "reward_parts": sample.reward_parts,
+        "failure": sample.failure,
+        "metadata": sample.metadata,
+        "branch_of": sample.branch_of,
+    }
+    return SampleRecord(
+        uid=sample.uid,
+        prompt_tokens=len(sample.prompt_ids),
+        response_tokens=len(sample.response_ids),
+        group_uid=sample.group_uid,
+        domain=sample.domain,
+        teacher=sample.teacher or "",
+        reward=float("nan") if sample.reward is None else float(sample.reward),
+        status=sample.status,
+        trainable_tokens=sample.trainable_tokens,
+        first_version=int(versions.min()) if len(versions) else 0,
+        last_version=int(versions.max()) if len(versions) else 0,
+        extra={name: value for name, value in extra.items() if value},
+    )
+
+
+def fields_of(sample: Sample) -> dict[str, np.ndarray]:
+    """Return the fields that a sample has, in the dtypes of `FIELDS`."""
+    found = {name: getattr(sample, name) for name in FIELDS}
+    return {
+        name: np.asarray(array, FIELDS[name])
+        for name, array in found.items()
+        if name == "token_ids" or len(array)
+    }

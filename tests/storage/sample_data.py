@@ -1,0 +1,88 @@
+"""What the tests of samples on disk share: samples that follow from a number, and a look from outside."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+
+from opd.storage.sample_lot import SampleItem
+from opd.storage.sample_store import SampleStore, SampleWriter
+from opd.storage.sample_table import SampleRecord
+
+
+def lengths(number: int) -> tuple[int, int]:
+    """(prompt, response) tokens of sample `number`; every eleventh has no response."""
+    chooser = np.random.default_rng([number, 1])
+    return int(chooser.integers(1, 40)), 0 if number % 11 == 10 else int(chooser.integers(1, 400))
+
+
+def record(number: int) -> SampleRecord:
+    prompt, response = lengths(number)
+    return SampleRecord(
+        uid=f"run/{number}",
+        prompt_tokens=prompt,
+        response_tokens=response,
+        group_uid=f"g{number // 4}",
+        domain=("math", "code", "größe")[number % 3],
+        teacher=f"t{number % 2}",
+        reward=float("nan") if number % 5 == 0 else number / 3,
+        trainable_tokens=response // 2,
+        first_version=number,
+        last_version=number + 2,
+        extra={"label": number} if number % 2 else {},
+    )
+
+
+def values(number: int) -> dict[str, np.ndarray]:
+    """Every field of sample `number`, in arrays that no other number gives; every seventh has no
+    log-probabilities.
+    """
+    prompt, response = lengths(number)
+    chooser = np.random.default_rng([number, 2])
+    made = {
+        "token_ids": chooser.integers(0, 1 << 30, prompt + response).astype(np.int32),
+        "rollout_logprobs": chooser.standard_normal(response).astype(np.float32),
+        "policy_versions": np.full(response, number, np.int32),
+        "loss_mask": chooser.random(response) < 0.5,
+    }
+    if number % 7 == 6:
+        del made["rollout_logprobs"]
+    return made
+
+
+def items(numbers: Iterable[int]) -> list[SampleItem]:
+    return [(record(number), values(number)) for number in numbers]
+
+
+def write(folder: Path, numbers: Iterable[int], batch: int = 0) -> None:
+    """A lot of these samples in `folder`."""
+    with SampleWriter(folder, durable=False) as writer:
+        writer.put(items(numbers), batch)
+
+
+def assert_right(store: SampleStore) -> list[int]:
+    """Every sample of `store` is, in every bit, what was written; returns their numbers."""
+    numbers = []
+    for row in range(len(store.table)):
+        number = int(store.table.uid[row].removeprefix("run/"))
+        numbers.append(number)
+        with store.lease([row]) as batch:
+            for name, expected in values(number).items():
+                found = batch.read(row, name)
+                assert found.dtype == expected.dtype
+                assert np.array_equal(found, expected), (number, name)
+        kept, wanted = store.table.record(row), record(number)
+        assert (np.isnan(kept.reward) and np.isnan(wanted.reward)) or kept.reward == wanted.reward
+        assert [getattr(kept, n) for n in _PLAIN] == [getattr(wanted, n) for n in _PLAIN]
+    return numbers
+
+
+_PLAIN = [name for name in SampleRecord.__slots__ if name != "reward"]
+
+
+def resident(kind: str = "RSS") -> int:
+    """Bytes of this process in memory: RSS now, or its peak `HWM`."""
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(status.split(f"Vm{kind}:")[1].split()[0])

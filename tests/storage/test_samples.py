@@ -1,0 +1,319 @@
+"""Samples on disk: written in lots, filtered by their table, read where they are needed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from full import cases
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from safetensors.numpy import load_file
+from sample_data import assert_right, items, lengths, values, write
+
+from opd.errors import StorageError
+from opd.storage import sample_lot
+from opd.storage.sample_lot import FIELDS
+from opd.storage.sample_store import SampleBatch, SampleStore, SampleWriter, fields_of, record_of
+from opd.storage.sample_table import SampleRecord, SampleTable
+from opd.train.plan import CostModel, DeviceBudget, PlanSettings, Workload, make_plan
+from opd.types import Sample, Status
+
+NUMBERS = st.sets(st.integers(0, 30), max_size=5)
+PARTS = [range(5), range(5, 5), range(5, 12)]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> list[Path]:
+    """Three, of which the second is empty."""
+    root = tmp_path_factory.mktemp("folders")
+    for number, part in enumerate(PARTS):
+        with SampleWriter(root / str(number), durable=False) as writer:
+            for lot in np.array_split(np.array(part, np.int64), 2):
+                if len(lot):
+                    writer.put(items(lot.tolist()))
+    return [root / str(number) for number in range(len(PARTS))]
+
+
+@settings(max_examples=cases(30), deadline=None, derandomize=True)
+@given(st.lists(st.lists(st.integers(0, 11), unique=True, max_size=6), max_size=5), st.booleans())
+def test_any_batches_of_any_rows_are_those_of_their_folders(folders, plan, ahead):
+    store = SampleStore.open(folders)
+    assert list(store.table.uid) == [f"run/{number}" for number in range(12)]
+    assert store.starts.tolist() == [0, 5, 5, 12]
+    sizes = [sum(array.nbytes for array in values(number).values()) for number in range(12)]
+    assert store.heavy_bytes().tolist() == sizes
+    assert (store.counters.bytes_read, store.counters.bytes_checked) == (0, 0)
+    seen = []
+    for batch in store.batches(plan, tuple(FIELDS), ahead=ahead):
+        seen.append(batch.rows)
+        for row in batch.rows:
+            sample, expected = batch.sample(row), values(row)
+            assert sample.uid == f"run/{row}"
+            assert np.array_equal(sample.token_ids, expected["token_ids"])
+            count = len(sample.response_ids)
+            part = batch.read(row, "policy_versions", count // 3, count)
+            assert np.array_equal(part, expected["policy_versions"][count // 3 :])
+    assert seen == plan
+    assert (store.counters.bytes_read > 0) == any(plan)
+
+
+@pytest.mark.parametrize("block", [64, 4096, 1 << 20])
+def test_rows_come_back_across_every_block_boundary(tmp_path, monkeypatch, block):
+    monkeypatch.setattr(sample_lot, "BLOCK_BYTES", block)
+    write(tmp_path, range(9))
+    store = SampleStore.open([tmp_path])
+    assert assert_right(store) == list(range(9))
+    whole = {name: sum(v[name].nbytes for v in map(values, range(9)) if name in v) for name in FIELDS}
+    assert store.counters.bytes_checked == sum(whole.values())
+    with store.lease([3]) as batch:
+        tokens = values(3)["token_ids"]
+        for start in range(0, len(tokens), 7):
+            assert np.array_equal(
+                batch.read(3, "token_ids", start, start + 7 if start + 7 < len(tokens) else None),
+                tokens[start : start + 7],
+            )
+    fresh = SampleStore.open([tmp_path])
+    with fresh.lease([3]) as batch:
+        batch.read(3, "token_ids", 5, 6)
+    assert fresh.counters.bytes_checked <= min(block, whole["token_ids"])
+    assert fresh.counters.bytes_read == 4
+
+
+def test_a_lot_is_safetensors_which_any_program_opens(tmp_path):
+    write(tmp_path, range(3), batch=7)
+    (path,) = tmp_path.glob("*.safetensors")
+    assert path.name == "00000007-00000001.safetensors"
+    found = load_file(path)
+    assert np.array_equal(found["token_ids"], np.concatenate([values(n)["token_ids"] for n in range(3)]))
+    assert found["prompt_tokens"].tolist() == [lengths(n)[0] for n in range(3)]
+
+
+def test_a_thousand_samples_of_a_million_tokens_are_planned_from_the_table_alone():
+    records = [SampleRecord(str(i), 0, 1_000_000, teacher=f"t{i % 4}") for i in range(1000)]
+    table = SampleTable.of(records)
+    work = Workload(table.tokens, table.teacher.codes, table.tokens * sample_lot.TOKEN_BYTES)
+    plan = make_plan(work, PlanSettings(16, 2), CostModel(quadratic=1e-3), DeviceBudget(1e8))
+    assert sorted(plan.order.tolist()) == list(range(1000))
+
+
+def test_views_share_the_files_pages_and_are_read_only(tmp_path):
+    write(tmp_path, range(3))
+    store = SampleStore.open([tmp_path])
+    with store.lease([0]) as batch:
+        view = batch.read(0, "token_ids")
+        assert np.shares_memory(view, batch.read(0, "token_ids", 1))
+        with pytest.raises(ValueError, match="read-only"):
+            view[0] = 1
+        with pytest.raises(ValueError, match="WRITEABLE"):
+            view.flags.writeable = True
+        with pytest.raises(StorageError, match="run/1 is not in this batch"):
+            batch.read(1, "token_ids")
+    assert np.array_equal(view, values(0)["token_ids"])  # a late look is right
+    with pytest.raises(StorageError, match="or it was released"):
+        batch.read(0, "token_ids")
+
+
+def test_a_table_of_many_rows_filters_sorts_and_shuffles(tmp_path):
+    write(tmp_path, range(300))
+    table = SampleStore.open([tmp_path]).table
+    chosen = table.take(table.domain.equals("größe") & (table.tokens > 200))
+    expected = [n for n in range(300) if n % 3 == 2 and sum(lengths(n)) > 200]
+    assert list(chosen.uid) == [f"run/{n}" for n in expected]
+    assert [chosen.teacher[i] for i in range(len(chosen))] == [f"t{n % 2}" for n in expected]
+    shuffled = table.take(np.random.default_rng(0).permutation(300))
+    assert sorted(shuffled.uid) == sorted(table.uid)
+    assert shuffled.record(7) == table.record(list(table.uid).index(shuffled.uid[7]))
+    assert table.take(np.zeros(300, bool)).uid.offsets.tolist() == [0]
+    assert table.has_status(Status.COMPLETED).all()
+
+
+def test_samples_go_in_and_come_back(tmp_path):
+    rng = np.random.default_rng(1)
+    samples = [
+        Sample(
+            uid=f"g/{i}",
+            group_uid="g",
+            domain="math",
+            teacher="t" if i else None,
+            prompt_ids=rng.integers(0, 99, 3).astype(np.int32),
+            response_ids=rng.integers(0, 99, i).astype(np.int32),
+            rollout_logprobs=rng.standard_normal(i).astype(np.float32),
+            policy_versions=np.arange(i, dtype=np.int32),
+            loss_mask=rng.random(i) < 0.5,
+            reward=None if i == 1 else 0.5,
+            reward_parts={"format": 1.0} if i else {},
+            status=Status.TRUNCATED if i % 2 else Status.COMPLETED,
+            label={"answer": i},
+            metadata={"level": i},
+            branch_of="g/0" if i == 3 else "",
+            failure="slow" if i == 2 else None,
+        )
+        for i in range(4)
+    ]
+    with SampleWriter(tmp_path) as writer:
+        writer.put([(record_of(sample), fields_of(sample)) for sample in samples])
+    store = SampleStore.open([tmp_path])
+    with store.lease(range(4)) as batch:
+        assert store.table.trainable_tokens.tolist() == [s.trainable_tokens for s in samples]
+        assert store.table.last_version.tolist() == [0, 0, 1, 2]
+        for row, sample in enumerate(samples):
+            found = batch.sample(row)
+            for name in Sample.__slots__:
+                one, other = getattr(found, name), getattr(sample, name)
+                if isinstance(other, np.ndarray):
+                    assert one.dtype == other.dtype
+                    assert np.array_equal(one, other), name
+                else:
+                    assert one == other, name
+
+
+def test_a_batch_that_is_given_up_stays_with_who_has_it_open(tmp_path):
+    with SampleWriter(tmp_path, durable=False) as writer:
+        for batch in (3, 4, 5):
+            writer.put(items([batch]), batch)
+        store = SampleStore.open([tmp_path])
+        assert store.batch.tolist() == [3, 4, 5]
+        writer.retire_before(5)
+        assert sorted(os.listdir(tmp_path)) == ["00000005-00000003.safetensors", "writer"]
+        assert assert_right(store) == [3, 4, 5]
+        assert assert_right(SampleStore.open([tmp_path])) == [5]
+        writer.put(items([6]), 5)
+    assert len(SampleStore.open([tmp_path], batch=4).table) == 0
+    assert assert_right(SampleStore.open([tmp_path], batch=5)) == [5, 6]
+
+
+def test_a_later_lot_takes_the_place_of_what_it_names(tmp_path):
+    with SampleWriter(tmp_path, durable=False) as writer:
+        writer.put(items([0, 1, 2]))
+        writer.put(items([1, 3]), drops=["run/0", "run/1", "unknown"])
+        assert assert_right(SampleStore.open([tmp_path])) == [2, 1, 3]
+        assert sorted(SampleStore.open([tmp_path]).table.uid) == ["run/1", "run/2", "run/3"]
+        changed = SampleRecord("run/2", 1, 0)
+        writer.put([(changed, {"token_ids": np.array([5], np.int32)})])
+        writer.put([], drops=["run/3"])
+    store = SampleStore.open([tmp_path])
+    assert sorted(store.table.uid) == ["run/1", "run/2"]
+    row = list(store.table.uid).index("run/2")
+    assert store.table.tokens[row] == 1
+    with store.lease([row]) as batch:
+        assert batch.read(row, "token_ids").tolist() == [5]
+
+
+def test_misuse_says_what_is_wrong_and_writes_nothing(tmp_path):
+    one = SampleRecord("a", 2, 3)
+    with SampleWriter(tmp_path, durable=False) as writer:
+        for words, wrong in [
+            (
+                r"token_ids of sample a is int32 \[4\], and its record asks for int32 \[5\]",
+                {"token_ids": np.zeros(4, "i4")},
+            ),
+            (r"is float64 \[5\]", {"token_ids": np.zeros(5)}),
+            (r"loss_mask .* asks for bool \[3\]", {"loss_mask": np.zeros(5, bool)}),
+        ]:
+            with pytest.raises(ValueError, match=words):
+                writer.put([(one, wrong)])
+        with pytest.raises(ValueError, match="given twice"):
+            writer.put([(one, {}), (one, {})])
+        with pytest.raises(StorageError, match="one writer at a time"):
+            SampleWriter(tmp_path)
+        assert os.listdir(tmp_path) == ["writer"]
+        writer.put([(one, {"token_ids": np.arange(5, dtype=np.int32)})])
+    with pytest.raises(StorageError, match="was closed"):
+        writer.put([(one, {})])
+    store = SampleStore.open([tmp_path])
+    with store.lease([0]) as batch:
+        assert batch.read(0, "token_ids").tolist() == [0, 1, 2, 3, 4]
+        assert not batch.has(0, "loss_mask")
+        for wrong in [(2, 9), (-1, 2), (3, 2)]:
+            with pytest.raises(ValueError, match=f"rows {wrong[0]} to {wrong[1]} of token_ids"):
+                batch.read(0, "token_ids", *wrong)
+        with pytest.raises(StorageError, match="sample a has no loss_mask"):
+            batch.read(0, "loss_mask")
+    (tmp_path / "file").touch()
+    with pytest.raises(StorageError, match="there are no samples in"):
+        SampleStore.open([tmp_path / "nothing"])
+    with pytest.raises(StorageError, match=r"cannot be written \(Not a directory\)"):
+        SampleWriter(tmp_path / "file" / "store")
+
+
+def test_batches_are_released_when_the_loop_is_left_or_one_is_refused(tmp_path, monkeypatch):
+    write(tmp_path, range(12))
+    store = SampleStore.open([tmp_path])
+    held: set[int] = set()
+    lease, release = SampleStore.lease, SampleBatch.release
+    refused: list[int] = []
+
+    def noted(store, rows):
+        batch = lease(store, rows)
+        if batch.rows[0] in refused:
+            raise StorageError("it is gone")
+        held.add(id(batch))
+        return batch
+
+    monkeypatch.setattr(SampleStore, "lease", noted)
+    monkeypatch.setattr(SampleBatch, "release", lambda b: (held.discard(id(b)), release(b))[1])
+    plan = np.arange(12).reshape(4, 3)
+    for ahead in (False, True):
+        running = store.batches(plan, ["token_ids"], ahead=ahead)
+        assert next(running).rows == [0, 1, 2]
+        assert len(held) <= 1 + ahead
+        running.close()
+        assert not held
+        assert [batch.rows for batch in store.batches(plan, ["token_ids"], ahead=ahead)] == plan.tolist()
+        assert not held
+        refused.append(6)
+        with pytest.raises(StorageError, match="it is gone"):
+            list(store.batches(plan, ["token_ids"], ahead=ahead))
+        assert not held
+        refused.clear()
+
+
+class StoreMachine(RuleBasedStateMachine):
+    """Any order of calls, closings and readings against a set of batches and numbers."""
+
+    @initialize()
+    def start(self) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="opd-samples-"))
+        self.known: set[tuple[int, int]] = set()
+        self.writer = SampleWriter(self.folder, durable=False)
+
+    @rule(
+        numbers=st.sets(st.integers(0, 30), max_size=5),
+        batch=st.integers(0, 9),
+        gone=st.sets(st.integers(0, 30)),
+    )
+    def put(self, numbers: set[int], batch: int, gone: set[int]) -> None:
+        self.writer.put(items(sorted(numbers)), batch, [f"run/{number}" for number in gone])
+        self.known -= {(batch, number) for number in gone}
+        self.known |= {(batch, number) for number in numbers}
+
+    @rule(batch=st.integers(0, 9))
+    def retire(self, batch: int) -> None:
+        self.writer.retire_before(batch)
+        self.known = {one for one in self.known if one[0] >= batch}
+
+    @rule()
+    def reopen(self) -> None:
+        self.writer.close()
+        self.writer = SampleWriter(self.folder, durable=False)
+
+    @invariant()
+    def readers_agree(self) -> None:
+        store = SampleStore.open([self.folder])
+        found = list(zip(store.batch.tolist(), assert_right(store), strict=True))
+        assert (len(found), set(found)) == (len(self.known), self.known)
+
+    def teardown(self) -> None:
+        if hasattr(self, "folder"):
+            self.writer.close()
+            shutil.rmtree(self.folder)
+
+
+TestStoreMachine = StoreMachine.TestCase
+TestStoreMachine.settings = settings(max_examples=cases(40), stateful_step_count=20, deadline=None)
