@@ -34,7 +34,7 @@ from typing import NamedTuple
 import lmdb
 
 from opd.storage.blobs import KEY_BYTES
-from opd.storage.files import open_plain
+from opd.storage.files import open_plain, write_at
 from opd.storage.leases import LeaseTable
 
 BLOCK = 4096
@@ -73,10 +73,8 @@ class NewBlob(NamedTuple):
     def write(self, parts: Sequence[bytes | memoryview], offset: int) -> None:
         """Write `parts`, one after another, from byte `offset` on. Raises `OSError`."""
         for part in parts:
-            data = memoryview(part)
-            while data:
-                written = os.pwrite(self.descriptor, data, offset)
-                data, offset = data[written:], offset + written
+            write_at(self.descriptor, offset, part)
+            offset += len(part)
 
 
 class CacheFiles:

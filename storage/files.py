@@ -154,6 +154,14 @@ def fill_from(descriptor: int, start: int, into: memoryview) -> None:
         done += received
 
 
+def write_at(descriptor: int, start: int, data: bytes | memoryview) -> None:
+    """Write all of `data` to an open file from byte `start` on. Raises `OSError`."""
+    left = memoryview(data)
+    while left:
+        written = os.pwrite(descriptor, left, start)
+        left, start = left[written:], start + written
+
+
 def read_plain(path: str | os.PathLike[str], *, follow: bool = False) -> bytes:
     """The bytes of the file at `path`, opened as `open_plain` does."""
     with os.fdopen(open_plain(path, follow=follow), "rb") as file:

@@ -145,6 +145,8 @@ class SampleLot:
             raise StorageError(
                 f"{self.path} has format {shown(form)} of samples, this version reads {_FORMAT}; update opd"
             )
+        if max(source.start + source.nbytes for source in sources.values()) != self._map.size:
+            raise ValueError("it goes on after its end")
         light = {name: np.array(self._array(s)) for name, s in sources.items() if name not in FIELDS}
         if said["digest"] != _digest(light, said):
             raise ValueError("its table does not have its digest")

@@ -20,6 +20,7 @@ import numpy as np
 
 from opd.errors import RolloutError, StorageError
 from opd.ranks import Ranks, path_of_rank
+from opd.storage.files import write_at
 from opd.storage.sample_store import SampleStore, SampleWriter, fields_of, record_of
 from opd.types import Sample, SampleGroup, SamplingParams
 
@@ -249,9 +250,7 @@ class Scratch:
         data = np.ascontiguousarray(values, np.float32).tobytes()
         start = self._ends.get(name, 0)
         try:
-            done = 0
-            while done < len(data):
-                done += os.pwrite(self._file(name), data[done:], start + done)
+            write_at(self._file(name), start, data)
         except OSError as error:
             raise StorageError(
                 f"the signals of a step in {self._folder} cannot be written ({error.strerror or error});"

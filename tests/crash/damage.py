@@ -243,7 +243,7 @@ ROWS = {
     "stopped stage: token log": r"stages/.*/wal/.*\.(wal|snapshot)",
     "stopped stage: trajectories": r"stages/.*/trajectories/.*\.safetensors",
     "stopped stage: in_flight": r"stages/.*/in_flight.*",
-    "stopped stage: cache's index": r"stages/.*/cache/.*/index/data\.mdb",
+    "stopped stage: cache's index": r"stages/.*/cache/v\d+/index",
     "stopped stage: cache's rows": r"stages/.*/cache/.*/blobs/.*",
     "stopped stage: locks": r"stages/.*/(wal|trajectories|cache)/.*",
 }

@@ -67,6 +67,8 @@ def test_a_file_cut_short_is_refused_and_one_that_is_lost_is_missing(tmp_path):
     for length in {0, 1, 7, len(whole) - 1, *(chooser.randrange(len(whole)) for _ in range(cases(40)))}:
         path.write_bytes(whole[:length])
         assert _refusal(tmp_path), length
+    path.write_bytes(whole + b"more")
+    assert "it goes on after its end" in str(_refusal(tmp_path))
     path.unlink()
     assert _refusal(tmp_path, range(4, 6)) is None
 

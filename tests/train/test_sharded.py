@@ -21,7 +21,7 @@ from opd.models.sharded import compare_together, fill, open_empty
 from opd.ranks import Ranks
 from opd.train.backend import TorchBackend
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]  # one launch of all ranks
 
 MODELS = {
     "tied": {},
@@ -80,7 +80,7 @@ def place(tmp_path_factory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in sharded_ranks.RETURNED.items():
             patch.setenv(name, value)
-        run_ranks(sharded_ranks.__file__, 4, root, seconds=500)
+        run_ranks(sharded_ranks.__file__, 4, root, seconds=2000)
     return root
 
 
