@@ -253,7 +253,7 @@ def _models_parsers(commands: argparse._SubParsersAction) -> None:
 
 def _plan_parser(commands: argparse._SubParsersAction) -> None:
     plan = _command(commands, "plan", OTHERS["plan"], "*")
-    plan.add_argument("--store", type=Path, metavar="FOLDER", help="plan for the trajectories in this store")
+    plan.add_argument("--store", type=Path, metavar="FOLDER", help="plan for the samples in this folder")
     plan.add_argument(
         "--simulate", type=Path, metavar="CLUSTER", help="instead: how long steps of this cluster would take"
     )

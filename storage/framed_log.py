@@ -1,4 +1,4 @@
-"""One log of frames, for whoever must not lose what it acknowledged: the token log, the trajectories' table.
+"""One log of frames, for whoever must not lose what it acknowledged: the token log, the log of episodes.
 
     000000000007.wal         frames, appended; opening the log begins a new one
     000000000007.snapshot    in the place of every file up to that number

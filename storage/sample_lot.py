@@ -20,7 +20,6 @@ import json
 import os
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -54,8 +53,9 @@ _DTYPES = {
     "BOOL": np.dtype(np.bool_),
 }
 """By the names safetensors gives them."""
-_MAX_TEXT = 64 << 20
+_MAX_TEXT = 16 << 20
 """Bytes of a text in the header."""
+_NAMES = {*FIELDS, *(f"{name}.digests" for name in FIELDS), *SampleTable.of([]).arrays()[0]}
 
 
 SampleItem = tuple[SampleRecord, Mapping[str, np.ndarray]]
@@ -68,7 +68,7 @@ def encode_lot(items: Sequence[SampleItem], drops: Sequence[str], file: str) -> 
     `drops`: uids that earlier lots give up. Raises `ValueError` for a field of another length or dtype, and
     `StorageError` for what JSON cannot hold.
     """
-    written = []
+    written: list[int] = []
     for record, values in items:
         for name, array in values.items():
             due = _rows(name, record.prompt_tokens, record.response_tokens)
@@ -78,15 +78,19 @@ def encode_lot(items: Sequence[SampleItem], drops: Sequence[str], file: str) -> 
                     f" for {FIELDS[name]} [{due}]"
                 )
         written.append(sum(1 << bit for bit, name in enumerate(FIELDS) if name in values))
-    table = SampleTable.of([record for record, _ in items], written)
-    light, names = table.arrays()
+    try:
+        light, names = SampleTable.of([record for record, _ in items], written).arrays()
+    except (UnicodeEncodeError, OverflowError) as error:
+        raise StorageError(f"what a sample carries cannot be kept on the disk ({shown(error)})") from error
     fields = {}
     for name, dtype in FIELDS.items():
         parts = [values[name] for _, values in items if name in values]
-        fields[name] = np.concatenate(parts) if parts else np.zeros(0, dtype)
+        fields[name] = parts[0] if len(parts) == 1 else np.concatenate([np.zeros(0, dtype), *parts])
         light[f"{name}.digests"] = _digests(fields[name].view(np.uint8))
     said = {"opd.samples": str(_FORMAT), "file": file}
     said |= {"names": json.dumps(names), "drops": json.dumps(list(drops))}
+    if long := [key for key, text in said.items() if len(text) > _MAX_TEXT]:
+        raise ValueError(f"{long[0]} of these samples take more than {_MAX_TEXT} bytes; write fewer together")
     said["digest"] = _digest(light, said)
     return safetensors.numpy.save(fields | light, said)
 
@@ -113,14 +117,21 @@ def _digest(light: Mapping[str, np.ndarray], said: Mapping[str, str]) -> str:
     return found.hexdigest()
 
 
-@dataclass(slots=True)
 class ReadCounters:
-    """What was read of fields."""
+    """What was read of fields. Safe for threads."""
 
-    bytes_read: int = 0
-    """Of rows handed out."""
-    bytes_checked: int = 0
-    """Of blocks whose digest was compared."""
+    def __init__(self) -> None:
+        self._mutex = threading.Lock()
+        self.bytes_read = 0
+        """Of rows handed out."""
+        self.bytes_checked = 0
+        """Of blocks whose digest was compared."""
+
+    def add(self, read: int = 0, checked: int = 0) -> None:
+        """Count bytes."""
+        with self._mutex:
+            self.bytes_read += read
+            self.bytes_checked += checked
 
 
 class SampleLot:
@@ -131,27 +142,33 @@ class SampleLot:
         file is damaged or no lot.
         """
         self.path, self._counters = path, counters
-        self._mutex = threading.Lock()
         with os.fdopen(open_plain(path), "rb") as file, decoding(self._refusal):
             said: dict[str, Any] = {}
             sources = sources_in(file, path, said)
             self._map = MappedFile(file.fileno(), os.fstat(file.fileno()).st_size, shared=True)
         with decoding(self._refusal):
+            self._check(said, sources)
             self._take(said, sources)
         self._map.forget()
 
-    def _take(self, said: dict[str, Any], sources: Mapping[str, TensorSource]) -> None:
+    def _check(self, said: dict[str, Any], sources: Mapping[str, TensorSource]) -> None:
         if (form := str(said["opd.samples"])) != str(_FORMAT):
             raise StorageError(
                 f"{self.path} has format {shown(form)} of samples, this version reads {_FORMAT}; update opd"
             )
+        if said["file"] != self.path.name:
+            raise ValueError(f"it was written as {shown(said['file'])}")
+        if unknown := sources.keys() ^ _NAMES:
+            raise ValueError(f"{shown(min(unknown))} is missing, or does not belong into it")
         if max(source.start + source.nbytes for source in sources.values()) != self._map.size:
             raise ValueError("it goes on after its end")
+        if sum(source.nbytes for source in sources.values()) > self._map.size:
+            raise ValueError("its arrays lie over each other")
+
+    def _take(self, said: dict[str, Any], sources: Mapping[str, TensorSource]) -> None:
         light = {name: np.array(self._array(s)) for name, s in sources.items() if name not in FIELDS}
         if said["digest"] != _digest(light, said):
             raise ValueError("its table does not have its digest")
-        if said["file"] != self.path.name:
-            raise ValueError(f"it was written as {shown(said['file'])}")
         names, self.drops = (self._document(said, key) for key in ("names", "drops"))
         if not isinstance(self.drops, list) or not all(isinstance(uid, str) for uid in self.drops):
             raise ValueError("no list of uids")
@@ -194,8 +211,7 @@ class SampleLot:
         for block in range(begin // BLOCK_BYTES, -(-end // BLOCK_BYTES)):
             if block not in self._right[name]:
                 self._verify(name, block)
-        with self._mutex:
-            self._counters.bytes_read += end - begin
+        self._counters.add(read=end - begin)
         place = self._start[name]
         return np.asarray(self._map)[place + begin : place + end].view(FIELDS[name])
 
@@ -212,20 +228,22 @@ class SampleLot:
     def _verify(self, name: str, block: int) -> None:
         begin = self._start[name] + block * BLOCK_BYTES
         end = min(begin + BLOCK_BYTES, self._start[name] + self._size[name])
-        if not self._map.load(begin, end):
-            raise self._refusal(f"the disk cannot read bytes {begin}-{end}")
+        self._load(begin, end)
         found = xxhash.xxh3_128_digest(np.asarray(self._map)[begin:end].data)
         self._map.forget(begin, end)  # it may belong to other samples for the most part
-        with self._mutex:
-            self._counters.bytes_checked += end - begin
+        self._counters.add(checked=end - begin)
         if found != self._expected[name][block].tobytes():
             raise self._refusal(f"bytes {begin}-{end} do not have their digest")
         self._right[name].add(block)
 
+    def _load(self, begin: int, end: int) -> None:
+        """Have these bytes in memory: touching what a file has no longer would end the process."""
+        if not self._map.load(begin, end):
+            raise self._refusal(f"the disk cannot read bytes {begin}-{end}")
+
     def _array(self, source: TensorSource) -> np.ndarray:
         dtype = _DTYPES[source.dtype]
-        if not self._map.load(source.start, source.start + source.nbytes):
-            raise ValueError(f"the disk cannot read bytes {source.start}-{source.start + source.nbytes}")
+        self._load(source.start, source.start + source.nbytes)
         data = np.asarray(self._map)[source.start : source.start + source.nbytes]
         return np.frombuffer(data, dtype).reshape(source.shape)
 

@@ -9,6 +9,7 @@ A rename publishes a lot, an unlink gives up its batch, and a reader that has it
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import threading
@@ -26,7 +27,9 @@ from opd.storage.sample_table import SampleRecord, SampleTable
 from opd.types import Sample
 
 Rows = Sequence[int] | np.ndarray
-_NAME = re.compile(r"(\d{8})-(\d{8})\.safetensors")
+_NAME = re.compile(r"([0-9]{8})-([0-9]{8})\.safetensors")
+BATCHES = 10**8
+"""So many batches have names, and so many lots."""
 
 
 @contextlib.contextmanager
@@ -38,6 +41,8 @@ def _reporting(folder: Path, action: str) -> Iterator[None]:
         raise
     except OSError as error:
         mend = way_out(error, "free disk space or check its permissions")
+        if error.errno == errno.ENOMEM:
+            mend = "each of its files is mapped: raise vm.max_map_count, or write more samples together"
         raise StorageError(
             f"samples in {folder} cannot be {action} ({error.strerror or error}); {mend}"
         ) from error
@@ -73,7 +78,7 @@ class SampleWriter:
             except RunFolderError as error:
                 raise StorageError(f"{error}; samples have one writer at a time") from None
             try:
-                for half in self.folder.glob(".*.tmp"):
+                for half in self.folder.glob(".[0-9]*-[0-9]*.safetensors.*.tmp"):
                     half.unlink()
                 self._next = 1 + max((number for _, number, _ in _lots_of(self.folder)), default=0)
                 if durable:
@@ -94,15 +99,23 @@ class SampleWriter:
         Raises `StorageError` if the disk is full.
         """
         uids = [record.uid for record, _ in items]
+        if not 0 <= batch < BATCHES:
+            raise ValueError(f"batch {batch}: give a number from 0 to {BATCHES - 1}")
         if len(set(uids)) < len(uids):
             raise ValueError("a sample is given twice; give each once")
         with self._mutex, _reporting(self.folder, "written"):
             if not self._open:
                 raise StorageError(f"the writer of the samples in {self.folder} was closed; open another one")
+            if self._next >= BATCHES:
+                raise StorageError(f"{self.folder} has as many files as have names; remove the newest")
             path = self.folder / f"{batch:08d}-{self._next:08d}.safetensors"
             data = encode_lot(items, drops, path.name)
-            write_atomic(path, data, durable=self._durable, sweep=False)  # done when it was opened
             self._next += 1
+            try:
+                write_atomic(path, data, durable=self._durable, sweep=False)  # done when it was opened
+            except OSError:
+                path.unlink(missing_ok=True)  # it may have its name, and not be on the disk
+                raise
 
     def retire_before(self, batch: int) -> None:
         """Give up every batch before number `batch`, and its disk."""
@@ -138,23 +151,25 @@ class SampleStore:
         """Use `open`. `lots`: by folder, batch and lot."""
         self.counters = counters
         self._lots: list[SampleLot] = []
-        tables, places, batches, starts = [], [], [], [0]
+        tables, places, batches, starts = [], [np.zeros((0, 2), np.int64)], [], [0]
         for folder in lots:
-            alive = _alive(folder)
-            places += [(len(self._lots) + lot, row) for lot, row in alive]
-            batches += [folder[lot][0] for lot, _ in alive]
-            starts.append(len(places))
+            alive = np.array(_alive(folder), np.int64).reshape(-1, 2)
+            number, row = alive.T
+            batches.append(np.array([batch for batch, _ in folder], np.int64)[number])
+            starts.append(starts[-1] + len(alive))
             whole = SampleTable.join([lot.table for _, lot in folder])
             first = np.cumsum([0, *(len(lot.table) for _, lot in folder)])
-            tables.append(whole.take(np.array([first[lot] + row for lot, row in alive], np.int64)))
+            tables.append(whole.take(first[number] + row))
+            places.append(alive + np.array([len(self._lots), 0]))
             self._lots += [lot for _, lot in folder]
         self.table = SampleTable.join(tables)
         """What is known of every sample; rows of it are what `lease` takes."""
-        self.batch = np.array(batches, np.int64)
+        self.batch = np.concatenate([np.zeros(0, np.int64), *batches])
         """[n] int64: the batch that each was written in."""
         self.starts = np.array(starts, np.int64)
         """[S + 1] int64: the rows of folder `s` are `starts[s] ... starts[s + 1] - 1`."""
-        self._places = places
+        self._places = np.concatenate(places)
+        """[n, 2] int64: the number of the lot that each is in, and its row there."""
 
     @classmethod
     def open(cls, folders: Iterable[Path], batch: int | None = None) -> SampleStore:
@@ -191,7 +206,7 @@ class SampleStore:
         return SampleBatch(self.table, {row: self._place(row) for row in np.asarray(rows, np.int64).tolist()})
 
     def _place(self, row: int) -> tuple[SampleLot, int]:
-        lot, own = self._places[row]
+        lot, own = self._places[row].tolist()
         return self._lots[lot], own
 
     def batches(
@@ -298,7 +313,9 @@ class SampleBatch:
         """Return the sample in `row`, whose arrays are views; fields it has not are empty."""
         record = self.table.record(row)
         arrays = {name: self.read(row, name) for name in FIELDS if self.has(row, name)}
-        tokens = arrays.pop("token_ids", np.zeros(record.prompt_tokens, np.int32))
+        tokens = arrays.pop("token_ids", None)
+        if tokens is None:
+            tokens = self.read(row, "token_ids")  # which says that they are not there
         extra = dict(record.extra)
         return Sample(
             uid=record.uid,
@@ -342,12 +359,14 @@ def record_of(sample: Sample) -> SampleRecord:
     """Return what the table says of a sample that has ended."""
     versions = sample.policy_versions
     extra = {
-        "label": sample.label,
         "reward_parts": sample.reward_parts,
         "failure": sample.failure,
         "metadata": sample.metadata,
         "branch_of": sample.branch_of,
     }
+    kept = {name: value for name, value in extra.items() if value}
+    if sample.label is not None:  # 0 and "" are labels, too
+        kept["label"] = sample.label
     return SampleRecord(
         uid=sample.uid,
         prompt_tokens=len(sample.prompt_ids),
@@ -360,7 +379,7 @@ def record_of(sample: Sample) -> SampleRecord:
         trainable_tokens=sample.trainable_tokens,
         first_version=int(versions.min()) if len(versions) else 0,
         last_version=int(versions.max()) if len(versions) else 0,
-        extra={name: value for name, value in extra.items() if value},
+        extra=kept,
     )
 
 

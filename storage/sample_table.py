@@ -53,7 +53,9 @@ class Strings:
     def check(self) -> None:
         """Raise `ValueError` if these arrays hold no strings: they were read from a file."""
         offsets, heap = self.offsets, self.heap
-        if not len(offsets) or offsets[0] < 0 or offsets[-1] > len(heap) or (np.diff(offsets) < 0).any():
+        # The bounds first: differences of the largest numbers are wrong.
+        outside = not len(offsets) or ((offsets < 0) | (offsets > len(heap))).any()
+        if outside or (np.diff(offsets) < 0).any():
             raise ValueError("strings that do not follow on one another")
         if len(heap) and heap.max() >= 0x80:
             used = heap[offsets[0] : offsets[-1]]
@@ -162,7 +164,7 @@ class SampleRecord:
 
 @dataclass(frozen=True, slots=True)
 class SampleTable:
-    """`n` samples in `n` rows, immutable, all of it in memory (about 200 bytes a row)."""
+    """`n` samples in `n` rows, immutable, all of it in memory."""
 
     uid: Strings
     group_uid: Strings

@@ -134,7 +134,7 @@ def sources_in(file: BinaryIO, path: Path, metadata: dict[str, Any] | None = Non
 
 
 def _source(path: Path, base: int, total: int, name: str, entry: Mapping[str, Any]) -> TensorSource:
-    begin, end = entry["data_offsets"]
+    begin, end = (whole(place, 0, 2**62, f"a place of {name}") for place in entry["data_offsets"])
     sides = [whole(side, 0, 2**48, f"a side of {name}") for side in entry["shape"]]
     nbytes = DTYPE_BYTES.get(entry["dtype"], 0) * math.prod(sides)
     if not 0 <= begin <= end <= total - base:

@@ -3,7 +3,7 @@
     python examples/million_token/run.py [--tokens 1000000] [--long 1] [--short 2] [--full-attention]
                                          [--out FOLDER]
 
-Writes synthetic trajectories into a store, plans the step from their metadata, lets two streamed teachers
+Writes synthetic trajectories to disk, plans the step from their metadata, lets two streamed teachers
 read them in pieces, trains the student on the full-vocabulary reverse KL and takes a step of AdamW.
 """
 

@@ -271,7 +271,7 @@ def _check_domain(recipe: Recipe, name: str, domains: dict[str, Domain]) -> list
 
 
 def _require_json(prompts: Iterable[Prompt]) -> None:
-    """Raise `DataError` for the first prompt with a label or a column that no trajectory store can keep."""
+    """Raise `DataError` for the first prompt with a label or a column that samples on disk cannot keep."""
     for prompt in prompts:
         for name, value in {"label": prompt.label, **prompt.metadata}.items():
             try:

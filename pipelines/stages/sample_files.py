@@ -19,13 +19,12 @@ from typing import Any
 import numpy as np
 
 from opd.errors import RolloutError, StorageError
+from opd.foreign import decoding, shown, whole
 from opd.ranks import Ranks, path_of_rank
 from opd.storage.files import write_at
-from opd.storage.sample_store import SampleStore, SampleWriter, fields_of, record_of
+from opd.storage.sample_store import BATCHES, SampleStore, SampleWriter, fields_of, record_of
+from opd.storage.sample_table import SampleRecord
 from opd.types import Sample, SampleGroup, SamplingParams
-
-NO_BATCH = 10**8
-"""After the last that has a name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +34,6 @@ class Written:
     group_uid: str
     place: int
     """In its group; of a branch, among its branches."""
-    batch: int
     asked: str
     """Digest of prompt, sampling settings and seed."""
     branch_of: str = ""
@@ -52,16 +50,16 @@ class SampleFiles:
 
     def __init__(self, folders: Sequence[Path], writer: SampleWriter) -> None:
         self._folders, self._writer = list(folders), writer
-        self._groups: dict[str, dict[int, str]] = {}
-        """Of each group the uids of its samples, by their place in it."""
-        self._branches: dict[str, dict[int, str]] = {}
+        self._groups: dict[tuple[int, str], dict[int, str]] = {}
+        """By batch and uid of a group: the uids of its samples by their place in it."""
+        self._branches: dict[tuple[int, str], dict[int, str]] = {}
         """And of its branches."""
-        self._written: dict[str, Written] = {}
+        self._written: dict[tuple[int, str], Written] = {}
+        """By batch and uid."""
         self._mutex = threading.Lock()
         table = SampleStore.open([writer.folder]).table
         for row in range(len(table)):
-            record = table.record(row)
-            self._note(record.uid, record.group_uid, record.extra)
+            self._note(table.record(row))
 
     @classmethod
     @contextmanager
@@ -75,7 +73,7 @@ class SampleFiles:
         folders = [path_of_rank(folder, rank) for rank in range(ranks.size)]
         with SampleWriter(folders[ranks.rank], durable=durable) as writer:
             if not keep:
-                writer.retire_before(NO_BATCH)
+                writer.retire_before(BATCHES)
             yield cls(folders, writer)
 
     def put(
@@ -100,9 +98,9 @@ class SampleFiles:
         gone = sorted(set(drops))
         if items or gone:
             self._writer.put(items, batch, gone)
-        self._forget(gone)
+        self._forget([(batch, uid) for uid in gone])
         for record in records:
-            self._note(record.uid, record.group_uid, record.extra)
+            self._note(record)
 
     def group(self, group_uid: str, asked: str, batch: int) -> dict[int, str]:
         """Return the samples of a group that are here: uids by their place in the group. Those of another
@@ -111,53 +109,58 @@ class SampleFiles:
         Raises `RolloutError` if they were written to another prompt or with other settings than `asked`.
         """
         with self._mutex:
-            found = dict(self._groups.get(group_uid, {}))
-            known = {uid: self._written[uid] for uid in found.values()}
-        for uid, written in known.items():
-            if written.asked != asked:
+            found = dict(self._groups.get((batch, group_uid), {}))
+            known = {uid: self._written[batch, uid].asked for uid in found.values()}
+        for uid, own in known.items():
+            if own != asked:
                 raise RolloutError(
                     f"{self._writer.folder} holds response {uid} to another prompt, or with other sampling"
                     " settings or another seed: it was written by another run; remove the folder."
                 )
-        return {place: uid for place, uid in found.items() if known[uid].batch == batch}
+        return found
 
-    def branches(self, group_uid: str) -> dict[str, str]:
-        """The branches of a group that are here, in their order: uids, and those of the samples whose
-        branches they are.
+    def branches(self, group_uid: str, batch: int) -> dict[str, str]:
+        """Return the branches of a group of a batch that are here, in their order: uids, and those of the
+        samples whose branches they are.
         """
         with self._mutex:
-            found = self._branches.get(group_uid, {})
-            return {found[place]: self._written[found[place]].branch_of for place in sorted(found)}
+            found = self._branches.get((batch, group_uid), {})
+            return {found[place]: self._written[batch, found[place]].branch_of for place in sorted(found)}
 
     def retire_before(self, batch: int) -> None:
         """Forget the responses of every batch before number `batch`, and give their disk back."""
         self._writer.retire_before(batch)
         with self._mutex:
-            old = [uid for uid, known in self._written.items() if known.batch < batch]
+            old = [key for key in self._written if key[0] < batch]
         self._forget(old)
 
     def view(self, batch: int | None = None) -> SampleStore:
         """Return what all ranks have written up to now of a `batch`, or of all."""
         return SampleStore.open(self._folders, batch)
 
-    def _forget(self, uids: Iterable[str]) -> None:
+    def _forget(self, keys: Iterable[tuple[int, str]]) -> None:
         with self._mutex:
-            for uid in uids:
-                known = self._written.pop(uid, None)
-                groups = self._branches if known and known.branch_of else self._groups
-                group = groups.get(known.group_uid, {}) if known else {}
-                if known and group.get(known.place) == uid:
+            for batch, uid in keys:
+                known = self._written.pop((batch, uid), None)
+                if known is None:
+                    continue
+                groups = self._branches if known.branch_of else self._groups
+                group = groups[batch, known.group_uid]
+                if group.get(known.place) == uid:
                     del group[known.place]
-                    if not group:
-                        del groups[known.group_uid]
+                if not group:
+                    del groups[batch, known.group_uid]
 
-    def _note(self, uid: str, group_uid: str, extra: Mapping[str, object]) -> None:
-        batch, place = (int(str(extra.get(name, -1))) for name in ("batch", "place"))
+    def _note(self, record: SampleRecord) -> None:
+        batch, place = -1, -1
+        with decoding(lambda cause: StorageError(f"{self._writer.folder}: {shown(record.uid)}: {cause}")):
+            batch, place = (whole(record.extra[name], 0, BATCHES, name) for name in ("batch", "place"))
+        branch_of = str(record.extra.get("branch_of", ""))
+        own = Written(record.group_uid, place, str(record.extra.get("asked", "")), branch_of)
         with self._mutex:
-            branch_of = str(extra.get("branch_of", ""))
-            self._written[uid] = Written(group_uid, place, batch, str(extra.get("asked", "")), branch_of)
+            self._written[batch, record.uid] = own
             groups = self._branches if branch_of else self._groups
-            groups.setdefault(group_uid, {})[place] = uid
+            groups.setdefault((batch, record.group_uid), {})[place] = record.uid
 
 
 def digest_of(prompt_ids: np.ndarray, sampling: SamplingParams, seed: int, owner: str = "") -> str:
@@ -188,11 +191,17 @@ def groups_of(
     """All groups of which the ranks have `written` these, and the row of each sample in `store.table`. They
     come in the order of their prompts, if those were shared out at once.
     """
-    found = [rows_by_uid(store, rank) for rank in range(ranks.size)]
-    placed = [
-        [(uid, [found[rank][sample] for sample in samples]) for uid, samples in part]
-        for rank, part in enumerate(written)
-    ]
+    uids = list(store.table.uid)
+    placed: list[list[tuple[str, list[int]]]] = []
+    for rank, part in enumerate(written):
+        first, end = store.starts[rank : rank + 2].tolist()
+        found = {uid: first + row for row, uid in enumerate(uids[first:end])}
+        if lost := [uid for _, own in part for uid in own if uid not in found]:
+            raise StorageError(
+                f"response {shown(lost[0])}, which rank {rank} has written, is not on the disk; start"
+                " again with --resume, in a run folder that all ranks see at once"
+            )
+        placed.append([(uid, [found[sample] for sample in own]) for uid, own in part])
     groups, rows = [], {}
     in_turn = [group for row in zip_longest(*placed) for group in row if group is not None]
     for uid, places in in_turn:
@@ -211,7 +220,8 @@ def light_sample(store: SampleStore, row: int) -> Sample:
     else:
         with store.lease([row]) as batch:
             mask = np.array(batch.read(row, "loss_mask"))
-    said = record.extra.get("metadata", {})
+    said = record.extra.get("metadata")
+    said = said if isinstance(said, dict) else {}
     return Sample(
         record.uid,
         record.group_uid,
@@ -226,12 +236,6 @@ def light_sample(store: SampleStore, row: int) -> Sample:
         metadata={"episode": said["episode"]} if "episode" in said else {},
         branch_of=str(record.extra.get("branch_of", "")),
     )
-
-
-def rows_by_uid(store: SampleStore, rank: int) -> dict[str, int]:
-    """The rows of `store.table` with what `rank` has written, by uid."""
-    first, end = int(store.starts[rank]), int(store.starts[rank + 1])
-    return {uid: row for row, uid in enumerate(store.table.uid) if first <= row < end}
 
 
 class Scratch:

@@ -149,7 +149,7 @@ class DiskHome(SampleHome):
             samples = [Sample(found[place], prompt.uid, prompt.domain, no_ids()) for place in range(size)]
             branches = [
                 Sample(uid, prompt.uid, prompt.domain, no_ids(), branch_of=episode)
-                for uid, episode in self._files.branches(prompt.uid).items()
+                for uid, episode in self._files.branches(prompt.uid, index).items()
             ]
             groups.append(SampleGroup(prompt.uid, prompt.domain, samples, branches))
         return groups
@@ -213,13 +213,21 @@ class DiskHome(SampleHome):
         self, prompts: Sequence[EncodedPrompt], groups: Sequence[SampleGroup], index: int
     ) -> None:
         """To disk what has been written whole, in the place of what was there of it."""
+        waiting: list[Sample] = []
+        asked: dict[str, str] = {}
+        places: dict[str, int] = {}
+        gone: list[str] = []
         for prompt, group in zip(prompts, groups, strict=True):
-            parts = (group.samples, group.branches)
-            places = {sample.uid: place for part in parts for place, sample in enumerate(part)}
-            asked = {prompt.uid: self._asked(prompt)}
-            there = self._files.group(prompt.uid, asked[prompt.uid], index).values()
-            there = [*there, *self._files.branches(prompt.uid)]
-            self._put([*group.branches, *group.samples], index, asked, places, there)
+            asked[prompt.uid] = self._asked(prompt)
+            gone += self._files.group(prompt.uid, asked[prompt.uid], index).values()
+            gone += self._files.branches(prompt.uid, index)
+            for part in (group.branches, group.samples):
+                places |= {sample.uid: place for place, sample in enumerate(part)}
+                waiting += part
+            if sum(len(sample.response_ids) for sample in waiting) >= _TOGETHER:
+                self._put(waiting, index, asked, places, gone)
+                waiting, gone = [], []
+        self._put(waiting, index, asked, places, gone)
 
     def _put(
         self,

@@ -8,8 +8,6 @@ Processor seconds at n = 62,500 ... 1,000,000 tokens of
 log append     one request of n tokens, one decode step a token
 log recover    a reader reads that log, and gives the request
 log resume     a writer opens it, and a rollout tells the n tokens again as decode steps
-store write    a trajectory written in pieces of 512 tokens, as a rollout does
-store read     the same, read in chunks
 plan           an epoch of n trajectories
 kl             exact KL of n tokens with its gradients, in chunks (`long_kl.py`: width 16, 512 logits)
 rollout        supervision and log of one response of n tokens from an engine without a model
@@ -34,16 +32,19 @@ from typing import Any
 import numpy as np
 import torch
 from long_kl import problem, seconds_of
-from trajectories import TOKENS, exponent, read, write
-from trajectory_formats import ROW_BYTES, arrays
-from trajectory_metadata import BUDGET, COST
 
 from opd.rollout.fault_tolerant import FaultTolerantRollout
 from opd.rollout.streams import Streaming
+from opd.storage.sample_lot import TOKEN_BYTES
 from opd.storage.wal import TokenWAL, read_log
-from opd.train.plan import PlanSettings, Workload, make_plan
+from opd.train.plan import CostModel, DeviceBudget, PlanSettings, Workload, make_plan
 from opd.types import Chunk, RolloutRequest, SamplingParams, Status
 
+TOKENS = [62_500, 125_000, 250_000, 500_000, 1_000_000]
+BUDGET = DeviceBudget(4e9, 1e5, 65_536)
+COST = CostModel.of_model(
+    10**9, 2048, [None] * 24, operations_per_second=1e14, bytes_per_second=1e9, overhead_seconds=0.01
+)
 GOAL = 1.05
 CHUNK = 1024
 WARM_UP = 2_000
@@ -131,26 +132,28 @@ def kl(tokens: int) -> Callable[[Path], object]:
 
 def tasks(folder: Path, tokens: int, wanted: Callable[[str], bool]) -> dict[str, Callable[[Path], object]]:
     """What is measured, by name; each is given a folder of its own."""
-    data = arrays(tokens)
     rng = np.random.default_rng(0)
+    ids = rng.integers(0, 150_000, tokens).astype(np.int32)
+    data = {"token_ids": ids, "rollout_logprobs": rng.standard_normal(tokens).astype(np.float32)}
     lengths = rng.integers(100, 8000, tokens)
-    work = Workload(lengths, rng.integers(0, 8, tokens), lengths * ROW_BYTES)
-    logged, stored = folder / f"log-{tokens}", folder / f"store-{tokens}"
+    work = Workload(lengths, rng.integers(0, 8, tokens), lengths * TOKEN_BYTES)
+    logged = folder / f"log-{tokens}"
     if wanted("log recover") or wanted("log resume"):
         append(logged, data)
-    if wanted("store read"):
-        write(stored, data)
     found: dict[str, Callable[[Path], object]] = {
         "log append": lambda place: append(place, data),
         "log recover": lambda place: recover(logged, tokens),
-        "store write": lambda place: write(place, data),
-        "store read": lambda place: read(stored, data),
         "plan": lambda place: make_plan(work, PlanSettings(512, 8), COST, BUDGET),
         "kl": kl(tokens),
         "rollout": lambda place: rollout(place, tokens),
         "log resume": lambda place: resume(logged, tokens),
     }
     return {name: task for name, task in found.items() if wanted(name)}
+
+
+def exponent(sizes: list[int], seconds: list[float]) -> float:
+    """The slope of a straight line through log seconds against log n."""
+    return float(np.polyfit(np.log(sizes), np.log(seconds), 1)[0])
 
 
 def growth(folder: Path, wanted: Callable[[str], bool]) -> dict[str, list[float]]:
@@ -195,7 +198,7 @@ def plot(result: dict[str, Any], path: Path) -> None:
     from matplotlib import pyplot as plt
 
     figure, axes = plt.subplots(figsize=(6, 4.8), layout="constrained")
-    for (name, seconds), mark in zip(result["seconds"].items(), "os^vD<>p*", strict=True):
+    for (name, seconds), mark in zip(result["seconds"].items(), "os^vD<>p*", strict=False):
         label = f"{name} ({result['exponents'][name]:.2f})"
         axes.loglog(result["n"], seconds, marker=mark, markersize=4, linewidth=1.2, label=label)
     sizes = np.array(result["n"], dtype=float)
@@ -217,7 +220,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--only", nargs="+", default=[], help="tasks; the others stay as the file has them")
-    parser.add_argument("--folder", type=Path, help="where logs and stores go")
+    parser.add_argument("--folder", type=Path, help="where logs go")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
     options = parser.parse_args()

@@ -7,6 +7,7 @@ import resource
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -277,6 +278,19 @@ def test_what_is_learnt_leaves_the_store_and_the_rest_is_there_for_the_next_atte
         assert list(files.view(2).table.uid) == ["s2"]
         files.put(made[3:4], 2, {made[3].group_uid: "asked"}, {made[3].uid: 0}, ["s2"])
         assert files.group(made[2].group_uid, "asked", 2) == {}
+        branch = replace(made[4], group_uid=made[3].group_uid, branch_of="s3")
+        asked = {branch.group_uid: "asked"}
+        files.put([branch], 2, asked, {branch.uid: 0})
+        files.put([branch], 3, asked, {branch.uid: 0})
+    with SampleFiles.open(tmp_path / "store", keep=True) as files:
+        assert files.branches(made[3].group_uid, 2) == files.branches(made[3].group_uid, 3) == {"s4": "s3"}
+        files.put([], 3, {}, {}, ["s4"])
+        assert files.branches(made[3].group_uid, 3) == {}
+        written = [[(made[3].group_uid, ["s3", "s4"])]]
+        assert groups_of(files.view(2), written, Ranks())[0][0].branches[0].branch_of == "s3"
+        with pytest.raises(StorageError, match="response s3, which rank 0 has written, is not on the disk"):
+            groups_of(files.view(3), written, Ranks())
+        files.put([], 2, {}, {}, ["s4"])
     with SampleFiles.open(tmp_path / "store", keep=True) as files:
         assert list(files.view().table.uid) == ["s1", "s3"]
         assert files.group(made[2].group_uid, "asked", 2) == {}

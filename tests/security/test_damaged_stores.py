@@ -334,6 +334,17 @@ def lot_changes(size: int) -> Iterator[Change]:
     yield from (put("__metadata__", "opd.samples", to=form) for form in ("2", "", None, [], "9" * 5000))
     yield from (put("__metadata__", "file", to=name) for name in ("../a", "", None, 5))
     yield put("more", to={"dtype": "I64", "shape": [2], "data_offsets": [0, 16]})
+    for offsets in (
+        [0, 2**63 - 1, -(2**63)],
+        [0, -1, 9],
+        [0, 18, 2**40],
+    ):  # whose differences overflow, or not
+        yield lambda header, data, offsets=offsets: overwritten(
+            header["uid.offsets"]["data_offsets"][0], np.array(offsets, np.int64).tobytes()
+        )(header, data)
+    yield put("uid.offsets", "data_offsets", to=[0.0, 24.0])
+    yield put("token_ids", "data_offsets", to=[0.0, 40.0])
+    yield lambda header, data: header.update({f"a{i}": header["uid.heap"] for i in range(500)})
     for place in range(0, size, 8):  # every number in turn, as large and as small as it gets
         yield overwritten(place, b"\xff" * 8)
         yield overwritten(place, b"\0" * 7 + b"\x7f")

@@ -149,7 +149,7 @@ def test_samples_go_in_and_come_back(tmp_path):
             reward=None if i == 1 else 0.5,
             reward_parts={"format": 1.0} if i else {},
             status=Status.TRUNCATED if i % 2 else Status.COMPLETED,
-            label={"answer": i},
+            label=[{"answer": 1}, 0, "", False][i],
             metadata={"level": i},
             branch_of="g/0" if i == 3 else "",
             failure="slow" if i == 2 else None,
@@ -218,6 +218,13 @@ def test_misuse_says_what_is_wrong_and_writes_nothing(tmp_path):
         ]:
             with pytest.raises(ValueError, match=words):
                 writer.put([(one, wrong)])
+        for batch in (-1, 10**8):
+            with pytest.raises(ValueError, match="give a number from 0 to 99999999"):
+                writer.put([(one, {})], batch)
+        with pytest.raises(StorageError, match="what a sample carries cannot be kept"):
+            writer.put([(SampleRecord("\udc80", 0, 0), {})])
+        with pytest.raises(ValueError, match="drops of these samples take more"):
+            writer.put([], drops=["a" * (17 << 20)])
         with pytest.raises(ValueError, match="given twice"):
             writer.put([(one, {}), (one, {})])
         with pytest.raises(StorageError, match="one writer at a time"):
@@ -235,6 +242,12 @@ def test_misuse_says_what_is_wrong_and_writes_nothing(tmp_path):
                 batch.read(0, "token_ids", *wrong)
         with pytest.raises(StorageError, match="sample a has no loss_mask"):
             batch.read(0, "loss_mask")
+    write(tmp_path / "light", [])
+    with SampleWriter(tmp_path / "light", durable=False) as writer:
+        writer.put([(SampleRecord("b", 2**47, 0), {})])
+    light = SampleStore.open([tmp_path / "light"])
+    with light.lease([0]) as batch, pytest.raises(StorageError, match="sample b has no token_ids"):
+        batch.sample(0)
     (tmp_path / "file").touch()
     with pytest.raises(StorageError, match="there are no samples in"):
         SampleStore.open([tmp_path / "nothing"])

@@ -20,6 +20,7 @@ from full import cases
 from sample_data import assert_right, items, record, write
 
 from opd.errors import StorageError
+from opd.storage import files
 from opd.storage.sample_store import SampleStore, SampleWriter
 from opd.storage.sample_table import SampleRecord
 
@@ -92,6 +93,20 @@ def test_what_is_no_lot_of_this_name_is_refused(tmp_path, what):
             os.mkfifo(path)
     expected = {"renamed": "was written as 00000000-00000001", "newer": "has format 9 of samples"}
     assert expected.get(what, "cannot be read") in str(_refusal(tmp_path))
+
+
+def test_a_lot_whose_name_may_not_be_on_the_disk_is_not_there(tmp_path, monkeypatch):
+    def refuse(folder: object) -> None:
+        raise OSError(5, "Input/output error")
+
+    with SampleWriter(tmp_path) as writer:
+        with monkeypatch.context() as patch:
+            patch.setattr(files, "fsync_folder", refuse)
+            with pytest.raises(StorageError, match="cannot be written"):
+                writer.put(items([0]))
+        assert len(SampleStore.open([tmp_path]).table) == 0
+        writer.put(items([1]))
+    assert assert_right(SampleStore.open([tmp_path])) == [1]
 
 
 _FULL_DISK = """
