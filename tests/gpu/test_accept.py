@@ -66,7 +66,11 @@ def test_the_other_sections_run_dry(tmp_path):
     report, said = dry(tmp_path / "report.json", "--only", *SECOND)
     assert list(rows_of(report, "engine")) == ["0.6B, 4 requests", "0.6B, weight sync"]
     (streamed,) = rows_of(report, "streamed").values()
-    assert streamed["bounds"] == ["over the floor <= 1.15", "error <= 0.02"]
+    assert streamed["bounds"] == [
+        "over the floor <= 1.15",
+        "in turn over the longer <= 1.15",
+        "error <= 0.02",
+    ]
     assert streamed["numbers"]["error"] == 0
     assert rows_of(report, "tests")["pytest -m gpu"]["numbers"]["passed"] == 1
     assert list(rows_of(report, "quickstart"))[:2] == ["opd run", "base"]
