@@ -99,6 +99,12 @@ def _rows(name: str, prompt_tokens: Any, response_tokens: Any) -> Any:
     return prompt_tokens + response_tokens if name == "token_ids" else response_tokens
 
 
+def rows_written(table: SampleTable, name: str) -> np.ndarray:
+    """[n] int64: how many rows of field `name` were written of each sample."""
+    written = table.fields >> list(FIELDS).index(name) & 1
+    return _rows(name, table.prompt_tokens, table.response_tokens) * written
+
+
 def _digests(data: np.ndarray) -> np.ndarray:
     """[blocks, 16] uint8: of each block of `data` ([B] uint8)."""
     starts = range(0, len(data), BLOCK_BYTES)
@@ -173,19 +179,16 @@ class SampleLot:
         if not isinstance(self.drops, list) or not all(isinstance(uid, str) for uid in self.drops):
             raise ValueError("no list of uids")
         self.table = SampleTable.from_arrays(light, names)
-        self._start: dict[str, int] = {}
-        self._size: dict[str, int] = {}
+        self._source = {name: sources[name] for name in FIELDS}
         self._first: dict[str, np.ndarray] = {}
         """By field, [n + 1] int64: the row at which each sample begins."""
         self._expected: dict[str, np.ndarray] = {}
         self._right: dict[str, set[int]] = {name: set() for name in FIELDS}
         """By field: blocks that had their digest."""
-        for bit, (name, dtype) in enumerate(FIELDS.items()):
-            rows = _rows(name, self.table.prompt_tokens, self.table.response_tokens)
-            rows = rows * (self.table.fields >> bit & 1)
+        for name, dtype in FIELDS.items():
+            rows = rows_written(self.table, name)
             self._first[name] = np.concatenate([[0], np.cumsum(rows, dtype=np.int64)])
             source, digests = sources[name], light[f"{name}.digests"]
-            self._start[name], self._size[name] = source.start, source.nbytes
             self._expected[name] = digests
             blocks = -(-source.nbytes // BLOCK_BYTES)
             if _DTYPES.get(source.dtype) != dtype or digests.shape != (blocks, 16):
@@ -195,8 +198,8 @@ class SampleLot:
 
     def has(self, row: int, name: str) -> bool:
         """Return whether field `name` of sample `row` was written, or has no rows."""
-        bit = list(FIELDS).index(name)
-        return bool(self.table.fields[row] >> bit & 1) or not self.length(row, name)
+        written = self._first[name][row + 1] > self._first[name][row]
+        return bool(written) or not self.length(row, name)
 
     def length(self, row: int, name: str) -> int:
         """Return how many rows field `name` of sample `row` has, written or not."""
@@ -212,22 +215,24 @@ class SampleLot:
             if block not in self._right[name]:
                 self._verify(name, block)
         self._counters.add(read=end - begin)
-        place = self._start[name]
+        place = self._source[name].start
         return np.asarray(self._map)[place + begin : place + end].view(FIELDS[name])
 
     def forget(self, row: int, name: str) -> None:
         """Give back the memory of a field of a sample; views of it stay right and take it again."""
         if self.has(row, name):
             begin, end = self._bytes(row, name, 0, self.length(row, name))
-            self._map.forget(self._start[name] + begin, self._start[name] + end)
+            place = self._source[name].start
+            self._map.forget(place + begin, place + end)
 
     def _bytes(self, row: int, name: str, start: int, stop: int) -> tuple[int, int]:
         first, width = int(self._first[name][row]), FIELDS[name].itemsize
         return (first + start) * width, (first + stop) * width
 
     def _verify(self, name: str, block: int) -> None:
-        begin = self._start[name] + block * BLOCK_BYTES
-        end = min(begin + BLOCK_BYTES, self._start[name] + self._size[name])
+        source = self._source[name]
+        begin = source.start + block * BLOCK_BYTES
+        end = min(begin + BLOCK_BYTES, source.start + source.nbytes)
         self._load(begin, end)
         found = xxhash.xxh3_128_digest(np.asarray(self._map)[begin:end].data)
         self._map.forget(begin, end)  # it may belong to other samples for the most part

@@ -22,7 +22,7 @@ import numpy as np
 
 from opd.errors import RunFolderError, StorageError, way_out
 from opd.storage.files import FileLock, fsync_folder, write_atomic
-from opd.storage.sample_lot import FIELDS, ReadCounters, SampleItem, SampleLot, encode_lot
+from opd.storage.sample_lot import FIELDS, ReadCounters, SampleItem, SampleLot, encode_lot, rows_written
 from opd.storage.sample_table import SampleRecord, SampleTable
 from opd.types import Sample
 
@@ -87,12 +87,7 @@ class SampleWriter:
                 self._lock.release()
                 raise
 
-    def put(
-        self,
-        items: Sequence[SampleItem],
-        batch: int = 0,
-        drops: Sequence[str] = (),
-    ) -> None:
+    def put(self, items: Sequence[SampleItem], batch: int = 0, drops: Sequence[str] = ()) -> None:
         """Write samples as a lot of `batch`. In their place are given up those of the batch that have their
         uids, or are named by `drops`: all of it or nothing.
 
@@ -195,11 +190,8 @@ class SampleStore:
 
     def heavy_bytes(self) -> np.ndarray:
         """[n] int64: bytes of the fields that each sample has."""
-        table, total = self.table, np.zeros(len(self.table), np.int64)
-        for bit, (name, dtype) in enumerate(FIELDS.items()):
-            rows = table.tokens if name == "token_ids" else table.response_tokens
-            total += rows * dtype.itemsize * (table.fields >> bit & 1)
-        return total
+        each = [rows_written(self.table, name) * dtype.itemsize for name, dtype in FIELDS.items()]
+        return np.sum(each, axis=0)
 
     def lease(self, rows: Rows) -> SampleBatch:
         """The samples in these rows of `table`, to be read until they are released."""
@@ -310,12 +302,14 @@ class SampleBatch:
         return self
 
     def sample(self, row: int) -> Sample:
-        """Return the sample in `row`, whose arrays are views; fields it has not are empty."""
+        """Return the sample in `row`, whose arrays are views; fields it has not are empty.
+
+        Raises `StorageError` if it was written without tokens.
+        """
         record = self.table.record(row)
-        arrays = {name: self.read(row, name) for name in FIELDS if self.has(row, name)}
-        tokens = arrays.pop("token_ids", None)
-        if tokens is None:
-            tokens = self.read(row, "token_ids")  # which says that they are not there
+        tokens = self.read(row, "token_ids")
+        others = (name for name in FIELDS if name != "token_ids" and self.has(row, name))
+        arrays = {name: self.read(row, name) for name in others}
         extra = dict(record.extra)
         return Sample(
             uid=record.uid,

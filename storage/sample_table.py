@@ -284,10 +284,10 @@ class SampleTable:
             raise ValueError(f"column {wrong[0]} is of another kind")
         columns: dict[str, Any] = {}
         for column in _COLUMNS:
-            name = column.name
-            if isinstance(getattr(_EMPTY, name), Strings):
+            name, kind = column.name, type(getattr(_EMPTY, column.name))
+            if kind is Strings:
                 columns[name] = Strings(arrays[f"{name}.offsets"], arrays[f"{name}.heap"])
-            elif isinstance(getattr(_EMPTY, name), Category):
+            elif kind is Category:
                 columns[name] = Category(names[name], arrays[name])
             else:
                 columns[name] = arrays[name]

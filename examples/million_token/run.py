@@ -28,7 +28,6 @@ from opd.pipelines.launch.machine import settle, threads_here
 from opd.pipelines.stages.sample_files import Scratch, groups_of
 from opd.pipelines.stages.samples_on_disk import SamplesOnDisk
 from opd.progress import Progress
-from opd.ranks import Ranks
 from opd.storage.node_cache import NodeCache
 from opd.storage.sample_store import SampleStore
 from opd.teachers.kinds import Placement
@@ -165,7 +164,7 @@ class Job:
     ) -> tuple[SamplesOnDisk, list[Sample]]:
         """The step, and its samples in the order in which they are trained."""
         written = [(uid, [uid]) for uid in store.table.uid]
-        groups, rows = groups_of(store, [written], Ranks())
+        groups, rows = groups_of(store, [written])
         step = SamplesOnDisk(groups, rows, store, Scratch(self.folder / "signals"), backend)
         own = step.samples
         schedule.assign(own)

@@ -185,9 +185,7 @@ def written_by_all(mine: Sequence[SampleGroup], ranks: Ranks) -> list[GroupUids]
     return ranks.gather_json(own, "the responses of a batch")
 
 
-def groups_of(
-    store: SampleStore, written: Sequence[GroupUids], ranks: Ranks
-) -> tuple[list[SampleGroup], dict[str, int]]:
+def groups_of(store: SampleStore, written: Sequence[GroupUids]) -> tuple[list[SampleGroup], dict[str, int]]:
     """All groups of which the ranks have `written` these, and the row of each sample in `store.table`. They
     come in the order of their prompts, if those were shared out at once.
     """

@@ -110,7 +110,7 @@ class DiskHome(SampleHome):
         ranks = self._student.ranks
         written = written_by_all(groups, ranks)
         store = self._files.view(index)
-        everyone, rows = groups_of(store, written, ranks)
+        everyone, rows = groups_of(store, written)
         with Scratch(self._signals) as signals:
             yield SamplesOnDisk(everyone, rows, store, signals, self._student.backend, ranks)
         self._opened = index + 1
@@ -217,6 +217,7 @@ class DiskHome(SampleHome):
         asked: dict[str, str] = {}
         places: dict[str, int] = {}
         gone: list[str] = []
+        tokens = 0
         for prompt, group in zip(prompts, groups, strict=True):
             asked[prompt.uid] = self._asked(prompt)
             gone += self._files.group(prompt.uid, asked[prompt.uid], index).values()
@@ -224,9 +225,10 @@ class DiskHome(SampleHome):
             for part in (group.branches, group.samples):
                 places |= {sample.uid: place for place, sample in enumerate(part)}
                 waiting += part
-            if sum(len(sample.response_ids) for sample in waiting) >= _TOGETHER:
+                tokens += sum(len(sample.response_ids) for sample in part)
+            if tokens >= _TOGETHER:
                 self._put(waiting, index, asked, places, gone)
-                waiting, gone = [], []
+                waiting, gone, tokens = [], [], 0
         self._put(waiting, index, asked, places, gone)
 
     def _put(

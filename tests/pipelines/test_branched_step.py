@@ -98,7 +98,7 @@ def opened(home: str, groups, backend, folder: Path) -> Iterator[StepSamples]:
             places = {one.uid: place for part in parts for place, one in enumerate(part)}
             files.put([*group.branches, *group.samples], 0, {group.uid: "asked"}, places)
         store = files.view()
-        light, rows = groups_of(store, written_by_all(groups, Ranks()), Ranks())
+        light, rows = groups_of(store, written_by_all(groups, Ranks()))
         with Scratch(folder / "signals") as signals:
             yield SamplesOnDisk(light, rows, store, signals, backend)
 

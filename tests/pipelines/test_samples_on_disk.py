@@ -60,7 +60,7 @@ def holding(folder: Path, made: Sequence[Sample], backend=None, ranks=None) -> I
         files.put(made, 0, {sample.group_uid: "asked" for sample in made}, dict.fromkeys(uids, 0))
         mine = [SampleGroup(s.group_uid, s.domain, [s]) for s in made]
         store = files.view()
-        groups, rows = groups_of(store, written_by_all(mine, Ranks()), Ranks())
+        groups, rows = groups_of(store, written_by_all(mine, Ranks()))
         with Scratch(folder / "signals") as signals:
             yield SamplesOnDisk(groups, rows, store, signals, backend, ranks)  # type: ignore[arg-type]
 
@@ -287,9 +287,9 @@ def test_what_is_learnt_leaves_the_store_and_the_rest_is_there_for_the_next_atte
         files.put([], 3, {}, {}, ["s4"])
         assert files.branches(made[3].group_uid, 3) == {}
         written = [[(made[3].group_uid, ["s3", "s4"])]]
-        assert groups_of(files.view(2), written, Ranks())[0][0].branches[0].branch_of == "s3"
+        assert groups_of(files.view(2), written)[0][0].branches[0].branch_of == "s3"
         with pytest.raises(StorageError, match="response s3, which rank 0 has written, is not on the disk"):
-            groups_of(files.view(3), written, Ranks())
+            groups_of(files.view(3), written)
         files.put([], 2, {}, {}, ["s4"])
     with SampleFiles.open(tmp_path / "store", keep=True) as files:
         assert list(files.view().table.uid) == ["s1", "s3"]
