@@ -21,6 +21,8 @@ import torch.distributed as dist
 
 from opd.errors import OpdError
 
+FREED_AT_ONCE = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+"""With these glibc gives freed blocks back at once, so that a process's peak is that of what is in use."""
 _DIE_WITH_PARENT = 1
 """PR_SET_PDEATHSIG."""
 

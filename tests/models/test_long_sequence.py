@@ -14,6 +14,7 @@ import torch
 from full import cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rank_processes import FREED_AT_ONCE
 from torch import Tensor, nn
 
 from opd.errors import ModelError
@@ -192,8 +193,7 @@ def test_a_model_whose_layers_mix_tokens_otherwise_is_refused():
 def grown_per_token(chunk: int, what: str) -> float:
     """Bytes a token by which a process grows with the length of its sequence."""
     script = Path(__file__).with_name("sequence_memory.py")
-    # Freed blocks go back to the system at once, so that the peak is that of what is in use.
-    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+    environment = os.environ | FREED_AT_ONCE
     command = [sys.executable, str(script), str(chunk), what]
     return float(subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout)
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+import pytest
 
 _PREAMBLE = """
 import os, sys, time
@@ -28,3 +31,18 @@ def child_python(helpers: str, script: str, folder: Path, *arguments: str) -> It
             yield process
         finally:
             process.kill()
+
+
+def python_on_small_disk(code: str, folder: Path, size: str) -> subprocess.CompletedProcess[str]:
+    """Run `code`, which finds `folder` in `sys.argv[1]`, while a disk of `size` (as tmpfs says it) is mounted
+    there for it alone. Skips the test where a process may not mount.
+    """
+    mount = f'mount -t tmpfs -o size={size} tmpfs "$0" && exec "$@"'
+    own_mounts = ["unshare", "--mount", "--map-root-user", "sh", "-c", mount, str(folder)]
+    if (
+        shutil.which("unshare") is None
+        or subprocess.run([*own_mounts, "true"], capture_output=True).returncode
+    ):
+        pytest.skip("this system lets a test mount no file system of its own")
+    command = [sys.executable, "-W", "error", "-c", code, str(folder)]
+    return subprocess.run([*own_mounts, *command], capture_output=True, text=True)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from cached_rows import BLOCK, blob_of, disk_bytes, flip, holds, key_of, keys, put
+from child_python import python_on_small_disk
 from full import FULL, cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -222,13 +223,5 @@ def test_a_file_size_limit_rejects_one_item_and_keeps_the_others(tmp_path: Path)
 @pytest.mark.parametrize("script", [_FULL_DISK, _NO_ROOM, _READ_ONLY], ids=["full", "no room", "read-only"])
 def test_a_disk_that_takes_no_more(tmp_path: Path, script: str) -> None:
     """Full: puts are rejected and nothing half-written stays. No room, read-only: opening says so."""
-    mount = 'mount -t tmpfs -o size=1500k tmpfs "$0" && exec "$@"'
-    own_mounts = ["unshare", "--mount", "--map-root-user", "sh", "-c", mount, str(tmp_path)]
-    if (
-        shutil.which("unshare") is None
-        or subprocess.run([*own_mounts, "true"], capture_output=True).returncode
-    ):
-        pytest.skip("this system lets a test mount no file system of its own")
-    command = [sys.executable, "-W", "error", "-c", script, str(tmp_path)]
-    result = subprocess.run([*own_mounts, *command], capture_output=True, text=True)
+    result = python_on_small_disk(script, tmp_path, "1500k")
     assert (result.stdout, result.stderr) == ("ok\n", "")

@@ -11,6 +11,7 @@ import pytest
 import ranks
 import tiny
 import torch
+from rank_processes import FREED_AT_ONCE
 from tiny_published import publish
 
 from opd.storage.node_cache import NodeCache
@@ -180,8 +181,7 @@ def test_resident_memory_with_ten_teachers_is_that_with_one(tmp_path):
     script = Path(__file__).with_name("resident_memory.py")
     for i in range(10):
         publish(tiny.model(seed=i, **SHAPE), tmp_path / f"t{i}")
-    # What is freed is given back at once: else the allocator keeps now more, now less of it.
-    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+    environment = os.environ | FREED_AT_ONCE
     growth = {}
     for count in (1, 10):
         command = [sys.executable, str(script), str(tmp_path), str(count)]

@@ -13,7 +13,7 @@ import torch
 from full import cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rank_processes import run_ranks
+from rank_processes import FREED_AT_ONCE, run_ranks
 from safetensors.torch import load_file
 
 from opd.models.context_parallel import ContextParallel
@@ -122,9 +122,8 @@ def test_rows_are_found_on_exactly_one_rank(tokens, world, data):
 
 @pytest.mark.long
 def test_a_rank_with_its_share_in_pieces_keeps_a_few_hidden_states_per_token_of_it(tmp_path, monkeypatch):
-    # Freed blocks go back to the system at once, so that the peak is that of what is in use.
-    for name in ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"):
-        monkeypatch.setenv(name, "65536")
+    for name, value in FREED_AT_ONCE.items():
+        monkeypatch.setenv(name, value)
     peaks = {}
     for world in (2, 4):
         folder = tmp_path / str(world)
@@ -142,8 +141,8 @@ def test_a_rank_with_its_share_in_pieces_keeps_a_few_hidden_states_per_token_of_
 
 @pytest.mark.long
 def test_a_rank_on_megatron_core_needs_half_of_what_it_needs_among_half_as_many(tmp_path, monkeypatch):
-    for name in ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"):
-        monkeypatch.setenv(name, "65536")
+    for name, value in FREED_AT_ONCE.items():
+        monkeypatch.setenv(name, value)
     peaks = {}
     for world in (2, 4):
         folder = tmp_path / str(world)
