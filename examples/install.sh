@@ -3,7 +3,7 @@
 # Scripts source this file, which does nothing by itself, and call `install_opd [EXTRA]`.
 set -euo pipefail
 unset CDPATH  # with it cd prints where it goes
-root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
 venv="$root/.venv"
 python="$venv/bin/python"
 # Threads that wait without spinning: stages share the cores.
@@ -17,12 +17,27 @@ say() { echo "opd: $*" >&2; }
 # waits for the first. On the platform of the lock (`.ci/requirements/`) exactly what it names, checked by hash; elsewhere
 # what the package's own bounds allow.
 install_opd() {
-  if ! is_installed "$@"; then
-    (
-      if command -v flock >/dev/null; then flock 8; fi
-      is_installed "$@" || install_now "$@"
-    ) 8>"$root/.venv-lock"
+  if is_installed "$@"; then return; fi
+  if ! [ -w "$root" ]; then
+    say "cannot write to $root: install from a checkout of your own"
+    return 1
   fi
+  if ! [ -d "${HOME:-}" ] || ! [ -w "$HOME" ]; then export UV_NO_CACHE=true; fi
+  (
+    wait_for_others
+    is_installed "$@" || install_now "$@"
+  ) 8>>"$root/.venv-lock"
+}
+
+# Locks file 8, until all that have it open have closed it. By Python: macOS has no `flock`.
+wait_for_others() {
+  "${PYTHON:-python3}" -c '
+import fcntl, sys
+try:
+    fcntl.flock(8, fcntl.LOCK_EX | fcntl.LOCK_NB)
+except BlockingIOError:
+    print("opd: waiting for another installation in this folder", file=sys.stderr)
+    fcntl.flock(8, fcntl.LOCK_EX)'
 }
 
 is_installed() {
@@ -32,7 +47,11 @@ is_installed() {
 }
 
 install_now() {
-  local extra=${1:-} lock="$root/.ci/requirements/${1:-core}.txt" platform
+  local extra=${1:-} lock="$root/.ci/requirements/${1:-core}.txt" stamp platform
+  for stamp in "$venv"/.installed-*; do
+    # The programs of a copied environment begin with the path of the original's Python.
+    if [ -e "$stamp" ] && [ "$(cat "$stamp")" != "$root" ]; then rm -rf "$venv"; fi
+  done
   if ! "$python" -m pip --version >/dev/null 2>&1; then  # not there, or an installation was interrupted
     say "making $venv"
     "${PYTHON:-python3}" -m venv --clear "$venv"
@@ -85,4 +104,11 @@ run_into() {
   "$venv/bin/opd" "$@" ${rest[@]+"${rest[@]}"} --out "$folder"
 }
 
-if [ "${BASH_SOURCE[0]}" = "$0" ]; then install_opd "$@"; fi
+if [ "${BASH_SOURCE[0]}" = "$0" ]; then
+  extras=$(sed -n '/^\[project.optional-dependencies\]/,/^$/s/^\([a-z0-9-]*\) = .*/\1/p' "$root/pyproject.toml")
+  if [ $# -gt 1 ] || ! grep -qxF -e "${1:-s3}" <<<"$extras"; then
+    say "usage: bash examples/install.sh [EXTRA], where EXTRA is one of:" $extras
+    case ${1:-} in -h | --help) exit 0 ;; *) exit 2 ;; esac
+  fi
+  install_opd "$@"
+fi

@@ -12,10 +12,12 @@ expression wherever its name is used.
 # No `from __future__ import annotations` where kernels are defined: TileLang evaluates their annotations.
 # pyright: reportInvalidTypeForm=false
 import importlib.util
+import os
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -75,6 +77,11 @@ def missing(device: str) -> str | None:
     """Why compiled kernels cannot run on `device` (`cpu` or `cuda`), and how to mend it; None if they can."""
     if importlib.util.find_spec("tilelang") is None:
         return "TileLang is not installed; install opd[tilelang]"
+    kept = Path(os.environ.get("TILELANG_CACHE_DIR", "~/.tilelang/cache")).expanduser()
+    try:
+        kept.mkdir(parents=True, exist_ok=True)
+    except OSError as wrong:
+        return f"TileLang's cache {kept} cannot be made ({wrong.strerror}); set TILELANG_CACHE_DIR"
     if device == "cpu":
         if shutil.which("g++") is None and shutil.which("c++") is None:
             return "TileLang compiles its CPU kernels with a C++ compiler and finds none; install g++"

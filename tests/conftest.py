@@ -69,8 +69,11 @@ def pytest_configure(config: pytest.Config) -> None:
     left_over.end_with_this_process()
 
 
+@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Folders whose files take longest first: they must not begin when the other processes have finished."""
+    """Leave out what waits for `--full`, of what `-k` and `-m` have chosen. Folders whose files take longest
+    come first: they must not begin when the other processes have finished.
+    """
     for item in items:
         if "sglang" in getattr(item, "fixturenames", ()):  # a real server, which is installed first
             item.add_marker(pytest.mark.slow)
@@ -127,7 +130,8 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     count = config.stash.get(left_out, 0)
     if count and not hasattr(config, "workeroutput"):
         print(
-            f"left out: {count} tests, which `bash tests/run.sh --full` runs; of one folder: `--full train`"
+            f"left out: {count} tests, which `bash tests/run.sh --full` runs; of one folder: `--full train`;"
+            " one: by its name, `FILE::TEST`"
         )
 
 

@@ -28,7 +28,7 @@ def end_with_this_process() -> None:
     """
     if within_a_run() or not hasattr(os, "pidfd_open") or not Path("/proc/self/environ").exists():
         return
-    os.environ[MARK] = f"{os.getpid()}-{uuid.uuid4().hex}"
+    os.environ[MARK] = f"{os.getpid()}-{_began(os.getpid())}-{uuid.uuid4().hex}"
     command = [sys.executable, "-I", "-S", __file__, str(os.getpid()), os.environ[MARK]]
     quiet = subprocess.DEVNULL
     watcher = subprocess.Popen(command, stdin=quiet, stdout=quiet, stderr=quiet, start_new_session=True)
@@ -37,8 +37,16 @@ def end_with_this_process() -> None:
 
 def within_a_run() -> bool:
     """Whether the run whose mark this process has goes on: the variable may be left from another one."""
-    run = os.environ.get(MARK, "").partition("-")[0]
-    return run.isdigit() and Path("/proc", run).exists()
+    run, _, began = os.environ.get(MARK, "").rpartition("-")[0].partition("-")
+    return run.isdecimal() and began.isdecimal() and _began(int(run)) == int(began)
+
+
+def _began(pid: int) -> int | None:
+    """When the process began, in the kernel's ticks: its number may be another's later."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    except OSError:
+        return None
 
 
 def marked(mark: str) -> list[int]:

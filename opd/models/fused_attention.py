@@ -15,8 +15,11 @@ Shapes: `T` packed tokens, `H` query heads, `Hkv` key-value heads, `d` head size
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
+import shutil
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -145,8 +148,15 @@ def attend(
 @lru_cache(maxsize=1)
 def compiled() -> Callable[..., Tensor]:
     """`attend`, compiled once for each `AttentionForm`, with and without a gradient, for all lengths."""
-    # Not below /tmp, where others could have put what the compiler loads.
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path.home() / ".cache/opd/torchinductor"))
+    if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
+        # Not below /tmp under a name that others know: they could have put there what the compiler loads.
+        kept = Path.home() / ".cache/opd/torchinductor"
+        try:
+            kept.mkdir(parents=True, exist_ok=True)
+        except OSError:  # in a container the home may be none
+            kept = Path(tempfile.mkdtemp(prefix="opd-torchinductor-"))
+            atexit.register(shutil.rmtree, kept, ignore_errors=True)
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(kept)
     torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
     return torch.compile(attend, dynamic=True, fullgraph=True)
 

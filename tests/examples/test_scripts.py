@@ -5,11 +5,13 @@ They run for real in a copy of the folder, with an environment whose programs no
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -43,7 +45,7 @@ if words[:2] == ["-m", "venv"]:
 if words[:1] == ["-c"] and "import platform" in words[1]:
     print(os.environ["PLATFORM"])
 elif words[:1] == ["-c"] and "urllib" not in words[1] and "import torch" not in words[1]:
-    sys.exit(subprocess.call([{real!r}, *words]))
+    sys.exit(subprocess.call([{real!r}, *words], close_fds=False))
 if words[:1] and words[0].endswith("cluster.py"):
     sys.exit(subprocess.call(words[1:]))
 if "--out" in words:
@@ -61,8 +63,8 @@ def copy(tmp_path: Path) -> Path:
     shutil.copy(ROOT / "tests" / "run.sh", root / "tests")
     shutil.copy(ROOT / "pyproject.toml", root)
     shutil.copytree(ROOT / ".ci" / "requirements", root / ".ci" / "requirements")
-    for environment in (".venv", "sglang/venv", "vllm/venv"):
-        folder = root / environment / "bin"
+    for environment in (".venv/bin", "sglang/venv/bin", "vllm/venv/bin", "stub"):
+        folder = root / environment
         folder.mkdir(parents=True)
         for name in ("python", "opd"):
             (folder / name).write_text(STUB.format(real=sys._base_executable, calls=str(root / "calls")))
@@ -134,8 +136,6 @@ def test_a_run_that_had_not_begun_is_begun_on_resume(copy, script):
 
 def fresh(root: Path) -> None:
     """Take the environment away; the program that makes a new one stays."""
-    (root / "stub").mkdir()
-    shutil.move(root / ".venv" / "bin" / "python", root / "stub" / "python")
     shutil.rmtree(root / ".venv")
 
 
@@ -175,10 +175,10 @@ def test_it_is_installed_once_and_again_when_the_lock_or_the_package_changed(cop
 
 @pytest.mark.parametrize("broken", ["elsewhere", "without pip", "no program"])
 def test_an_environment_of_another_checkout_or_half_of_one_is_made_anew(copy, broken):
-    (copy / "stub").mkdir()
-    shutil.copy(copy / ".venv" / "bin" / "python", copy / "stub" / "python")
+    (copy / ".venv" / "of-the-original").touch()
     if broken == "elsewhere":
-        (copy / ".venv" / ".installed-ray").write_text("/another/checkout\n")
+        for stamp in (copy / ".venv").glob(".installed-*"):
+            stamp.write_text("/another/checkout\n")
     else:
         shutil.rmtree(copy / ".venv" / "bin")
     if broken == "without pip":
@@ -186,6 +186,7 @@ def test_an_environment_of_another_checkout_or_half_of_one_is_made_anew(copy, br
         (copy / ".venv" / "bin" / "python").write_text("#!/bin/sh\nexit 1\n")
         (copy / ".venv" / "bin" / "python").chmod(0o755)
     assert installed(call(copy, "examples/install.sh", "ray"))[-1][-1] == str(copy)
+    assert (copy / ".venv" / "of-the-original").exists() == (broken != "elsewhere")
 
 
 @pytest.mark.parametrize(
@@ -196,18 +197,67 @@ def test_an_environment_of_another_checkout_or_half_of_one_is_made_anew(copy, br
         (["-m", "data", "--lf", "data"], ["-m", "data", "--lf", "tests/data"]),
         (["-k", "nosuch", "--check"], ["-k", "nosuch", "-m=check"]),
         (["tests/run.sh::one"], ["tests/run.sh::one"]),
+        (["data/test_mix.py::one[a/b]"], ["tests/data/test_mix.py::one[a/b]"]),
+        (["--cov-report", "json", "data"], ["--cov-report", "json", "tests/data"]),
+        (["--junit-xml", "found.xml"], ["--junit-xml", "found.xml"]),
+        (["--tb=short", "data", "data"], ["--tb=short", "tests/data", "tests/data"]),
+        (["-x", "data", "-W", "ignore"], ["-x", "tests/data", "-W", "ignore"]),
     ],
 )
 def test_folders_are_named_alone_and_values_of_options_stay(copy, words, wanted):
     (copy / "tests" / "data").mkdir()
+    (copy / "tests" / "data" / "test_mix.py").touch()
     extra = copy / ".venv" / ".installed-test-full"
     extra.write_text(f"{copy}\n")
     assert call(copy, "tests/run.sh", *words)[-1][-len(wanted) :] == wanted
 
 
-@pytest.mark.parametrize("word", ["nosuch", "nosuch/", "tests/nosuch.py::one"])
+@pytest.mark.parametrize("word", ["nosuch", "nosuch/", "tests/nosuch.py", "data/nosuch.py"])
 def test_what_is_not_there_is_said_before_anything_is_installed(copy, word):
-    command = ["bash", str(copy / "tests" / "run.sh"), "--full", word]
+    command = ["bash", str(copy / "tests" / "run.sh"), "--full", f"{word}::one" if ".py" in word else word]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (2, "")
-    assert f"there is no tests/{word} and no {word}: name a folder of tests/" in done.stderr
+    assert f"there is no {word} in {copy}, nor in its tests/: name a folder" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "code"), [(["nosuch"], 2), (["s3", "ray"], 2), (["s3|ray"], 2), ([""], 0), (["--help"], 0)]
+)
+def test_an_extra_that_is_none_is_said_before_anything_is_installed(copy, words, code):
+    """The empty name is no extra at all, which the stub counts as installed."""
+    command = ["bash", str(copy / "examples" / "install.sh"), *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == code
+    assert ("usage: bash examples/install.sh [EXTRA]" in done.stderr) == (words != [""])
+
+
+def test_a_second_installation_says_that_it_waits(copy):
+    fresh(copy)
+    environment = os.environ | {"PYTHON": str(copy / "stub" / "python"), "PLATFORM": LOCKED}
+    with (copy / ".venv-lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        second = subprocess.Popen(
+            ["bash", str(copy / "examples" / "install.sh"), "ray"],
+            env=environment,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        said = second.stderr.readline()
+    rest = second.communicate()[1]
+    assert said == "opd: waiting for another installation in this folder\n"
+    assert (second.returncode, (copy / ".venv" / ".installed-ray").exists()) == (0, True), rest
+
+
+def test_a_checkout_that_cannot_be_written_is_one_sentence():
+    """Whoever is root may write everywhere, and asks as another."""
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "examples").mkdir()
+        shutil.copy(ROOT / "examples" / "install.sh", Path(folder) / "examples")
+        shutil.copy(ROOT / "pyproject.toml", folder)
+        Path(folder).chmod(0o555)
+        command = ["bash", f"{folder}/examples/install.sh", "ray"]
+        user = 65534 if os.getuid() == 0 else None
+        done = subprocess.run(command, user=user, cwd="/", capture_output=True, text=True, check=False)
+        Path(folder).chmod(0o755)
+    said = f"opd: cannot write to {Path(folder).resolve()}: install from a checkout of your own\n"
+    assert (done.returncode, done.stderr) == (1, said)

@@ -220,3 +220,10 @@ def test_asking_for_compiled_kernels_without_a_compiler_is_an_error(monkeypatch)
             ops.implementation()
     finally:
         tilelang_target.missing.cache_clear()
+
+
+def test_a_cache_that_cannot_be_made_is_said(monkeypatch):
+    monkeypatch.setenv("TILELANG_CACHE_DIR", "/dev/null/cache")
+    tilelang_target.missing.cache_clear()
+    assert "cache /dev/null/cache cannot be made (Not a directory)" in str(tilelang_target.missing("cpu"))
+    tilelang_target.missing.cache_clear()
