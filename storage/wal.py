@@ -40,6 +40,7 @@ from opd.storage.wal_table import (
     encode_close,
     encode_open,
     encode_retire,
+    encode_step,
 )
 from opd.types import Chunk, LoggedRequest, RolloutRequest, Status
 
@@ -80,7 +81,7 @@ class LogReplay:
                 for number, code in np.frombuffer(payload[split:], END_OF_REQUEST).tolist():
                     table.close(Closing(number, STATUSES[code], None))
         elif frame.kind == FrameKind.OPEN:
-            table.open(decode_open(payload))
+            table.open([decode_open(payload)])
         elif frame.kind == FrameKind.CLOSE:
             table.close(decode_close(payload))
         elif frame.kind == FrameKind.RETIRE:
@@ -91,7 +92,7 @@ class LogReplay:
         """See `framed_log.Replay`."""
         self._sort()
         self.report.requests = len(self.table)
-        self.report.tokens = int(self.table.lengths.sum())
+        self.report.tokens = self.table.transcript.count()
 
     def _sort(self) -> None:
         """Give the tokens that wait to their requests."""
@@ -156,7 +157,7 @@ class TokenWAL:
     acknowledged nothing, and every later write raises too: open the log anew. Misuse (an unknown request, a
     position that does not follow on) raises `StorageError` as well, writes nothing and leaves the log usable.
 
-    Requests that have not been retired are held in memory, 24 bytes a token. Methods may be called from
+    Requests that have not been retired are held in memory, 12 to 24 bytes a token. Methods may be called from
     several threads; the object does not survive a fork.
     """
 
@@ -214,12 +215,11 @@ class TokenWAL:
 
     def _contents(self) -> Iterator[Content]:
         """A snapshot: the requests that have not been retired."""
-        self._table.sort()
         for uid in self._table:
             entry = self._table.entry(uid)
             assert entry is not None
             yield Content(FrameKind.OPEN, [encode_open(entry.number, entry.request, entry.metadata)])
-            records = entry.records()
+            records = self._table.records(uid)
             for first in range(0, len(records), _TOKENS_PER_FRAME):
                 part = records[first : first + _TOKENS_PER_FRAME]
                 yield Content(FrameKind.STEP, [part.view(np.uint8)], len(part))
@@ -245,15 +245,14 @@ class TokenWAL:
                 self._files.append_all(FrameKind.OPEN, payloads)
                 self._files.commit()
                 self._encoder.forget()
-                for opening in openings:
-                    self._table.open(opening)
+                self._table.open(openings)
 
     def append(self, step: Chunk) -> None:
         """Log one chunk, the tokens and the requests it ended, as one frame and one commit."""
         with self._mutex:
             self._guard.check()
-            frame = self._encoder.step(step)
-            records, payload = frame.records, frame.payload
+            records, closings = self._encoder.records(step), self._encoder.closings(step)
+            payload = encode_step(records, closings)
             if len(payload) > MAX_PAYLOAD:
                 raise StorageError(f"{len(records)} tokens do not fit into one commit; log them in several")
             if not payload:
@@ -261,12 +260,10 @@ class TokenWAL:
             with self._guard:
                 self._files.append(FrameKind.STEP, payload, len(records))
                 self._files.commit()
-                self._table.add(records)
-                self._encoder.wrote_step()
-                if frame.closings:
+                self._table.transcript.take(step)
+                for closing in closings:
                     self._encoder.forget()
-                    for closing in frame.closings:
-                        self._table.close(closing)
+                    self._table.close(closing)
 
     def close(self, uid: str, status: Status, reason: str | None = None) -> None:
         """End a request outside a chunk. The log itself is closed by `shutdown`."""
@@ -283,7 +280,7 @@ class TokenWAL:
                 self._table.close(closing)
 
     def find(self, uid: str) -> LoggedRequest | None:
-        """What is known of a request, in arrays of its own; `None` if it is not in the log."""
+        """What is known of a request; `None` if it is not in the log."""
         with self._mutex:
             return self._table.find(uid)
 

@@ -12,9 +12,9 @@ import numpy as np
 from opd.models.causal_lm import CausalLM
 from opd.models.tokenizers import character_tokenizer
 from opd.rollout.fault_tolerant import FaultTolerantRollout
-from opd.rollout.ledger import Tokens, Transcript
 from opd.rollout.streams import Streaming
 from opd.rollout.torch_engine import TorchEngine
+from opd.storage.transcript import Tokens, Transcript
 from opd.storage.wal import TokenWAL
 from opd.types import Chunk, RolloutRequest, SamplingParams, Status
 

@@ -36,8 +36,9 @@ from opd.own_code import confined, raised, told
 from opd.retry import Retry
 from opd.rollout.beside import write_alone
 from opd.rollout.collect import EncodedPrompt, Generates
-from opd.rollout.ledger import OtherRequestError, Tokens, Transcript
+from opd.rollout.ledger import OtherRequestError
 from opd.rollout.rewards import LARGEST
+from opd.storage.transcript import Tokens, Transcript
 from opd.types import Chunk, RolloutRequest, Sample, SampleGroup, SamplingParams, Status
 
 if TYPE_CHECKING:

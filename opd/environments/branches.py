@@ -25,7 +25,8 @@ from opd.environments.tool_calls import parse, without_calls
 from opd.errors import RolloutError, is_of_library, reason_of
 from opd.models.chat_templates import TemplateError, refuse_unread
 from opd.models.token_ids import encode_text, id_count
-from opd.rollout.ledger import StopStrings, Tokens
+from opd.rollout.ledger import StopStrings
+from opd.storage.transcript import Tokens
 from opd.types import RolloutRequest, Sample, SamplingParams, Status, no_ids
 
 if TYPE_CHECKING:

@@ -29,7 +29,8 @@ from opd.environments.world import Loop, World
 from opd.errors import RolloutError
 from opd.rollout.beside import write_alone
 from opd.rollout.collect import EncodedPrompt, Generates
-from opd.rollout.ledger import OtherRequestError, Tokens, Transcript
+from opd.rollout.ledger import OtherRequestError
+from opd.storage.transcript import Tokens, Transcript
 from opd.types import Chunk, RolloutRequest, Sample, SampleGroup, SamplingParams, Status
 
 if TYPE_CHECKING:

@@ -23,8 +23,8 @@ from opd.own_code import calling
 from opd.ranks import Ranks
 from opd.rollout.beside import Begins, Beside, Writing
 from opd.rollout.engine_pool import InStep
-from opd.rollout.ledger import Tokens, Transcript
 from opd.rollout.streams import More
+from opd.storage.transcript import Tokens, Transcript
 from opd.types import Chunk, RolloutRequest, Sample, SampleGroup, SamplingParams, Status
 
 

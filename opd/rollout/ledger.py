@@ -1,10 +1,7 @@
-"""The requests that are open: every token into the log, then into the transcript, then to the caller.
+"""The requests that are open: every token into the log, then to the caller.
 
-What the log already holds of a request is checked, told again in chunks, and continued. The transcript is
-what every request has been given so far, put together from chunks without per-token work. Strings that end a
+What the log already holds of a request is checked, told again in chunks, and continued. Strings that end a
 response are found in its text however it was cut into tokens, and across interruptions.
-
-Shapes: `B` tokens of a step, `R` response tokens of a request.
 """
 
 from __future__ import annotations
@@ -20,6 +17,7 @@ import numpy as np
 from opd.errors import RolloutError
 from opd.protocols import TokenLog
 from opd.rollout.preemption import KVStore
+from opd.storage.transcript import Tokens, Transcript
 from opd.types import Chunk, LoggedRequest, RolloutRequest, Status, no_ids
 
 
@@ -78,194 +76,6 @@ class StopWatch:
             self._tails.pop(uid, None)
 
 
-FOLD_AT = 1 << 14
-"""Tokens that wait to be put together by request, at most."""
-
-_NOTHING = tuple(np.zeros(0, dtype=dtype) for dtype in (np.int32, np.float32, np.int32))
-
-
-@dataclass(slots=True)
-class Tokens:
-    """Columns about consecutive tokens of one or more requests, all of one length."""
-
-    token_ids: np.ndarray
-    """[R] int32."""
-    logprobs: np.ndarray
-    """[R] float32, nats."""
-    policy_versions: np.ndarray
-    """[R] int32."""
-
-    @classmethod
-    def empty(cls) -> Tokens:
-        """No tokens."""
-        return cls(*_NOTHING)
-
-    @classmethod
-    def logged(cls, request: LoggedRequest) -> Tokens:
-        """Everything a log holds of `request`."""
-        return cls(request.token_ids, request.logprobs, request.policy_versions)
-
-    @classmethod
-    def prefix(cls, request: RolloutRequest, version: int = 0) -> Tokens:
-        """What `request` begins with, of which only the ids are known."""
-        count = len(request.prefix_ids)
-        if not count:
-            return cls.empty()
-        ids = np.asarray(request.prefix_ids, np.int32)
-        return cls(ids, np.zeros(count, np.float32), np.full(count, version, np.int32))
-
-    @classmethod
-    def join(cls, parts: list[Tokens]) -> Tokens:
-        """`parts` one after another."""
-        if len(parts) == 1:
-            return parts[0]
-        if not parts:
-            return cls.empty()
-        return cls(*map(np.concatenate, zip(*(part.columns for part in parts), strict=True)))
-
-    @property
-    def columns(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The fields, in their order."""
-        return self.token_ids, self.logprobs, self.policy_versions
-
-    def cut(self, rows: slice | np.ndarray) -> Tokens:
-        """Some of the tokens, by index."""
-        return Tokens(*(column[rows] for column in self.columns))
-
-    def __len__(self) -> int:
-        return len(self.token_ids)
-
-
-class _TokenBuffer:
-    """One request's tokens in buffers that double: appending `R` tokens one by one copies less than `2 R`."""
-
-    __slots__ = ("_held", "length")
-
-    def __init__(self, tokens: Tokens) -> None:
-        self._held = tokens
-        self.length = len(tokens)
-
-    def append(self, new: Tokens) -> int:
-        """Take over `new`; what was given out before stays as it is. Returns how many tokens were copied
-        because the buffers were full.
-        """
-        start, end, moved = self.length, self.length + len(new), 0
-        self.length = end
-        if start == 0:
-            self._held = new
-            return 0
-        if end > len(self._held):
-            moved = start
-            held = Tokens(*(np.empty(max(end, 2 * start), c.dtype) for c in self._held.columns))
-            for wide, old in zip(held.columns, self._held.columns, strict=True):
-                wide[:start] = old[:start]
-            self._held = held
-        for wide, fresh in zip(self._held.columns, new.columns, strict=True):
-            wide[start:end] = fresh
-        return moved
-
-    def tokens(self) -> Tokens:
-        return self._held if len(self._held) == self.length else self._held.cut(slice(0, self.length))
-
-
-class Transcript:
-    """Tokens by request. A request's are put together when somebody asks for them; all are when there are
-    many, so that no step costs work per request.
-    """
-
-    def __init__(self, known: Mapping[str, Tokens] | None = None) -> None:
-        """`known`: requests, with the tokens they have already."""
-        self._requests: dict[str, _TokenBuffer] = {}
-        self._numbers: dict[str, int] = {}
-        self._due = np.zeros(0, np.int64)
-        """By number of a request: the position of its next token."""
-        self._waiting, self._owner, self._size = Tokens.empty(), np.zeros(0, np.int64), 0
-        """Tokens that are not put together yet, and the numbers of their requests; -1 of those that are."""
-        self.moved = 0
-        """Tokens copied so far because a buffer was full."""
-        self.begin(known or {})
-
-    def begin(self, known: Mapping[str, Tokens]) -> None:
-        """More requests, with the tokens they have already."""
-        self._requests |= {uid: _TokenBuffer(tokens) for uid, tokens in known.items()}
-        self._numbers |= zip(known, range(len(self._due), len(self._due) + len(known)), strict=True)
-        self._due = np.append(self._due, np.array([len(tokens) for tokens in known.values()], np.int64))
-
-    def add(self, step: Chunk) -> None:
-        """Take one chunk. Raises `RolloutError` if a position is missing or comes twice, or a token is of a
-        request that there is not.
-        """
-        count = len(step.uids)
-        if not count:
-            return
-        owner = self._count(step)
-        if self._size + count > len(self._owner):
-            owner = self._fold(owner)
-        rows = slice(self._size, self._size + count)
-        self._owner[rows] = owner
-        versions = np.int32(step.policy_version)
-        for column, new in zip(self._waiting.columns, (step.token_ids, step.logprobs, versions), strict=True):
-            column[rows] = new
-        self._size += count
-
-    def tokens(self, uid: str) -> Tokens:
-        """All tokens of a request so far, in order; later ones do not change them."""
-        rows = np.flatnonzero(self._owner[: self._size] == self._numbers[uid])
-        if len(rows):
-            self._owner[rows] = -1
-            self.moved += self._requests[uid].append(self._waiting.cut(rows))
-        return self._requests[uid].tokens()
-
-    def end(self, uids: Iterable[str]) -> None:
-        """Nobody will ask for `uids`."""
-        for uid in uids:
-            self._requests.pop(uid, None)
-            self._numbers.pop(uid, None)
-
-    def _count(self, step: Chunk) -> np.ndarray:
-        """The number of each token's request; their next tokens are due at the positions behind these."""
-        try:
-            owner = np.fromiter(map(self._numbers.__getitem__, step.uids), np.int64, len(step.uids))
-        except KeyError as error:
-            raise RolloutError(
-                f"the engine gave tokens for request {error.args[0]!r}, which nobody asked for; replace the"
-                " engine."
-            ) from None
-        order = np.argsort(owner, kind="stable")
-        sorted_owner = owner[order]
-        before = np.arange(len(owner)) - np.searchsorted(sorted_owner, sorted_owner)
-        expected = self._due[sorted_owner] + before
-        wrong = np.flatnonzero(step.positions[order] != expected)
-        if wrong.size:
-            row = int(order[wrong[0]])
-            raise RolloutError(
-                f"the engine gave token {int(step.positions[row])} of request {step.uids[row]!r} where token"
-                f" {int(expected[wrong[0]])} was due; replace the engine."
-            )
-        np.add.at(self._due, owner, 1)
-        return owner
-
-    def _fold(self, coming: np.ndarray) -> np.ndarray:
-        """Put all that wait together, and number what goes on anew; returns the new numbers of `coming`."""
-        owner = self._owner[: self._size]
-        order = np.argsort(owner, kind="stable")
-        columns, owner = self._waiting.cut(order), owner[order]
-        uids, old = list(self._numbers), np.fromiter(self._numbers.values(), np.int64, len(self._numbers))
-        starts, stops = (np.searchsorted(owner, old, side).tolist() for side in ("left", "right"))
-        for uid, start, stop in zip(uids, starts, stops, strict=True):
-            if start < stop:
-                self.moved += self._requests[uid].append(columns.cut(slice(start, stop)))
-        self._numbers = {uid: i for i, uid in enumerate(uids)}
-        new_of = np.full(len(self._due), -1, np.int64)
-        new_of[old] = np.arange(len(old))
-        self._due, self._size = self._due[old], 0
-        if max(FOLD_AT, len(coming)) > len(self._owner):
-            rows = max(FOLD_AT, len(coming))
-            self._owner = np.empty(rows, np.int64)
-            self._waiting = Tokens(*(np.empty(rows, column.dtype) for column in _NOTHING))
-        return new_of[coming]
-
-
 ENDS = (Status.COMPLETED, Status.TRUNCATED)
 """What an engine may call an end; anything else only says that it stopped."""
 OWNER = "owner"
@@ -305,7 +115,8 @@ class Ledger:
         """What the log held, made as it is taken: as objects, a long response's chunks are large."""
         self.version = 0
         """Policy version of the newest chunk."""
-        self.transcript = Transcript()
+        self._transcript = Transcript()
+        """Of a rollout without a log, which knows what was written otherwise."""
         self._watch = StopWatch(stops) if stops is not None else None
 
     def add(self, requests: Sequence[RolloutRequest], version: int) -> tuple[list[str], bool]:
@@ -334,7 +145,8 @@ class Ledger:
             resumed, recovered = self._read(self._log, new, known, version)
         self.counters["requests"] += counted
         self.requests |= new
-        self.transcript.begin(known)
+        if self._log is None:
+            self._transcript.begin(known)
         for uid in resumed:  # interrupted after a stop string, before its end was logged
             if self._watch is not None and self._watch.begin(uid, known[uid].token_ids.tolist()):
                 self.close(uid, Status.COMPLETED)
@@ -368,7 +180,12 @@ class Ledger:
 
     def ask(self, uid: str) -> RolloutRequest:
         """What to ask an engine for: the request, to be continued after what was written."""
-        written = self.transcript.tokens(uid).token_ids
+        if self._log is None:
+            written = self._transcript.tokens(uid).token_ids
+        else:
+            logged = self._log.find(uid)
+            assert logged is not None
+            written = logged.token_ids
         return replace(self.requests[uid], prefix_ids=written) if len(written) else self.requests[uid]
 
     def stopped(self, chunk: Chunk) -> tuple[Chunk, dict[str, Status]]:
@@ -394,9 +211,10 @@ class Ledger:
         self.version = step.policy_version
         if not step.uids and not step.finished:
             return
-        if self._log is not None:
+        if self._log is None:
+            self._transcript.add(step)
+        else:
             self._log.append(step)
-        self.transcript.add(step)
         self.counters["tokens"] += len(step.uids)
         self._end(step.finished)
         self._ready.append(step)
@@ -419,7 +237,7 @@ class Ledger:
         self._ended(finished)
 
     def _ended(self, uids: Iterable[str]) -> None:
-        self.transcript.end(uids)
+        self._transcript.end(uids)
         if self._watch is not None:
             self._watch.end(uids)
 

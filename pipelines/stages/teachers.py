@@ -37,11 +37,11 @@ from opd.pipelines.stages.samples import StepSamples, Terms
 from opd.pipelines.stages.source import StageRequest
 from opd.progress import doing
 from opd.protocols import Teacher
-from opd.rollout.ledger import Tokens, Transcript
 from opd.rollout.streams import More, several
 from opd.storage.files import digest_of, open_plain
 from opd.storage.node_cache import NodeCache
 from opd.storage.shard_cache import ShardCache
+from opd.storage.transcript import Tokens, Transcript
 from opd.teachers.kinds import Placement, TeacherOpening, open_kinds
 from opd.teachers.published_adapter import publish_adapter
 from opd.teachers.schedule import Router, TeacherSchedule, sampled_logprobs

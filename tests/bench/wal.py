@@ -27,6 +27,7 @@ from typing import Any
 
 import lmdb
 import numpy as np
+from xxhash import xxh3_64_intdigest
 
 from opd.storage.framed_log_writer import RESERVE
 from opd.storage.wal import TokenWAL, read_log
@@ -130,18 +131,39 @@ def sqlite(folder: Path, synchronous: str) -> Iterator[Commit]:
     database.close()
 
 
+@contextmanager
+def sqlite_row(folder: Path, synchronous: str) -> Iterator[Commit]:
+    """A row a step, with a digest of it, as a log on SQLite would be."""
+    database = sqlite3.connect(folder / "tokens.sqlite", isolation_level=None)
+    database.execute("pragma journal_mode=wal")
+    database.execute(f"pragma synchronous={synchronous}")
+    database.execute("create table steps(lsn integer primary key, count, tokens blob, digest integer)")
+
+    def commit(step: Chunk) -> None:
+        data = records_of(step).tobytes()
+        database.execute(
+            "insert into steps(count, tokens, digest) values (?, ?, ?)",
+            (len(step.uids), data, xxh3_64_intdigest(data) >> 1),
+        )
+
+    yield commit
+    database.close()
+
+
 METHODS = {
     "wal always": lambda folder, count: wal(folder, "always", count),
     "bare + fdatasync": lambda folder, count: bare(folder, True),
     "bare reserved + fdatasync": lambda folder, count: bare_reserved(folder),
     "lmdb sync": lambda folder, count: lmdb_blob(folder),
     "sqlite wal full": lambda folder, count: sqlite(folder, "full"),
+    "sqlite row full": lambda folder, count: sqlite_row(folder, "full"),
     "wal interval": lambda folder, count: wal(folder, "interval", count),
     "wal os": lambda folder, count: wal(folder, "os", count),
     "bare": lambda folder, count: bare(folder, False),
     "sqlite wal normal": lambda folder, count: sqlite(folder, "normal"),
+    "sqlite row normal": lambda folder, count: sqlite_row(folder, "normal"),
 }
-DURABLE = list(METHODS)[:5]
+DURABLE = list(METHODS)[:6]
 """Those that wait for the disk. They are measured side by side, the others one at a time."""
 
 

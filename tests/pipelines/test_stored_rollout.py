@@ -28,9 +28,9 @@ from opd.pipelines.stages.distill import Distill
 from opd.pipelines.stages.samples_on_disk import DiskHome
 from opd.pipelines.stages.source import Rollouts
 from opd.pipelines.stages.student import Student
-from opd.rollout import ledger as transcript
 from opd.rollout.collect import EncodedPrompt, collect
 from opd.rollout.engine_pool import EnginePool
+from opd.storage import transcript
 from opd.storage.wal import TokenWAL
 from opd.types import Chunk, RolloutRequest, SampleGroup, Status
 

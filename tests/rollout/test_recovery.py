@@ -13,8 +13,9 @@ from memory_log import MemoryLog
 from opd.errors import RolloutError
 from opd.rollout.collect import EncodedPrompt, collect
 from opd.rollout.fault_tolerant import FaultTolerantRollout
-from opd.rollout.ledger import Tokens, Transcript, replay
+from opd.rollout.ledger import replay
 from opd.rollout.torch_engine import TorchEngine
+from opd.storage.transcript import Tokens, Transcript
 from opd.types import Chunk, SamplingParams, Status
 
 Fixture = Callable[..., Any]
@@ -151,7 +152,7 @@ def test_tokens_for_a_stranger_are_found() -> None:
 
 def test_tokens_are_put_together_whenever_they_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests come and go, chunks hold several steps, some are asked for early, and many wait."""
-    monkeypatch.setattr("opd.rollout.ledger.FOLD_AT", 50)
+    monkeypatch.setattr("opd.storage.transcript.FOLD_AT", 50)
     rng = np.random.default_rng(0)
     transcript, expected, begun = Transcript(), {}, 0
     for turn in range(300):

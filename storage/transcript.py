@@ -1,0 +1,246 @@
+"""What requests have been given so far: tokens by request, put together from chunks without per-token work.
+
+Shapes: `B` tokens of a chunk, `R` response tokens of a request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from opd.errors import RolloutError
+from opd.types import Chunk, LoggedRequest, RolloutRequest
+
+FOLD_AT = 1 << 16
+"""Tokens that wait to be put together by request, at most."""
+
+_NOTHING = tuple(np.zeros(0, dtype=dtype) for dtype in (np.int32, np.float32, np.int32))
+
+
+@dataclass(slots=True)
+class Tokens:
+    """Columns about consecutive tokens of one or more requests, all of one length."""
+
+    token_ids: np.ndarray
+    """[R] int32."""
+    logprobs: np.ndarray
+    """[R] float32, nats."""
+    policy_versions: np.ndarray
+    """[R] int32."""
+
+    @classmethod
+    def empty(cls) -> Tokens:
+        """No tokens."""
+        return cls(*_NOTHING)
+
+    @classmethod
+    def logged(cls, request: LoggedRequest) -> Tokens:
+        """Everything a log holds of `request`."""
+        return cls(request.token_ids, request.logprobs, request.policy_versions)
+
+    @classmethod
+    def prefix(cls, request: RolloutRequest, version: int = 0) -> Tokens:
+        """What `request` begins with, of which only the ids are known."""
+        count = len(request.prefix_ids)
+        if not count:
+            return cls.empty()
+        ids = np.asarray(request.prefix_ids, np.int32)
+        return cls(ids, np.zeros(count, np.float32), np.full(count, version, np.int32))
+
+    @classmethod
+    def join(cls, parts: list[Tokens]) -> Tokens:
+        """`parts` one after another."""
+        if len(parts) == 1:
+            return parts[0]
+        if not parts:
+            return cls.empty()
+        return cls(*map(np.concatenate, zip(*(part.columns for part in parts), strict=True)))
+
+    @property
+    def columns(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The fields, in their order."""
+        return self.token_ids, self.logprobs, self.policy_versions
+
+    def cut(self, rows: slice | np.ndarray) -> Tokens:
+        """Some of the tokens, by index."""
+        return Tokens(*(column[rows] for column in self.columns))
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+
+class _TokenBuffer:
+    """One request's tokens in buffers that double: appending `R` tokens one by one copies less than `2 R`."""
+
+    __slots__ = ("_held", "length")
+
+    def __init__(self, tokens: Tokens) -> None:
+        self._held = tokens
+        self.length = len(tokens)
+
+    def append(self, new: Tokens) -> int:
+        """Take over `new`; what was given out before stays as it is. Returns how many tokens were copied
+        because the buffers were full.
+        """
+        start, end, moved = self.length, self.length + len(new), 0
+        self.length = end
+        if start == 0:
+            self._held = new
+            return 0
+        if end > len(self._held):
+            moved = start
+            held = Tokens(*(np.empty(max(end, 2 * start), c.dtype) for c in self._held.columns))
+            for wide, old in zip(held.columns, self._held.columns, strict=True):
+                wide[:start] = old[:start]
+            self._held = held
+        for wide, fresh in zip(self._held.columns, new.columns, strict=True):
+            wide[start:end] = fresh
+        return moved
+
+    def tokens(self) -> Tokens:
+        return self._held if len(self._held) == self.length else self._held.cut(slice(0, self.length))
+
+
+class MisplacedTokenError(RolloutError):
+    """A token came for another position than its request's next one, or for no request at all."""
+
+    def __init__(self, uid: str, position: int, due: int | None) -> None:
+        self.uid, self.position, self.due = uid, position, due
+        super().__init__(
+            f"the engine gave tokens for request {uid!r}, which nobody asked for; replace the engine."
+            if due is None
+            else f"the engine gave token {position} of request {uid!r} where token {due} was due; replace the"
+            " engine."
+        )
+
+
+class Transcript:
+    """Tokens by request. A request's are put together when somebody asks for them; all are when there are
+    many, so that no chunk costs work per request. Not safe for several threads: its owner locks.
+    """
+
+    def __init__(self, known: Mapping[str, Tokens] | None = None) -> None:
+        """`known`: requests, with the tokens they have already."""
+        self._requests: dict[str, _TokenBuffer] = {}
+        self._numbers: dict[str, int] = {}
+        self._due = np.zeros(0, np.int64)
+        """By number of a request: the position of its next token."""
+        self._waiting, self._owner, self._size = Tokens.empty(), np.zeros(0, np.int64), 0
+        """Tokens that are not put together yet, and the numbers of their requests; -1 of those that are."""
+        self._uids: list[str] = []
+        """Of the newest chunk. The next one mostly names the same requests: those are looked up once."""
+        self._chunk_owner = self._before = np.zeros(0, np.int64)
+        """[B]: the number of the request of each of `_uids`, and how many of its tokens come before it."""
+        self.moved = 0
+        """Tokens copied so far because a buffer was full."""
+        self.begin(known or {})
+
+    def begin(self, known: Mapping[str, Tokens]) -> None:
+        """More requests, with the tokens they have already."""
+        self._requests |= {uid: _TokenBuffer(tokens) for uid, tokens in known.items()}
+        self._numbers |= zip(known, range(len(self._due), len(self._due) + len(known)), strict=True)
+        self._due = np.append(self._due, np.array([len(tokens) for tokens in known.values()], np.int64))
+        self._uids = []
+
+    def add(self, step: Chunk) -> None:
+        """Take one chunk. Raises `MisplacedTokenError` and takes nothing if a position is missing or comes
+        twice, or a token is of a request that there is not.
+        """
+        self.check(step)
+        self.take(step)
+
+    def check(self, step: Chunk) -> None:
+        """Raise `MisplacedTokenError` if `add` would."""
+        if not step.uids:
+            return
+        if step.uids != self._uids:
+            self._look_up(step)
+        due = self._due[self._chunk_owner] + self._before
+        wrong = np.flatnonzero(step.positions != due)
+        if wrong.size:
+            row = int(wrong[0])
+            raise MisplacedTokenError(step.uids[row], int(step.positions[row]), int(due[row]))
+
+    def take(self, step: Chunk) -> None:
+        """Take the chunk that was checked last."""
+        count = len(step.uids)
+        if not count:
+            return
+        if self._size + count > len(self._owner):
+            self._fold(count)
+        owner = self._chunk_owner
+        if self._before.any():
+            np.add.at(self._due, owner, 1)
+        else:
+            self._due[owner] += 1
+        rows = slice(self._size, self._size + count)
+        self._owner[rows] = owner
+        versions = np.int32(step.policy_version)
+        for column, new in zip(self._waiting.columns, (step.token_ids, step.logprobs, versions), strict=True):
+            column[rows] = new
+        self._size += count
+
+    def extend(self, uid: str, tokens: Tokens) -> None:
+        """Take the next tokens of one request."""
+        self.tokens(uid)
+        self.moved += self._requests[uid].append(tokens)
+        self._due[self._numbers[uid]] += len(tokens)
+
+    def due(self, uid: str) -> int:
+        """How many tokens a request has: the position of its next one."""
+        return int(self._due[self._numbers[uid]])
+
+    def tokens(self, uid: str) -> Tokens:
+        """All tokens of a request so far, in order; later ones do not change them."""
+        rows = np.flatnonzero(self._owner[: self._size] == self._numbers[uid])
+        if len(rows):
+            self._owner[rows] = -1
+            self.moved += self._requests[uid].append(self._waiting.cut(rows))
+        return self._requests[uid].tokens()
+
+    def count(self) -> int:
+        """Tokens of all requests."""
+        return int(self._due[list(self._numbers.values())].sum())
+
+    def end(self, uids: Iterable[str]) -> None:
+        """Nobody will ask for `uids`."""
+        for uid in uids:
+            self._requests.pop(uid, None)
+            self._numbers.pop(uid, None)
+        self._uids = []
+        if not self._numbers:
+            self._due, self._size = self._due[:0], 0
+
+    def _look_up(self, step: Chunk) -> None:
+        self._uids = []
+        try:
+            owner = np.fromiter(map(self._numbers.__getitem__, step.uids), np.int64, len(step.uids))
+        except KeyError as error:
+            raise MisplacedTokenError(error.args[0], 0, None) from None
+        order = np.argsort(owner, kind="stable")
+        in_order = owner[order]
+        self._before = np.empty(len(owner), np.int64)
+        self._before[order] = np.arange(len(owner)) - np.searchsorted(in_order, in_order)
+        self._chunk_owner, self._uids = owner, list(step.uids)
+
+    def _fold(self, coming: int) -> None:
+        """Put all that wait together, number the requests anew, and make room for so many tokens."""
+        owner = self._owner[: self._size]
+        order = np.argsort(owner, kind="stable")
+        columns, owner = self._waiting.cut(order), owner[order]
+        uids, old = list(self._numbers), np.fromiter(self._numbers.values(), np.int64, len(self._numbers))
+        starts, stops = (np.searchsorted(owner, old, side).tolist() for side in ("left", "right"))
+        for uid, start, stop in zip(uids, starts, stops, strict=True):
+            if start < stop:
+                self.moved += self._requests[uid].append(columns.cut(slice(start, stop)))
+        self._numbers = {uid: i for i, uid in enumerate(uids)}
+        new_of = np.full(len(self._due), -1, np.int64)
+        new_of[old] = np.arange(len(old))
+        self._chunk_owner = new_of[self._chunk_owner] if self._uids else self._chunk_owner
+        self._due, self._size = self._due[old], 0
+        rows = max(FOLD_AT, coming)
+        if rows > len(self._owner):
+            self._owner = np.empty(rows, np.int64)
+            self._waiting = Tokens(*(np.empty(rows, column.dtype) for column in _NOTHING))
