@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -9,9 +10,9 @@ from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from types import TracebackType
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Self
 
-from opd.errors import StorageError, mend_of
+from opd.errors import StorageError, mend_of, way_out
 from opd.storage.framed_log import (
     END,
     FRAME_BYTES,
@@ -20,12 +21,15 @@ from opd.storage.framed_log import (
     FileHeader,
     LogIO,
     Recovered,
+    Replay,
     file_name,
     frame_header,
+    recover,
     salt_of,
 )
 
 SyncPolicy = Literal["always", "interval", "os"]
+_LOCK = "LOCK"
 _SMALLEST_SEGMENT = 512
 _SMALL_FILES = 16
 """More files than this, if they are mostly small, are put together when a log is opened."""
@@ -455,3 +459,92 @@ class FramedLog:
     def _remove(self, names: list[str]) -> None:
         for name in names:
             self._io.remove(self._folder / name)
+
+
+class LogWriter:
+    """The one writer of a log in a folder of its own. What frames mean is its subclass's affair, whose
+    methods may be called from several threads; the object does not survive a fork.
+    """
+
+    def __init__(
+        self, folder: Path, what: str, replay: Replay, policy: LogPolicy, io: LogIO, mend: str | None
+    ) -> None:
+        """Give `replay` what is there, drop a write cut short, and go on in a new segment.
+
+        `what` is written: "the log". Raises `StorageError` if another process writes, the folder cannot be
+        written, or durable bytes are damaged; `mend` says what to do then beside restoring the file. Without
+        it what comes before the damage is kept, and the rest is given up.
+        """
+        self.folder = folder
+        self._io = io
+        self._mutex = threading.RLock()
+        self._guard = WriteGuard(f"{what} in {folder}")
+        try:
+            io.make_folder(folder)
+            self._lock = io.lock(folder / _LOCK)
+            try:
+                found = recover(folder, io, replay)
+                if found.report.damage is not None and mend is not None:
+                    raise StorageError(f"{found.report.damage}; restore the file, or {mend}")
+                self._files = FramedLog(folder, found, policy, self._guard, io, self._contents)
+            except BaseException:
+                self._lock.release()
+                raise
+        except StorageError:
+            raise
+        except OSError as error:
+            out = way_out(error, "mend that and continue with --resume")
+            raise StorageError(
+                f"{what} in {folder} cannot be opened for writing ({error.strerror or error}); what it holds"
+                f" is kept; {out}"
+            ) from error
+
+    def _contents(self) -> Iterator[Content]:
+        """The frames of a snapshot of what the log says now."""
+        raise NotImplementedError
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of the log's files."""
+        return self._files.stored_bytes
+
+    def sync(self) -> None:
+        """Return when everything logged so far is on the disk, whatever the policy."""
+        with self._mutex:
+            self._guard.check()
+            with self._guard:
+                self._files.sync()
+
+    def compact(self) -> None:
+        """Write what has not been retired into one snapshot and remove every segment before it."""
+        with self._mutex:
+            self._guard.check()
+            with self._guard:
+                self._files.rewrite()
+
+    def shutdown(self) -> None:
+        """Make everything durable, mark the end, and let another process write. Raises `StorageError` if what
+        was logged may not all be durable and no call has said so yet. Does nothing the second time.
+        """
+        with self._mutex:
+            if self._guard.closed:
+                return
+            try:
+                if self._guard.intact:
+                    with self._guard:
+                        self._files.end()
+                elif self._guard.untold:
+                    self._guard.check()
+            finally:
+                self._guard.close()
+                self._files.close()
+                self._lock.release()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with contextlib.suppress(StorageError) if error is not None else contextlib.nullcontext():
+            self.shutdown()

@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import threading
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
 
-from opd.errors import StorageError, way_out
+from opd.errors import StorageError
 from opd.storage.framed_log import (
     MAX_PAYLOAD,
     Frame,
     FrameReport,
     LogIO,
-    Recovered,
     read_beside_writer,
-    recover,
 )
-from opd.storage.framed_log_writer import Content, FramedLog, LogPolicy, SyncPolicy, WriteGuard
+from opd.storage.framed_log_writer import Content, LogPolicy, LogWriter, SyncPolicy
 from opd.storage.wal_table import (
     END_OF_REQUEST,
     MAX_NUMBER,
@@ -130,18 +125,11 @@ def read_log(folder: str | os.PathLike[str], *, io: LogIO | None = None) -> LogC
     return LogContents(replay.table, replay.report)
 
 
-def recover_log(folder: Path, io: LogIO) -> tuple[LogReplay, Recovered]:
-    """What a writer goes on from; see `framed_log.recover`."""
-    replay = LogReplay(folder)
-    return replay, recover(folder, io, replay)
-
-
-_LOCK = "LOCK"
 _TOKENS_PER_FRAME = 1 << 20
 """Of a snapshot."""
 
 
-class TokenWAL:
+class TokenWAL(LogWriter):
     """A write-ahead log of tokens, in a folder of its own (`opd.protocols.TokenLog`).
 
     What a returned call promises, by `fsync`:
@@ -157,8 +145,7 @@ class TokenWAL:
     acknowledged nothing, and every later write raises too: open the log anew. Misuse (an unknown request, a
     position that does not follow on) raises `StorageError` as well, writes nothing and leaves the log usable.
 
-    Requests that have not been retired are held in memory, 12 to 24 bytes a token. Methods may be called from
-    several threads; the object does not survive a fork.
+    Requests that have not been retired are held in memory, 12 to 24 bytes a token.
     """
 
     def __init__(
@@ -179,39 +166,12 @@ class TokenWAL:
         up.
         """
         policy = LogPolicy(fsync, interval_seconds, segment_bytes, reserve=fsync == "always")
-        self.folder = Path(folder)
-        self._io = io or LogIO()
-        self._mutex = threading.RLock()
-        self._guard = WriteGuard(f"the log in {self.folder}")
-        try:
-            self._io.make_folder(self.folder)
-            self._lock = self._io.lock(self.folder / _LOCK)
-            try:
-                self._start(policy, repair)
-            except BaseException:
-                self._lock.release()
-                raise
-        except StorageError:
-            raise
-        except OSError as error:
-            mend = way_out(error, "mend that and continue with --resume")
-            raise StorageError(
-                f"the log in {self.folder} cannot be opened for writing ({error.strerror or error}); what it"
-                f" holds is kept; {mend}"
-            ) from error
-
-    def _start(self, policy: LogPolicy, repair: bool) -> None:
-        replay, found = recover_log(self.folder, self._io)
-        if replay.report.damage is not None and not repair:
-            raise StorageError(
-                f"{replay.report.damage}; restore the file, or give up what comes after that place with"
-                f" `opd wal repair {self.folder}`"
-            )
-        self.recovery: LogReport = replay.report
-        """What was found on opening."""
-        self._table = replay.table
+        place = Path(folder)
+        replay = LogReplay(place)
+        self._table, self.recovery = replay.table, replay.report
         self._encoder = StepEncoder(self._table)
-        self._files = FramedLog(self.folder, found, policy, self._guard, self._io, self._contents)
+        mend = None if repair else f"give up what comes after that place with `opd wal repair {place}`"
+        super().__init__(place, "the log", replay, policy, io or LogIO(), mend)
 
     def _contents(self) -> Iterator[Content]:
         """A snapshot: the requests that have not been retired."""
@@ -312,52 +272,6 @@ class TokenWAL:
                 self._table.retire(numbers)
                 if self._files.is_wasteful(self._table.live_bytes):
                     self._files.rewrite()
-
-    def compact(self) -> None:
-        """Write what has not been retired into one snapshot and remove every segment before it."""
-        with self._mutex:
-            self._guard.check()
-            with self._guard:
-                self._files.rewrite()
-
-    def sync(self) -> None:
-        """Return when everything logged so far is on the disk, whatever the policy."""
-        with self._mutex:
-            self._guard.check()
-            with self._guard:
-                self._files.sync()
-
-    @property
-    def stored_bytes(self) -> int:
-        """Bytes of the log's files."""
-        return self._files.stored_bytes
-
-    def shutdown(self) -> None:
-        """Make everything durable, mark the end, and let another process write. Raises `StorageError` if what
-        was logged may not all be durable and no call has said so yet. Does nothing the second time.
-        """
-        with self._mutex:
-            if self._guard.closed:
-                return
-            try:
-                if self._guard.intact:
-                    with self._guard:
-                        self._files.end()
-                elif self._guard.untold:
-                    self._guard.check()
-            finally:
-                self._guard.close()
-                self._files.close()
-                self._lock.release()
-
-    def __enter__(self) -> TokenWAL:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        with contextlib.suppress(StorageError) if error is not None else contextlib.nullcontext():
-            self.shutdown()
 
     def _check_new(self, request: RolloutRequest, beside: set[str]) -> None:
         if request.uid in self._table or request.uid in beside:

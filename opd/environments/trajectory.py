@@ -21,22 +21,20 @@ import contextlib
 import hashlib
 import json
 import re
-import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from enum import IntEnum
 from pathlib import Path
-from types import TracebackType
 from typing import Any, get_args
 
 from opd.environments.sandbox.protocol import KilledBy, Limits, Outcome
 from opd.environments.sandbox.snapshots import SnapshotStore
-from opd.errors import StorageError, way_out
+from opd.errors import StorageError
 from opd.foreign import read_document, shown, whole
-from opd.storage.framed_log import Frame, FrameReport, LogIO, read_beside_writer, recover
-from opd.storage.framed_log_writer import Content, FramedLog, LogPolicy, SyncPolicy, WriteGuard
+from opd.storage.framed_log import Frame, FrameReport, LogIO, read_beside_writer
+from opd.storage.framed_log_writer import Content, LogPolicy, LogWriter, SyncPolicy
 
-_LOCK, _STORE = "LOCK", "snapshots"
+_STORE = "snapshots"
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _INLINE = 1 << 14
 """Bytes of an input or output; longer ones are kept beside the log."""
@@ -261,7 +259,7 @@ def read_trajectories(folder: Path) -> tuple[dict[str, LoggedEpisode], Trajector
     return replay.table.episodes, replay.report
 
 
-class TrajectoryLog:
+class TrajectoryLog(LogWriter):
     """The writer, in a folder of its own. `fsync` promises what `TokenWAL` says of it: whatever it is, no
     death of a process loses what a call has returned from. Methods may be called from several threads.
     """
@@ -278,35 +276,13 @@ class TrajectoryLog:
         """Read what is there and go on. Raises `StorageError` if another process writes, the folder cannot be
         written, or what had been acknowledged is damaged.
         """
-        self.folder = folder
         self.store = SnapshotStore(folder / _STORE, durable=fsync == "always")
-        self._io = io or LogIO()
-        self._mutex, self._gone = threading.RLock(), 0
-        self._guard = WriteGuard(f"the log of trajectories in {folder}")
-        try:
-            self._io.make_folder(folder)
-            self._lock = self._io.lock(folder / _LOCK)
-            try:
-                replay = TrajectoryReplay(folder, self.store)
-                found = recover(folder, self._io, replay)
-                if replay.report.damage is not None:
-                    raise StorageError(
-                        f"{replay.report.damage}; restore the file, or remove {folder}: its episodes then"
-                        " begin again"
-                    )
-                self._table, self.recovery = replay.table, replay.report
-                policy = LogPolicy(fsync, interval_seconds, segment_bytes)
-                self._files = FramedLog(folder, found, policy, self._guard, self._io, self._contents)
-            except BaseException:
-                self._lock.release()
-                raise
-        except StorageError:
-            raise
-        except OSError as error:
-            mend = way_out(error, "mend that and continue with --resume")
-            raise StorageError(
-                f"the log of trajectories in {folder} cannot be opened ({error.strerror or error}); {mend}"
-            ) from error
+        self._gone = 0
+        replay = TrajectoryReplay(folder, self.store)
+        self._table, self.recovery = replay.table, replay.report
+        policy = LogPolicy(fsync, interval_seconds, segment_bytes)
+        mend = f"remove {folder}: its episodes then begin again"
+        super().__init__(folder, "the log of trajectories", replay, policy, io or LogIO(), mend)
 
     def find(self, uid: str) -> LoggedEpisode | None:
         """What is known of an episode. It grows as more is logged."""
@@ -389,31 +365,6 @@ class TrajectoryLog:
     def retire_requests(self, uids: Iterable[str]) -> None:
         """Forget episodes by their uids, or by those of their turns in the token log (`EPISODE/TURN`)."""
         self.retire(name for uid in uids for name in (uid, uid.rpartition("/")[0]))
-
-    def shutdown(self) -> None:
-        """Make everything durable and let another process write. Does nothing the second time."""
-        with self._mutex:
-            if self._guard.closed:
-                return
-            try:
-                if self._guard.intact:
-                    with self._guard:
-                        self._files.end()
-                elif self._guard.untold:
-                    self._guard.check()
-            finally:
-                self._guard.close()
-                self._files.close()
-                self._lock.release()
-
-    def __enter__(self) -> TrajectoryLog:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        with contextlib.suppress(StorageError) if error is not None else contextlib.nullcontext():
-            self.shutdown()
 
     def _episode(self, uid: str) -> LoggedEpisode:
         if uid not in self._table.episodes:
