@@ -22,6 +22,10 @@ install_opd() {
     say "cannot write to $root: install from a checkout of your own"
     return 1
   fi
+  if ! command -v "${PYTHON:-python3}" >/dev/null; then
+    say "there is no ${PYTHON:-python3}: set PYTHON to a Python 3.11 or newer"
+    return 1
+  fi
   if ! [ -d "${HOME:-}" ] || ! [ -w "$HOME" ]; then export UV_NO_CACHE=true; fi
   (
     wait_for_others
@@ -42,20 +46,26 @@ except BlockingIOError:
 
 is_installed() {
   local stamp="$venv/.installed-${1:-core}" lock="$root/.ci/requirements/${1:-core}.txt"
-  [ "$(cat "$stamp" 2>/dev/null)" = "$root" ] && ! [ "$root/pyproject.toml" -nt "$stamp" ] &&
+  [ "$(cat "$stamp" 2>/dev/null)" = "$root" ] && ! [ -e "$venv/.installing" ] && ! [ "$root/pyproject.toml" -nt "$stamp" ] &&
     ! [ "$root/.ci/requirements" -nt "$stamp" ] && ! [ "$lock" -nt "$stamp" ] && "$python" -c '' 2>/dev/null
 }
 
 install_now() {
-  local extra=${1:-} lock="$root/.ci/requirements/${1:-core}.txt" stamp platform
+  local extra=${1:-} lock="$root/.ci/requirements/${1:-core}.txt" stamp made_for platform
   for stamp in "$venv"/.installed-*; do
+    made_for=$(cat "$stamp" 2>/dev/null || true)
     # The programs of a copied environment begin with the path of the original's Python.
-    if [ -e "$stamp" ] && [ "$(cat "$stamp")" != "$root" ]; then rm -rf "$venv"; fi
+    if [ -n "$made_for" ] && [ "$made_for" != "$root" ]; then rm -rf "$venv"; fi
   done
-  if ! "$python" -m pip --version >/dev/null 2>&1; then  # not there, or an installation was interrupted
+  if [ -e "$venv/.installing" ]; then
+    say "the last installation was interrupted, and packages may lack files: beginning anew"
+    rm -rf "$venv"
+  fi
+  if ! "$python" -m pip --version >/dev/null 2>&1; then
     say "making $venv"
     "${PYTHON:-python3}" -m venv --clear "$venv"
   fi
+  touch "$venv/.installing"
   platform=$("$python" -c 'import platform as p, sys; print(sys.platform, p.machine(), *sys.version_info[:2])')
   if [ -z "$platform" ]; then
     say "$python is no Python: remove $venv and try again"
@@ -76,7 +86,10 @@ install_now() {
     "$python" -m pip install --quiet uv
     "$python" -m uv pip install --python "$python" --editable "$root${extra:+[$extra]}"
   fi
-  echo "$root" >"$venv/.installed-${1:-core}"  # a copy of it elsewhere would import this one's code
+  stamp="$venv/.installed-${1:-core}"
+  rm -rf "$stamp"
+  echo "$root" >"$stamp"  # a copy of it elsewhere would import this one's code
+  rm "$venv/.installing"
 }
 
 # several_runs DEFAULT "$@": for scripts that make more than one run. Sets $out to the value of --out (or DEFAULT),
@@ -105,9 +118,9 @@ run_into() {
 }
 
 if [ "${BASH_SOURCE[0]}" = "$0" ]; then
-  extras=$(sed -n '/^\[project.optional-dependencies\]/,/^$/s/^\([a-z0-9-]*\) = .*/\1/p' "$root/pyproject.toml")
-  if [ $# -gt 1 ] || ! grep -qxF -e "${1:-s3}" <<<"$extras"; then
-    say "usage: bash examples/install.sh [EXTRA], where EXTRA is one of:" $extras
+  extras=$(sed -n '/^\[project.optional-dependencies\]/,/^$/s/^\([a-z0-9-]*\) = .*/\1/p' "$root/pyproject.toml" | xargs)
+  if [ $# -gt 1 ] || ! [[ -z ${1:-} || ($1 != *[[:space:]]* && " $extras " = *" $1 "*) ]]; then
+    say "usage: bash examples/install.sh [EXTRA], where EXTRA is one of: $extras"
     case ${1:-} in -h | --help) exit 0 ;; *) exit 2 ;; esac
   fi
   install_opd "$@"

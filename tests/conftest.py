@@ -130,8 +130,8 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     count = config.stash.get(left_out, 0)
     if count and not hasattr(config, "workeroutput"):
         print(
-            f"left out: {count} tests, which `bash tests/run.sh --full` runs; of one folder: `--full train`;"
-            " one: by its name, `FILE::TEST`"
+            f"left out: {count} tests, which `bash tests/run.sh --full` runs; those of a folder:"
+            " `bash tests/run.sh train --full`; one: `bash tests/run.sh FILE::TEST`"
         )
 
 

@@ -30,6 +30,10 @@ def cases(count: int) -> int:
 
 
 RECORD = Path(__file__).with_name("full.json")
+CHOOSING = (
+    *("keyword", "markexpr", "deselect", "ignore", "ignore_glob", "maxfail", "lf", "stepwise"),
+    "collectonly",
+)
 OUTCOMES = ("passed", "failed", "skipped")
 HEAD = ["folder", *OUTCOMES, "seconds", "commit"]
 
@@ -41,9 +45,13 @@ class Recorder:
         tests = RECORD.parent
         named = [Path(config.invocation_params.dir, argument).resolve() for argument in config.args]
         whole = all(path == tests or path.parent == tests for path in named)
-        if not whole or not config.getoption("--full") or config.getoption("-k") or config.getoption("-m"):
-            raise ValueError("--record is for whole folders with --full, without -k and -m: leave it out")
-        if _git("status", "--porcelain"):
+        chosen = any(config.getoption(option, None) for option in CHOOSING)
+        if not whole or not config.getoption("full") or chosen:
+            raise ValueError(
+                "--record is for whole folders with --full, without options that choose tests or stop early"
+                " (-k, -m, -x, --deselect, --ignore, --lf): leave it out"
+            )
+        if _git("status", "--porcelain", "--", ":/", f":(exclude){RECORD.name}"):
             raise ValueError("--record names a commit: commit what `git status` shows, or leave it out")
         recorded()
         self.counts: dict[str, Counter[str]] = {}
@@ -56,8 +64,10 @@ class Recorder:
         if report.outcome != "passed" or report.when == "call":
             self.counts.setdefault(folder, Counter())[report.outcome] += 1
 
-    def pytest_sessionfinish(self) -> None:
-        """Add the folders that ran to those of earlier runs."""
+    def pytest_sessionfinish(self, exitstatus: int) -> None:
+        """Add the folders that ran to those of earlier runs, unless something ended the run early."""
+        if exitstatus not in (0, 1):  # all passed, some failed
+            return
         written = recorded()
         for folder, counts in self.counts.items():
             found = {outcome: counts[outcome] for outcome in OUTCOMES}
@@ -72,9 +82,10 @@ def recorded() -> dict[str, dict[str, Any]]:
     """What earlier runs recorded, by folder. Raises `ValueError` if the file is damaged."""
     try:
         found = json.loads(RECORD.read_text("utf-8")) if RECORD.exists() else {}
-        whole = all(isinstance(row[key], int) for row in found.values() for key in HEAD[1:-1])
-        whole = whole and all(isinstance(row["commit"], str) for row in found.values())
-    except (ValueError, KeyError, TypeError, AttributeError):
+        counts = [row[key] for row in found.values() for key in HEAD[1:-1]]
+        whole = all(type(count) is int and count >= 0 for count in counts)
+        whole = whole and all(re.fullmatch("[0-9a-f]{7,40}", row["commit"]) for row in found.values())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         whole = False
     if not whole:
         raise ValueError(f"{RECORD} is damaged: take it from git again")
@@ -114,7 +125,12 @@ def _markdown(rows: list[list[str]]) -> str:
 
 
 def _git(*words: str) -> str:
-    done = subprocess.run(["git", *words], cwd=RECORD.parent, check=True, capture_output=True, text=True)
+    command = ["git", *words]
+    try:
+        done = subprocess.run(command, cwd=RECORD.parent, check=True, capture_output=True, text=True)
+    except (OSError, subprocess.CalledProcessError):
+        failed = f"--record names a commit, and `{' '.join(command)}` fails here: leave it out"
+        raise ValueError(failed) from None
     return done.stdout.strip()
 
 

@@ -1,13 +1,15 @@
 """Ends what a run of tests has started and left behind, however the run ends: Ctrl-C, SIGTERM, SIGKILL.
 
 Every process that tests start inherits a variable of the run, and so does what it starts, in whatever
-session. A small process waits for the run's end and then kills those that still have it.
+session. A small process waits for the run's end and then kills those that still have it. A sandbox's guard
+has none: it ends what runs in its sandbox and then itself, within a minute.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 import select
 import signal
 import subprocess
@@ -37,8 +39,8 @@ def end_with_this_process() -> None:
 
 def within_a_run() -> bool:
     """Whether the run whose mark this process has goes on: the variable may be left from another one."""
-    run, _, began = os.environ.get(MARK, "").rpartition("-")[0].partition("-")
-    return run.isdecimal() and began.isdecimal() and _began(int(run)) == int(began)
+    found = re.fullmatch(r"([0-9]{1,10})-([0-9]{1,20})-.*", os.environ.get(MARK, ""))
+    return found is not None and _began(int(found[1])) == int(found[2])
 
 
 def _began(pid: int) -> int | None:

@@ -2,7 +2,7 @@
 # Installs what the tests need and runs them, a file more at a time than there are cores, since some wait; at most five:
 #   bash tests/run.sh                      # by default: what ends in minutes
 #   bash tests/run.sh train --full         # all tests of one folder; --full alone: all of all
-#   bash tests/run.sh data/test_mix.py -x  # a file, or file.py::test, which runs whatever its marker
+#   bash tests/run.sh data/test_files.py -x # a file, or file.py::test, which runs whatever its marker
 #   bash tests/run.sh --check              # types, site, wheel, shell scripts
 # Other arguments go to pytest.
 set -euo pipefail
@@ -12,19 +12,28 @@ source examples/install.sh
 extra=test arguments=() before=
 for argument in "$@"; do
   case $argument in
+    '')
+      say "an argument is empty: leave it out"
+      exit 2
+      ;;
     -h | --help)
       sed -n '/^# /s/^# //p' tests/run.sh
       exit
       ;;
-    --full | --cov*) extra=test-full ;;
+    --full) extra=test-full ;;
+    --cov) extra=test-full argument="--cov=" ;;  # what follows is a folder of tests
+    --cov*) extra=test-full ;;
     --check) extra=test-full argument="-m=check" ;;
   esac
   case $before in
-    --full | --record | --cov | -[xvqsl]* | --lf | --ff | --nf | --sw | -*=* | [!-]* | '')  # none that wants a value
+    -[kmpnocWr] | --deselect | --ignore | --ignore-glob | --durations* | --timeout* | --max* | --tb | --dist | --tx) ;;
+    --basetemp | --junit* | --cov-* | --rootdir | --confcutdir | --color | --log-* | --capture | --show-capture) ;;
+    --import-mode | --verbosity | --hypothesis-* | --override-ini | --pythonwarnings | --pdbcls | --assert) ;;
+    *)
       path=${argument%%::*}
       if [[ $argument != -* && $argument != tests/* && -e tests/$path ]]; then
         argument=tests/${argument%/}
-      elif [[ $argument != -* && ! -e $path ]]; then
+      elif [[ $argument != -* && ! -e $path && $before =~ ^([^-].*|.*=.*|--full|--record|-[xvqsl]*)?$ ]]; then
         say "there is no $path in $root, nor in its tests/: name a folder of tests/, or a file"
         exit 2
       fi

@@ -173,12 +173,18 @@ def test_it_is_installed_once_and_again_when_the_lock_or_the_package_changed(cop
     assert installed(call(copy, "examples/ray_cluster/run.sh"))
 
 
-@pytest.mark.parametrize("broken", ["elsewhere", "without pip", "no program"])
+@pytest.mark.parametrize("broken", ["elsewhere", "interrupted", "without pip", "no program", "odd stamp"])
 def test_an_environment_of_another_checkout_or_half_of_one_is_made_anew(copy, broken):
     (copy / ".venv" / "of-the-original").touch()
     if broken == "elsewhere":
         for stamp in (copy / ".venv").glob(".installed-*"):
             stamp.write_text("/another/checkout\n")
+    elif broken == "interrupted":
+        (copy / ".venv" / ".installing").touch()
+    elif broken == "odd stamp":
+        (copy / ".venv" / ".installed-ray").unlink()
+        (copy / ".venv" / ".installed-ray").symlink_to("nowhere/at/all")
+        (copy / ".venv" / ".installed-docs").touch()
     else:
         shutil.rmtree(copy / ".venv" / "bin")
     if broken == "without pip":
@@ -186,7 +192,18 @@ def test_an_environment_of_another_checkout_or_half_of_one_is_made_anew(copy, br
         (copy / ".venv" / "bin" / "python").write_text("#!/bin/sh\nexit 1\n")
         (copy / ".venv" / "bin" / "python").chmod(0o755)
     assert installed(call(copy, "examples/install.sh", "ray"))[-1][-1] == str(copy)
-    assert (copy / ".venv" / "of-the-original").exists() == (broken != "elsewhere")
+    anew = broken in ("elsewhere", "interrupted")
+    assert (copy / ".venv" / "of-the-original").exists() == (not anew)
+    assert not installed(call(copy, "examples/install.sh", "ray"))
+
+
+def test_a_python_that_is_not_there_is_said(copy):
+    fresh(copy)
+    command = ["bash", str(copy / "examples" / "install.sh"), "ray"]
+    environment = os.environ | {"PYTHON": "/nowhere/python"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    said = "opd: there is no /nowhere/python: set PYTHON to a Python 3.11 or newer\n"
+    assert (done.returncode, done.stderr) == (1, said)
 
 
 @pytest.mark.parametrize(
@@ -202,6 +219,10 @@ def test_an_environment_of_another_checkout_or_half_of_one_is_made_anew(copy, br
         (["--junit-xml", "found.xml"], ["--junit-xml", "found.xml"]),
         (["--tb=short", "data", "data"], ["--tb=short", "tests/data", "tests/data"]),
         (["-x", "data", "-W", "ignore"], ["-x", "tests/data", "-W", "ignore"]),
+        (["-rA", "data"], ["-rA", "tests/data"]),
+        (["--no-header", "data", "-n", "data"], ["--no-header", "tests/data", "-n", "data"]),
+        (["--unknown", "5"], ["--unknown", "5"]),
+        (["--cov", "data"], ["--cov=", "tests/data"]),
     ],
 )
 def test_folders_are_named_alone_and_values_of_options_stay(copy, words, wanted):
@@ -210,6 +231,12 @@ def test_folders_are_named_alone_and_values_of_options_stay(copy, words, wanted)
     extra = copy / ".venv" / ".installed-test-full"
     extra.write_text(f"{copy}\n")
     assert call(copy, "tests/run.sh", *words)[-1][-len(wanted) :] == wanted
+
+
+def test_an_empty_argument_is_said(copy):
+    command = ["bash", str(copy / "tests" / "run.sh"), "--full", ""]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (2, "opd: an argument is empty: leave it out\n")
 
 
 @pytest.mark.parametrize("word", ["nosuch", "nosuch/", "tests/nosuch.py", "data/nosuch.py"])
@@ -221,7 +248,8 @@ def test_what_is_not_there_is_said_before_anything_is_installed(copy, word):
 
 
 @pytest.mark.parametrize(
-    ("words", "code"), [(["nosuch"], 2), (["s3", "ray"], 2), (["s3|ray"], 2), ([""], 0), (["--help"], 0)]
+    ("words", "code"),
+    [(["nosuch"], 2), (["s3", "ray"], 2), (["s3 ray"], 2), (["s3\nray"], 2), ([""], 0), (["--help"], 0)],
 )
 def test_an_extra_that_is_none_is_said_before_anything_is_installed(copy, words, code):
     """The empty name is no extra at all, which the stub counts as installed."""

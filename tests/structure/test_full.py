@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import full
@@ -32,7 +33,16 @@ def test_cases_are_all_with_full_in_one_process_too(tmp_path, words, variable, f
     assert f"FULL {found}" in done.stdout, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{", '"x"', '{"data": {}}', '{"data": {"passed": "1"}}'])
+ROW = '{"passed": %s, "failed": 0, "skipped": 0, "seconds": 0, "commit": "%s"}'
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "[]", "{", '"x"', '{"data": {}}', '{"data": {"passed": "1"}}', "[" * 100_000),
+        *(f'{{"data": {ROW % row}}}' for row in ((-1, "abcdef0"), ("true", "abcdef0"), (1, "x|y"))),
+    ],
+)
 def test_a_damaged_record_is_one_sentence(tmp_path, monkeypatch, text):
     monkeypatch.setattr(full, "RECORD", tmp_path / "full.json")
     assert full.recorded() == {}
@@ -47,3 +57,30 @@ def test_a_report_that_is_none_is_one_sentence(tmp_path, text):
         (tmp_path / "report.json").write_text(text)
     with pytest.raises(ValueError, match="is not what --cov-report=json writes"):
         full.coverage(tmp_path / "report.json")
+
+
+@pytest.mark.some(1)
+@pytest.mark.parametrize("option", ["-x", "-kx", "--deselect=tests/structure/test_full.py", "--ignore=x"])
+def test_a_part_is_not_recorded_as_a_folder(option):
+    command = [sys.executable, "-m", "pytest", "tests/structure", "--full", "--record", option]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 4
+    assert "--record is for whole folders with --full" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("exitstatus", "written"), [(0, True), (1, True), (2, False), (3, False), (5, False)]
+)
+def test_a_run_that_ended_early_is_not_recorded(tmp_path, monkeypatch, exitstatus, written):
+    monkeypatch.setattr(full, "RECORD", tmp_path / "full.json")
+    monkeypatch.setattr(full, "_git", lambda *words: "abcdef0")
+    recorder = full.Recorder.__new__(full.Recorder)
+    recorder.counts, recorder.seconds = {"data": Counter(passed=2)}, Counter(data=1.2)
+    recorder.pytest_sessionfinish(exitstatus)
+    assert (full.recorded().get("data", {}).get("passed") == 2) == (exitstatus in (0, 1))
+
+
+def test_outside_of_git_nothing_is_recorded(tmp_path, monkeypatch):
+    monkeypatch.setattr(full, "RECORD", tmp_path / "full.json")
+    with pytest.raises(ValueError, match="`git status` fails here"):
+        full._git("status")
