@@ -14,15 +14,10 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
+from opd.config.base import POLICY_LOSS
 from opd.errors import OpdError
 from opd.own_code import confined, is_of_opd, named
 
-GENERATE = ("engine", "prompts", "group_size", "sampling", "seed")
-GROUP = ("group",)
-POLICY_LOSS = ("logprobs", "old_logprobs", "advantages", "config")
-DIVERGENCE = ("micro", "student", "view")
-BATCH = ("batch",)
-"""What each kind of function is called with, in this order."""
 OFFERED: dict[tuple[str, ...], tuple[str, ...]] = {POLICY_LOSS: ("bounds",)}
 """What it is given by name besides, if it has such a parameter."""
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, get_args
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import (
     AfterValidator,
@@ -67,6 +68,51 @@ def check_slashes(text: str) -> str:
 
 Place = Annotated[str, AfterValidator(check_slashes)]
 """A folder, or the URL of a store."""
+
+
+GENERATE = ("engine", "prompts", "group_size", "sampling", "seed")
+GROUP = ("group",)
+POLICY_LOSS = ("logprobs", "old_logprobs", "advantages", "config")
+DIVERGENCE = ("micro", "student", "view")
+BATCH = ("batch",)
+"""What each kind of function of the user's own is called with, in this order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """Says of a field, in `Annotated`, that it may be another from a checkpoint of a run on, with
+    `--accept-changed-settings`: every step reads it anew, and nothing on disk was made of it.
+    """
+
+    what: Literal["rate", "stream", "aside", "drawn", "judged"] = "rate"
+    """`rate`: later weights are others. `stream`: the same, but at 0 it is nothing to learn by, and a stage
+    does not begin or cease to in its middle. `aside`: what is measured, kept or waited for, and no weight.
+    `drawn`: which responses are written. `judged`: which reward they are given.
+    """
+    below: bool = True
+    """Whether that goes for all that the field holds, and not only for it as a whole."""
+
+
+FILES = (".jsonl", ".parquet")
+"""How files of data end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Located:
+    """Says of a field, in `Annotated`, that it is the path of a file or folder, or a URL."""
+
+    model: bool = False
+    """It is a model, and may have a name on the Hub."""
+    files: bool = False
+    """It is one only if it ends as a file of data does, and else a name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Own:
+    """Says of a field, in `Annotated`, that it is the dotted path of a function of the user's own."""
+
+    takes: tuple[str, ...]
+    """What it is called with."""
 
 
 _IN_ORDER = ("command",)

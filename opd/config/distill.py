@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from opd.config.base import Config
+from opd.config.base import BATCH, Changes, Config, Own
 from opd.config.rl import (
     AdvantageConfig,
     DistillLossConfig,
@@ -24,7 +24,7 @@ from opd.config.train import BatchConfig, OptimConfig
 class DistillConfig(Config):
     """Multi-teacher on-policy distillation of the student."""
 
-    steps: int = Field(default=120, gt=0, le=10_000_000)
+    steps: Annotated[int, Changes()] = Field(default=120, gt=0, le=10_000_000)
     """Optimiser steps of the merge."""
     prompts_per_domain: int = Field(default=64, gt=0, le=1_000_000)
     """Prompts of each domain in every step."""
@@ -48,12 +48,12 @@ class DistillConfig(Config):
     """The kind of the teachers that have no `type` of their own, and of the specialists that the run trains:
     `streamed`, `local`, or a mapping with a `type` and its settings (`{type: megatron, tensor_parallel:
     2}`)."""
-    to_batch: str | None = None
+    to_batch: Annotated[str | None, Own(BATCH)] = None
     """Dotted path of `convert(batch) -> batch`, the last word on every batch before the trainer."""
-    kl_coef: float = Field(default=1.0, ge=0)
+    kl_coef: Annotated[float, Changes("stream")] = Field(default=1.0, ge=0)
     """Weight of the teachers' divergence. 0 is for domains alone, which then have no teacher and learn from
     their reward (`rl_coef`)."""
-    rl_coef: float = Field(default=0.0, ge=0)
+    rl_coef: Annotated[float, Changes("stream")] = Field(default=0.0, ge=0)
     """Weight of the reward's policy gradient beside the distillation; 0 is pure distillation."""
     advantage: AdvantageConfig = GRPOAdvantage()
     """How rewards become advantages where `rl_coef` is above 0."""
@@ -63,7 +63,7 @@ class DistillConfig(Config):
     are exact at every state, whoever wrote it, and have none."""
     optim: OptimConfig = OptimConfig(lr=1e-3, schedule="cosine", final_lr_fraction=0.0, warmup_steps=5)
     batch: BatchConfig = BatchConfig()
-    checkpoint_every: int = Field(default=20, gt=0)
+    checkpoint_every: Annotated[int, Changes("aside")] = Field(default=20, gt=0)
     """Steps between checkpoints; a killed run repeats at most this many."""
 
     @model_validator(mode="after")
@@ -112,8 +112,8 @@ class SharesConfig(Config):
 
     prompts_per_domain: int | None = Field(default=None, gt=0, le=1_000_000)
     """Its prompts in every step; `null` is `distill.prompts_per_domain`."""
-    kl_coef: float | None = Field(default=None, ge=0)
+    kl_coef: Annotated[float | None, Changes("stream")] = Field(default=None, ge=0)
     """Weight of its teachers' divergence; `null` is `distill.kl_coef`. 0: it has no teacher, no specialist is
     trained for it, and it learns from its reward alone."""
-    rl_coef: float | None = Field(default=None, ge=0)
+    rl_coef: Annotated[float | None, Changes("stream")] = Field(default=None, ge=0)
     """Weight of its reward's policy gradient; `null` is `distill.rl_coef`."""

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from opd.config.base import Config, Name
+from opd.config.base import Changes, Config, Located, Name
 from opd.config.environments import NamedEnvironment
 from opd.config.rewards import RewardConfig
 from opd.config.writing import WritingConfig
@@ -45,7 +45,7 @@ class SamplesConfig(Config):
 class SetConfig(SamplesConfig):
     """An evaluation set: prompts that nothing of the run is trained on, from a source of their own."""
 
-    source: str = Field(min_length=1)
+    source: Annotated[str, Located(files=True)] = Field(min_length=1)
     """As of a domain: `procedural:NAME`, `reasoning-gym:NAME`, or a `.jsonl` / `.parquet` file. All of a file
     is held out; of what is generated, that part which no generated domain of the run is trained on."""
     params: dict[str, Any] = {}
@@ -83,12 +83,12 @@ class EvaluationConfig(SamplesConfig):
     the run; `null` does not."""
     confidence: float = Field(default=0.95, gt=0, lt=1)
     """Of the intervals in results and report."""
-    every: int = Field(default=0, ge=0)
+    every: Annotated[int, Changes("aside")] = Field(default=0, ge=0)
     """Steps between evaluations inside the merge (0: only at the end), on `curve_prompts` prompts."""
-    curve_prompts: int = Field(default=100, gt=0, le=1_000_000)
+    curve_prompts: Annotated[int, Changes("aside")] = Field(default=100, gt=0, le=1_000_000)
     """Held-out prompts a domain for the learning curve, where `every` or `specialist.evaluate_every` is above
     0."""
-    base_kl_every: int = Field(default=0, ge=0)
+    base_kl_every: Annotated[int, Changes("aside")] = Field(default=0, ge=0)
     """Steps between measurements of the KL to the model that a specialist, the merge or mixed GRPO began as,
     nats a token of what the student wrote. Each is a pass of the step's samples through a copy of that model,
     which stays in memory; 0 takes none."""

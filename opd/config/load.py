@@ -15,13 +15,11 @@ from typing import Any, get_args, get_origin
 import yaml
 from pydantic import ValidationError
 
-from opd.config.base import Config
+from opd.config.base import FILES, Config, Located
 from opd.config.hub_names import hub_name
 from opd.config.other_names import former, other_section
-from opd.config.recipe import DomainConfig, Recipe, inherited
-from opd.config.rewards import ServedReward
-from opd.config.schema import arms, below, dotted, explain, follow, key_paths, models, nearest, tag
-from opd.config.teachers import ServedEngineConfig
+from opd.config.recipe import Recipe, inherited
+from opd.config.schema import arms, below, dotted, explain, follow, key_paths, marked, models, nearest, tag
 from opd.config.yaml_reader import MAX_DEPTH, KeyPath, complaint, parse_value, read_yaml, write_yaml
 from opd.errors import ConfigError
 from opd.redact import learn
@@ -252,31 +250,13 @@ def located(recipe: Recipe) -> Recipe:
 
 def path_keys(recipe: Recipe) -> list[KeyPath]:
     """The keys of `recipe` whose values, if there are any, are paths of files or folders, or URLs."""
-    files = [name for name, domain in recipe.domains.items() if domain.is_file]
-    sets = [name for name, domain in recipe.of_sets().domains.items() if domain.is_file]
-    return [
-        ("run_dir",),
-        ("storage", "published"),
-        ("runtime", "weights_cache"),
-        *model_keys(recipe),
-        *(("domains", name, "source") for name in files),
-        *(("evaluation", "sets", name, "source") for name in sets),
-        *([("sft", "source")] if recipe.sft is not None else []),
-        *(("domains", name, "sft", "source") for name, domain in recipe.domains.items() if domain.sft),
-        *(("domains", name, "reward", "cache") for name in _served(recipe.domains)),
-        *(("evaluation", "sets", name, "reward", "cache") for name in _served(recipe.of_sets().domains)),
-        *([("rollout", "engine", "folder")] if isinstance(recipe.rollout.engine, ServedEngineConfig) else []),
-    ]
-
-
-def _served(domains: Mapping[str, DomainConfig]) -> list[str]:
-    return [name for name, domain in domains.items() if isinstance(domain.reward, ServedReward)]
+    found = marked(recipe, Located)
+    return [path for path, mark, value in found if not mark.files or value.endswith(FILES)]
 
 
 def model_keys(recipe: Recipe) -> list[KeyPath]:
     """The keys of `recipe` whose values, if there are any, are models: folders, URLs, or names on the Hub."""
-    own: list[KeyPath] = [("model", key) for key in ("path", "tokenizer", "chat_template")]
-    return own + [("teachers", name, "path") for name in recipe.teachers]
+    return [path for path, mark, _ in marked(recipe, Located) if mark.model]
 
 
 def given_models(recipe: Recipe) -> list[str]:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from opd.config.base import Config, Name, Place
+from opd.config.base import FILES, Changes, Config, Located, Name, Place
 from opd.config.distill import DistillConfig, SharesConfig
 from opd.config.environments import NamedEnvironment
 from opd.config.evaluation import EvaluationConfig
@@ -35,7 +35,7 @@ from opd.redact import learn
 class StorageConfig(Config):
     """Published teachers and what is kept of their work."""
 
-    published: Place | None = Field(default=None, min_length=1)
+    published: Annotated[Place | None, Located()] = Field(default=None, min_length=1)
     """URL below which the run publishes its teachers, each under its name: a folder, `file://` or `s3://`
     (extra `s3`); `None` is `published/` in the run folder."""
     shards: int = Field(default=1, gt=0, le=4096)
@@ -61,7 +61,7 @@ class StorageConfig(Config):
 class DomainConfig(Config):
     """One domain."""
 
-    source: str = Field(min_length=1)
+    source: Annotated[str, Located(files=True)] = Field(min_length=1)
     """`procedural:NAME` (built in, or `procedural:package.module:Class`), `reasoning-gym:NAME` (extra), or a
     `.jsonl` / `.parquet` file with the columns `prompt` (text or messages) and `label`, also of a data set on
     the Hub: `hf://datasets/org/name@revision/FILE`."""
@@ -77,7 +77,7 @@ class DomainConfig(Config):
     environment: NamedEnvironment | None = None
     """An agent's world, in which responses are episodes of several turns: `package.module:Class`, or a
     mapping with its `type` and settings."""
-    weight: float = Field(default=1.0, gt=0)
+    weight: Annotated[float, Changes()] = Field(default=1.0, gt=0)
     """Share of the merge's loss, relative to the other domains, with `distill.normalise: teacher`."""
     held_out: float = Field(default=0.1, ge=0.0001, le=0.9999)
     """Share of the prompts kept for evaluation, chosen by a hash of the prompt."""
@@ -105,7 +105,7 @@ class DomainConfig(Config):
     @property
     def is_file(self) -> bool:
         """Whether the source is a file, and not generated."""
-        return self.source.endswith((".jsonl", ".parquet"))
+        return self.source.endswith(FILES)
 
 
 NOT_THE_TEMPLATES = (
@@ -118,16 +118,16 @@ NOT_THE_TEMPLATES = (
 class ModelConfig(Config):
     """The student: a Hugging Face causal LM from a folder, or a new one from a configuration."""
 
-    path: str | None = Field(default=None, min_length=1)
+    path: Annotated[str | None, Located(model=True)] = Field(default=None, min_length=1)
     """A Hugging Face folder, or a model on the Hub: `org/name`, or `org/name@revision` (a branch, tag or
     commit). A folder of that name wins. Which commit it was is kept with the run. Exactly one of `path` and
     `config` is given."""
     config: dict[str, Any] | None = None
     """`model_type` and the arguments of that Hugging Face configuration; the vocabulary size is filled in."""
-    tokenizer: str | None = Field(default=None, min_length=1)
+    tokenizer: Annotated[str | None, Located(model=True)] = Field(default=None, min_length=1)
     """A Hugging Face folder, or `org/name`; `None` takes the model's own, or with `config` a character
     tokenizer over the domains' alphabets."""
-    chat_template: str | None = None
+    chat_template: Annotated[str | None, Located(model=True)] = None
     """A `.jinja` file, or a Hugging Face folder or `org/name` (a teacher's) whose template writes prompts
     that are messages; `None` takes the tokenizer's own. It stays with the models that come out."""
     chat_template_kwargs: dict[str, Any] = {}
@@ -248,7 +248,7 @@ class Recipe(Config):
     """Names the run: its folder below `runs/`, and the report."""
     seed: int = Field(default=0, ge=0, lt=2**63)
     """Every random draw is a function of it: the same seed on the same machine gives the same weights."""
-    run_dir: str | None = Field(default=None, min_length=1)
+    run_dir: Annotated[str | None, Located()] = Field(default=None, min_length=1)
     """Run folder; `None` is `runs/NAME`."""
     model: ModelConfig
     domains: dict[Name, DomainConfig] = Field(min_length=1)

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BeforeValidator, Field, field_validator
 
-from opd.config.base import Config, is_url
+from opd.config.base import Changes, Config, Located, is_url
 
 Way = Literal["whole", "boxed", "answer", "number", "last_line", "code", "json"]
 Ways = Annotated[list[Way], Field(min_length=1), BeforeValidator(lambda v: [v] if isinstance(v, str) else v)]
@@ -135,21 +135,21 @@ class ServedReward(Config):
     """A reward behind HTTP (extra `sglang`): whom it asks, how patiently, and where answers are kept."""
 
     type: str
-    urls: list[str] = Field(min_length=1, max_length=1000)
+    urls: Annotated[list[str], Changes("judged")] = Field(min_length=1, max_length=1000)
     """Servers that are alike; a request goes to the one with the fewest of them. No redirect is followed."""
     model: str | None = Field(default=None, min_length=1)
     """What requests call the model; `null` leaves it out."""
-    api_key_env: str | None = Field(default=None, min_length=1)
+    api_key_env: Annotated[str | None, Changes("aside")] = Field(default=None, min_length=1)
     """Environment variable that holds the servers' API key; the key itself is never written anywhere."""
-    timeout: float = Field(default=60.0, gt=0, le=86_400)
+    timeout: Annotated[float, Changes("aside")] = Field(default=60.0, gt=0, le=86_400)
     """Seconds one attempt at a request may take."""
-    attempts: int = Field(default=5, gt=0, le=1000)
+    attempts: Annotated[int, Changes("aside")] = Field(default=5, gt=0, le=1000)
     """Bad answers to one request (a status of 5xx, another form, not finite) after which the run stops."""
-    patience: float = Field(default=180.0, ge=0, le=604_800)
+    patience: Annotated[float, Changes("aside")] = Field(default=180.0, ge=0, le=604_800)
     """Seconds without an answer from any server after which the run stops."""
-    concurrency: int = Field(default=32, gt=0, le=100_000)
+    concurrency: Annotated[int, Changes("aside")] = Field(default=32, gt=0, le=100_000)
     """Requests given to one server at once; the others wait here. Each rank has as many."""
-    cache: str | None = Field(default="~/.cache/opd/rewards", min_length=1)
+    cache: Annotated[str | None, Located()] = Field(default="~/.cache/opd/rewards", min_length=1)
     """Folder that keeps every answer: what was asked once, by whichever run, is not asked again, so that a
     run that is resumed or repeated has the same rewards. `null` asks each time."""
 
@@ -162,7 +162,10 @@ class ServedReward(Config):
         return urls
 
 
-HOW_ASKED = ("api_key_env", "timeout", "attempts", "patience", "concurrency", "cache")
+HOW_ASKED = (
+    "cache",
+    *(name for name, field in ServedReward.model_fields.items() if Changes("aside") in field.metadata),
+)
 """Settings of a `ServedReward` that decide no number."""
 PLACES = ("prompt", "context", "answer", "label")
 """What a template may name in braces."""
@@ -206,7 +209,7 @@ class JudgeReward(ServedReward):
     range: tuple[float, float] | None = (0.0, 10.0)
     """The lowest and the highest number, which become the rewards 0 and 1, what lies between them linearly;
     others cannot be read. `null` takes every number as it is."""
-    unreadable: float | None = None
+    unreadable: Annotated[float | None, Changes("judged")] = None
     """Reward where no number can be read, or the judge refuses a request (statuses 400, 413, 422), counted as
     the part `unreadable`; `null` stops the run."""
 

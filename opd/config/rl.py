@@ -14,7 +14,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
-from opd.config.base import Config
+from opd.config.base import DIVERGENCE, GROUP, POLICY_LOSS, Changes, Config, Own
 
 
 class TruncatedIS(Config):
@@ -138,7 +138,7 @@ class CustomAdvantage(_Advantage):
     """An estimator of your own, by dotted path."""
 
     type: Literal["custom"] = "custom"
-    path: str
+    path: Annotated[str, Own(GROUP)]
     """Dotted path of a function of a group, or of a class without constructor arguments."""
 
     compares: ClassVar[bool] = False  # it may compare with what it remembers
@@ -161,7 +161,7 @@ class _PolicyLoss(Config):
     """`token`: every token of the step weighs the same; `sequence`: every response; `constant`: sums divided
     by `max_new_tokens` times the number of responses (Dr. GRPO); `turn`: every turn of the model, of all
     episodes, so that neither long turns nor short episodes weigh more. With `gae` the critic's, too."""
-    correction: CorrectionConfig | None = None
+    correction: Annotated[CorrectionConfig | None, Changes()] = None
     """What to do about tokens drawn with another probability than the trainer gives them: `{type: tis}`,
     `mis`, `icepop` or `seq_mask_tis`. Off by default: in a synchronous run on one machine the ratio is 1."""
 
@@ -170,13 +170,13 @@ class PolicyLossConfig(_PolicyLoss):
     """Clipped importance-weighted policy gradient (PPO), with asymmetric bounds (DAPO) and dual clip."""
 
     type: Literal["clip"] = "clip"
-    clip_low: float = Field(default=0.2, ge=0, lt=1)
+    clip_low: Annotated[float, Changes()] = Field(default=0.2, ge=0, lt=1)
     """The ratio is clipped at `1 - clip_low`."""
-    clip_high: float = Field(default=0.28, ge=0)
+    clip_high: Annotated[float, Changes()] = Field(default=0.28, ge=0)
     """The ratio is clipped at `1 + clip_high`."""
-    dual_clip: float | None = Field(default=None, gt=1)
+    dual_clip: Annotated[float | None, Changes()] = Field(default=None, gt=1)
     """Bound on the loss of tokens with a negative advantage: the ratio counts at most this much."""
-    path: str | None = None
+    path: Annotated[str | None, Own(POLICY_LOSS)] = None
     """Dotted path of a per-token loss in place of the clipped one:
     `loss(logprobs, old_logprobs, advantages, config) -> [N]`, tensors in, a tensor out. One with a parameter
     `bounds` is told where responses begin and end."""
@@ -187,9 +187,9 @@ class GSPOLoss(_PolicyLoss):
     mean of its tokens'. It stays near 1, and so do the bounds."""
 
     type: Literal["gspo"] = "gspo"
-    clip_low: float = Field(default=3e-4, ge=0, lt=1)
+    clip_low: Annotated[float, Changes()] = Field(default=3e-4, ge=0, lt=1)
     """The response's ratio is clipped at `1 - clip_low`."""
-    clip_high: float = Field(default=4e-4, ge=0)
+    clip_high: Annotated[float, Changes()] = Field(default=4e-4, ge=0)
     """The response's ratio is clipped at `1 + clip_high`."""
     aggregation: Literal["token", "sequence", "constant", "turn"] = "sequence"
     """`sequence`, as in the paper: every response weighs the same; `token`: every token of the step; `turn`:
@@ -201,9 +201,9 @@ class CISPOLoss(_PolicyLoss):
     ratio is a number, held between the bounds."""
 
     type: Literal["cispo"] = "cispo"
-    clip_low: float = Field(default=1.0, ge=0, le=1)
+    clip_low: Annotated[float, Changes()] = Field(default=1.0, ge=0, le=1)
     """A ratio below `1 - clip_low` counts as that; 1 is no lower bound."""
-    clip_high: float = Field(default=4.0, ge=0)
+    clip_high: Annotated[float, Changes()] = Field(default=4.0, ge=0)
     """A ratio above `1 + clip_high` counts as that."""
 
 
@@ -224,7 +224,7 @@ PolicyLoss = Annotated[
 class ReferenceKLConfig(Config):
     """Penalty for leaving the frozen starting policy. Off when `coef` is 0."""
 
-    coef: float = Field(default=0.0, ge=0)
+    coef: Annotated[float, Changes()] = Field(default=0.0, ge=0)
     """Weight of the penalty."""
     estimator: Literal["k1", "k2", "k3"] = "k2"
     """k1 and placement `advantage` or `reward`, or k2 and placement `loss`: the reverse KL's gradient. k3 and
@@ -236,10 +236,10 @@ class ReferenceKLConfig(Config):
     discount: float = Field(default=0.0, ge=0, le=1)
     """With placement `advantage`: 0 charges a token its own log-ratio; above 0 the discounted sum of those
     that follow, too (1: the gradient of the KL between whole responses)."""
-    target: float | None = Field(default=None, gt=0)
+    target: Annotated[float | None, Changes()] = Field(default=None, gt=0)
     """Nats a token that the KL is held at: after each step `coef` grows if more was measured, and shrinks if
     less. `null` leaves `coef` as it is."""
-    gain: float = Field(default=0.1, gt=0, le=1)
+    gain: Annotated[float, Changes()] = Field(default=0.1, gt=0, le=1)
     """With `target`: how fast. A step changes `coef` by a fifth of this at most."""
 
     @model_validator(mode="after")
@@ -269,25 +269,25 @@ class ShapingConfig(Config):
     """What becomes of rewards before advantages are made of them; evaluations see them as they were. In this
     order: parts are weighted, the sum is clipped, then the penalties, then the division."""
 
-    weights: dict[str, float] = {}
+    weights: Annotated[dict[str, float], Changes()] = {}
     """Of a reward in parts: what each counts with; a part that is not named does not count. Empty: the reward
     is as its function says."""
-    clip: tuple[float, float] | None = None
+    clip: Annotated[tuple[float, float] | None, Changes()] = None
     """Bounds of the reward."""
-    truncated_reward: float | None = None
+    truncated_reward: Annotated[float | None, Changes()] = None
     """Most that a response is rewarded with which `rollout.max_new_tokens` ended."""
-    overlong_buffer: int = Field(default=0, ge=0)
+    overlong_buffer: Annotated[int, Changes()] = Field(default=0, ge=0)
     """Last tokens before `rollout.max_new_tokens` in which a response begins to be penalised, ever more to
     the last (DAPO, 2503.14476, equation 13); 0 penalises none. Of all lengths what the model wrote counts."""
-    overlong_penalty: float = Field(default=1.0, ge=0)
+    overlong_penalty: Annotated[float, Changes()] = Field(default=1.0, ge=0)
     """What is taken from the reward of a response of `rollout.max_new_tokens`."""
-    length_coef: float = Field(default=0.0, ge=0)
+    length_coef: Annotated[float, Changes()] = Field(default=0.0, ge=0)
     """Weight of a reward for being shorter than the others of a group, from 0.5 to -0.5, of which wrong
     answers (a reward of at most 0.5) only get what is negative (Kimi k1.5, 2501.12599, section 2.3.3)."""
     running_std: bool = False
     """Divide by the standard deviation of the domain's rewards since the stage began, this step's included.
     It has no effect where the advantage divides by a group's own."""
-    mask_truncated: bool = False
+    mask_truncated: Annotated[bool, Changes()] = False
     """Responses that `rollout.max_new_tokens` ended count in their group's mean and are not learned from."""
 
     @model_validator(mode="after")
@@ -333,7 +333,7 @@ class SampledTokenK1(DistillLoss):
     """`adv - lambda * (log p_student - log p_teacher)` on the sampled tokens: unbiased, noisy."""
 
     type: Literal["k1"] = "k1"
-    coef: float = Field(default=1.0, gt=0)
+    coef: Annotated[float, Changes()] = Field(default=1.0, gt=0)
     """lambda."""
     baseline: Literal["none", "batch_mean"] = "batch_mean"
     """Subtract the teacher's mean log-ratio of the batch: same expectation (up to O(1/N)), less variance."""
@@ -393,7 +393,7 @@ class CustomDivergence(DistillLoss):
     """A loss of your own against one teacher, by dotted path: `loss(micro, student, view) -> [N]`."""
 
     type: Literal["custom"] = "custom"
-    path: str
+    path: Annotated[str, Own(DIVERGENCE)]
     """Dotted path of the function."""
 
     @property
@@ -446,7 +446,7 @@ class OPDConfig(Config):
     teacher: str | dict[str, float]
     """Name of a teacher under `teachers` that has a `path`, or weights over several, which are divided by
     their sum."""
-    coef: float = Field(default=1.0, ge=0)
+    coef: Annotated[float, Changes()] = Field(default=1.0, ge=0)
     """Weight of the teachers' divergence (nats a token) beside the rewards' policy gradient, whose tokens are
     weighed alike (`policy_loss.aggregation`)."""
     loss: DistillLossConfig = SampledTokenK1()

@@ -13,12 +13,12 @@ import textwrap
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import PydanticUndefined
 
-from opd.config.base import Config
+from opd.config.base import Changes, Config, Located, Own
 from opd.config.other_names import former, other_name, other_section
 from opd.config.recipe import Recipe
 from opd.config.yaml_reader import KeyPath
@@ -78,6 +78,32 @@ def key_paths(annotation: Any, data: Any, prefix: KeyPath = ()) -> Iterator[KeyP
         yield (*prefix, key)
         inner = data.get(key) if isinstance(data, Mapping) else None
         yield from key_paths(below(annotation, key), inner, (*prefix, key))
+
+
+M = TypeVar("M", Changes, Located, Own)
+
+
+def marked(config: Config, mark: type[M], prefix: KeyPath = ()) -> Iterator[tuple[KeyPath, M, Any]]:
+    """Every field of `config` with a mark of that kind: its path, its mark and its value."""
+    for name, field in type(config).model_fields.items():
+        value, path = getattr(config, name), (*prefix, name)
+        yield from ((path, found, value) for found in field.metadata if isinstance(found, mark))
+        inside = value.items() if isinstance(value, dict) else [(None, value)]
+        for key, item in inside:
+            if isinstance(item, Config):
+                yield from marked(item, mark, path if key is None else (*path, key))
+
+
+def change_at(path: KeyPath) -> Changes | None:
+    """How a setting of a recipe may change while its run goes on; `None` if it may not."""
+    annotation: Any = Recipe
+    for place, key in enumerate(path):
+        fields = [model.model_fields[key] for model in models(annotation) if key in model.model_fields]
+        marks = [found for field in fields for found in field.metadata if isinstance(found, Changes)]
+        if marks and (marks[0].below or place == len(path) - 1):
+            return marks[0]
+        annotation = below(annotation, key)
+    return None
 
 
 def nearest(word: str, candidates: Iterable[str]) -> str | None:

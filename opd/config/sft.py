@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
-from opd.config.base import Config
+from opd.config.base import Changes, Config, Located
 from opd.config.train import BatchConfig, OptimConfig
 
 
@@ -15,7 +15,7 @@ class SFTConfig(Config):
     writes, each such token of a step weighing the same. Rows are packed as `batch` says; who shares a pack
     changes nothing."""
 
-    source: str = Field(min_length=1)
+    source: Annotated[str, Located(files=True)] = Field(min_length=1)
     """A `.jsonl` or `.parquet` file (on the Hub: `hf://datasets/org/name@revision/FILE`) with the column
     `messages`, of which every answer of the assistant's counts that has no `weight: 0`, or `prompt` and
     `completion` (two texts, or messages and a text or messages), of which the completion counts. Of
@@ -35,11 +35,11 @@ class SFTConfig(Config):
     """Share of the demonstrations on which the cross-entropy is measured and nothing is learnt, chosen by a
     hash of what is asked; at most `evaluation.prompts_per_domain` are measured. What some domain asks in its
     evaluation is never learnt from."""
-    evaluate_every: int = Field(default=0, ge=0)
+    evaluate_every: Annotated[int, Changes("aside")] = Field(default=0, ge=0)
     """Steps between measurements (0: only at the end)."""
     optim: OptimConfig = OptimConfig(lr=2e-5, schedule="cosine", warmup_steps=10)
     batch: BatchConfig = BatchConfig()
-    checkpoint_every: int = Field(default=100, gt=0)
+    checkpoint_every: Annotated[int, Changes("aside")] = Field(default=100, gt=0)
     """Steps between checkpoints; a killed run repeats at most this many."""
 
     @field_validator("source")
@@ -63,7 +63,7 @@ class WarmupConfig(Config):
     """Share that follows one consistent wrong rule; the rest is corrupted at random."""
     optim: OptimConfig = OptimConfig(lr=3e-3, schedule="cosine", final_lr_fraction=0.0, warmup_steps=20)
     batch: BatchConfig = BatchConfig()
-    checkpoint_every: int = Field(default=100, gt=0)
+    checkpoint_every: Annotated[int, Changes("aside")] = Field(default=100, gt=0)
     """Steps between checkpoints; a killed run repeats at most this many."""
     min_accuracy: float = Field(default=0.0, ge=0, le=1)
     """Warm up for another round if the base samples fewer right answers than this in any domain."""

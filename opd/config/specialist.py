@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 from pydantic import Field, model_validator
 
-from opd.config.base import Config
+from opd.config.base import BATCH, GROUP, Changes, Config, Own
 from opd.config.rl import (
     AdvantageConfig,
     CustomAdvantage,
@@ -36,10 +38,10 @@ class CriticConfig(Config):
 
     optim: OptimConfig = OptimConfig(schedule="linear", final_lr_fraction=0.1)
     """Its own AdamW. Batching, mini-batches and epochs are the specialist's."""
-    clip: float | None = Field(default=None, gt=0)
+    clip: Annotated[float | None, Changes()] = Field(default=None, gt=0)
     """How far a value may move from the one at the start of the step before its loss has no gradient, in
     units of the reward (PPO's value clipping); `null` is no bound."""
-    warmup_steps: int = Field(default=0, ge=0, le=10_000_000)
+    warmup_steps: Annotated[int, Changes()] = Field(default=0, ge=0, le=10_000_000)
     """First rollout steps in which the critic alone learns and the policy stays as it is."""
 
 
@@ -94,32 +96,32 @@ class ReplayConfig(Config):
 class SpecialistConfig(Config):
     """One GRPO run; the same settings serve every domain and the mixed-domain baseline."""
 
-    steps: int = Field(default=120, ge=0, le=10_000_000)
+    steps: Annotated[int, Changes()] = Field(default=120, ge=0, le=10_000_000)
     """Rollout steps. 0 trains a domain that has `sft` on its demonstrations alone."""
     prompts_per_step: int = Field(default=64, gt=0, le=1_000_000)
     """Prompts of a rollout step; each is answered `group_size` times."""
-    group_size: int = Field(default=8, gt=0, le=10_000)
+    group_size: Annotated[int, Changes()] = Field(default=8, gt=0, le=10_000)
     """Responses per prompt (G); 1 with `advantage: {type: reinforce_plus_plus}`, `gae` or `custom` alone."""
-    minibatches: int = Field(default=4, gt=0, le=1_000_000)
+    minibatches: Annotated[int, Changes()] = Field(default=4, gt=0, le=1_000_000)
     """Mini-batches per rollout step, each an optimiser step; with 1, and one epoch, the ratio is always 1 and
     the clip never acts."""
-    epochs: int = Field(default=1, gt=0, le=1_000)
+    epochs: Annotated[int, Changes()] = Field(default=1, gt=0, le=1_000)
     """Passes over the mini-batches of a rollout step. Advantages, and the log-probabilities that ratios are
     taken to, are those of its start."""
     shaping: ShapingConfig = ShapingConfig()
     advantage: AdvantageConfig = GRPOAdvantage()
-    critic: CriticConfig | None = None
+    critic: Annotated[CriticConfig | None, Changes(below=False)] = None
     """How the critic of `advantage: {type: gae}` is trained; `null` is the default one there, and none with
     any other advantage."""
     policy_loss: PolicyLoss = PolicyLossConfig()
     opd: OPDConfig | None = None
     """Teachers to follow beside the rewards: `{teacher: NAME, coef: 1.0}`; `null` follows none."""
     reference_kl: ReferenceKLConfig = ReferenceKLConfig()
-    entropy_coef: float = 0.0
+    entropy_coef: Annotated[float, Changes()] = 0.0
     """Weight of a bonus for the policy's entropy; 0 adds none."""
-    group_filter: str | None = None
+    group_filter: Annotated[str | None, Own(GROUP)] = None
     """Dotted path of `keep(group) -> bool`: a group it refuses is not learned from."""
-    to_batch: str | None = None
+    to_batch: Annotated[str | None, Own(BATCH)] = None
     """Dotted path of `convert(batch) -> batch`, the last word on every batch before the trainer."""
     filter_zero_variance: bool = True
     """Drop groups whose rewards are all equal: they carry no policy gradient."""
@@ -135,12 +137,12 @@ class SpecialistConfig(Config):
     """`{share: 0.25}`: that share of a step's prompts are ones whose groups carried signal before."""
     optim: OptimConfig = OptimConfig(lr=3e-4, schedule="linear", final_lr_fraction=0.1)
     batch: BatchConfig = BatchConfig()
-    checkpoint_every: int = Field(default=20, gt=0)
+    checkpoint_every: Annotated[int, Changes("aside")] = Field(default=20, gt=0)
     """Steps between checkpoints; a killed run repeats at most this many."""
-    evaluate_every: int = Field(default=0, ge=0)
+    evaluate_every: Annotated[int, Changes("aside")] = Field(default=0, ge=0)
     """Steps between measurements of held-out accuracy while it trains, on `evaluation.curve_prompts` prompts
     a domain, scored by the domain's reward; 0 takes none."""
-    max_steps_without_signal: int = Field(default=10, gt=0)
+    max_steps_without_signal: Annotated[int, Changes("aside")] = Field(default=10, gt=0)
     """Stop with an error after this many steps in a row in which every group was filtered."""
 
     @model_validator(mode="after")

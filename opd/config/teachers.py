@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
 from pydantic import BeforeValidator, Field, PrivateAttr, field_validator, model_validator
 
-from opd.config.base import Config, Name, Place, is_url
+from opd.config.base import Config, Located, Name, Place, is_url
 from opd.config.servers import Argument
 from opd.config.train import USUAL_TARGETS, LoRAConfig
 from opd.errors import ConfigError
@@ -125,7 +125,7 @@ class ServedEngineConfig(ServerConfig):
     that were not started for it. A group of `servers` whose program or model knows no adapters does not start
     for them: set `merged`."""
     sync: str | None = None
-    folder: str | None = None
+    folder: Annotated[str | None, Located()] = None
     """Where new weights are written for workers that read them, each run's in a folder of its own: on a file
     system that this process and every worker see under the same path; `null` is the stage's own folder. With
     `sync: delta` adapters alone are written there, and nothing else."""
@@ -332,7 +332,7 @@ class MegatronTeacherConfig(TeacherSettings):
 class TeacherEntry(Config):
     """What an entry of `teachers` has beside its kind."""
 
-    path: Place | None = Field(default=None, min_length=1)
+    path: Annotated[Place | None, Located(model=True)] = Field(default=None, min_length=1)
     """A Hugging Face folder, a model on the Hub (`org/name@revision`), or the URL of a published teacher
     (`opd publish`); `null` is the specialist that this run trains on the domain of that name."""
 
@@ -352,7 +352,7 @@ class MegatronTeacherEntry(MegatronTeacherConfig, TeacherEntry):
 class ServedTeacherConfig(TeacherSettings, ServerConfig):
     """What teachers behind HTTP have beside their kind."""
 
-    path: Place | None = Field(default=None, min_length=1)
+    path: Annotated[Place | None, Located(model=True)] = Field(default=None, min_length=1)
     """A Hugging Face folder, `org/name@revision`, or the URL of a published teacher: what the servers must
     be, and their head. With `servers` also `null`: the specialist that this run trains on the domain of that
     name."""

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from opd.config.base import Config
+from opd.config.base import Changes, Config, Located
 
 USUAL_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """Last names of the linear layers of most models: those that get an adapter if a recipe names none."""
@@ -35,13 +35,13 @@ class LoRAConfig(Config):
 class OptimConfig(Config):
     """AdamW with a warm-up and a decay of the learning rate."""
 
-    lr: float = Field(default=1e-3, gt=0)
+    lr: Annotated[float, Changes()] = Field(default=1e-3, gt=0)
     """Peak learning rate."""
-    schedule: Literal["constant", "cosine", "linear"] = "cosine"
+    schedule: Annotated[Literal["constant", "cosine", "linear"], Changes()] = "cosine"
     """Shape of the decay after the warm-up."""
-    warmup_steps: int = Field(default=0, ge=0)
+    warmup_steps: Annotated[int, Changes()] = Field(default=0, ge=0)
     """Steps in which the learning rate rises from 0 to `lr`."""
-    final_lr_fraction: float = Field(default=0.1, ge=0, le=1)
+    final_lr_fraction: Annotated[float, Changes()] = Field(default=0.1, ge=0, le=1)
     """Learning rate at the last step, as a fraction of `lr`."""
     beta1: float = Field(default=0.9, ge=0, lt=1)
     """Decay of AdamW's mean of gradients."""
@@ -49,9 +49,9 @@ class OptimConfig(Config):
     """Decay of AdamW's mean of squared gradients."""
     eps: float = Field(default=1e-8, gt=0)
     """Added to the root of that mean before the division."""
-    weight_decay: float = Field(default=0.0, ge=0)
+    weight_decay: Annotated[float, Changes()] = Field(default=0.0, ge=0)
     """AdamW's decoupled decay: the share of a weight, times the learning rate, that every step takes away."""
-    max_grad_norm: float = Field(default=1.0, gt=0)
+    max_grad_norm: Annotated[float, Changes()] = Field(default=1.0, gt=0)
     """The gradient is scaled down to this global L2 norm."""
 
 
@@ -341,7 +341,7 @@ class RuntimeConfig(Config):
     weights_cache_mb: int | None = Field(default=None, ge=0)
     """Disk of each node for weights of teachers in an object store, which is then read once in a run and not
     at every step (MiB); `null` is as much as they take, 0 none. Teachers in folders need none."""
-    weights_cache: str | None = Field(default=None, min_length=1)
+    weights_cache: Annotated[str | None, Located()] = Field(default=None, min_length=1)
     """Folder for them on each node's own disk, which keeps them for other runs; `null` is in the run folder,
     until the run has ended. Name one where the run folder is on a network file system."""
     grace_seconds: float = Field(default=30.0, gt=0)

@@ -6,22 +6,22 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from opd.config.base import Config
+from opd.config.base import GENERATE, Changes, Config, Own
 from opd.config.teachers import EngineConfig, TorchEngineConfig
 
 
 class WritingConfig(Config):
     """How responses are written; a domain or an evaluation set may have settings of its own."""
 
-    temperature: float = Field(default=1.0, ge=0.001, le=1000)
+    temperature: Annotated[float, Changes("drawn")] = Field(default=1.0, ge=0.001, le=1000)
     """Sampling temperature; student and teacher are scored at it too."""
-    top_p: float = Field(default=1.0, gt=0, le=1)
+    top_p: Annotated[float, Changes("drawn")] = Field(default=1.0, gt=0, le=1)
     """Sample from the fewest tokens with at least this probability together; 1 is all of them."""
-    top_k: int = Field(default=0, ge=0)
+    top_k: Annotated[int, Changes("drawn")] = Field(default=0, ge=0)
     """Sample from this many of the most likely tokens; 0 is all of them."""
     max_new_tokens: int = Field(default=16, gt=0, le=100_000_000)
     """Response tokens after which a response is cut; it then counts as truncated."""
-    generate: str | None = None
+    generate: Annotated[str | None, Own(GENERATE)] = None
     """Dotted path of `generate(engine, prompts, group_size, sampling, seed) -> groups`, for responses of
     several turns with an environment, tools or search (`opd.rollout.collect`)."""
 
@@ -65,13 +65,13 @@ class RolloutConfig(WritingConfig):
     while it learns, with weights one version older. `async`: the same up to `max_ahead` batches early, those
     in flight together, and new weights reach responses in the middle (each token keeps its version). For both
     consider a correction (`specialist.policy_loss`, `distill.policy_loss`)."""
-    max_ahead: int = Field(default=1, gt=0, le=1000)
+    max_ahead: Annotated[int, Changes()] = Field(default=1, gt=0, le=1000)
     """Batches that may be begun before their turn with `schedule: async`; no token is older than that many
     versions when it is learnt from."""
-    max_staleness: int | None = Field(default=None, ge=0)
+    max_staleness: Annotated[int | None, Changes()] = Field(default=None, ge=0)
     """Tokens older than this many versions leave the loss. They occur beyond `max_ahead` only where a resumed
     stage finishes responses of an earlier attempt."""
-    reward_timeout: float = Field(default=60.0, gt=0)
+    reward_timeout: Annotated[float, Changes("aside")] = Field(default=60.0, gt=0)
     """Seconds a reward function may take for one batch."""
 
     @model_validator(mode="after")

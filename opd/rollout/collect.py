@@ -17,8 +17,9 @@ from typing import Any, Protocol, cast
 import numpy as np
 from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
+from opd.config.base import GENERATE
 from opd.errors import ConfigError, RanksError, RolloutError
-from opd.imports import GENERATE, import_function
+from opd.imports import import_function
 from opd.own_code import calling
 from opd.ranks import Ranks
 from opd.rollout.beside import Begins, Beside, Writing

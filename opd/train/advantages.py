@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from opd.config.base import GROUP
 from opd.config.rl import (
     AdvantageConfig,
     CustomAdvantage,
@@ -32,7 +33,7 @@ from opd.config.rl import (
     RLOOAdvantage,
 )
 from opd.errors import ConfigError, RewardError, TeacherError, TrainingError
-from opd.imports import GROUP, check_signature, import_attribute, import_function
+from opd.imports import check_signature, import_attribute, import_function
 from opd.own_code import calling, told
 from opd.protocols import AdvantageEstimator
 from opd.rollout.rewards import LARGEST

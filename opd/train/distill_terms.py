@@ -10,10 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from opd.config.base import DIVERGENCE
 from opd.config.distill import DistillConfig
 from opd.config.rl import CustomDivergence, FullVocabularyKL, TopKKL
 from opd.errors import ConfigError, TeacherError, TrainingError
-from opd.imports import DIVERGENCE, import_function
+from opd.imports import import_function
 from opd.kernels.ops import geometric_floor
 from opd.own_code import calling
 from opd.train.losses import SampledTokens, outside_support, sampled_k2, topk_reverse_kl, with_gradient

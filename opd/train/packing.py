@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from opd.config.base import BATCH
 from opd.errors import ConfigError, TrainingError
-from opd.imports import BATCH, import_function
+from opd.imports import import_function
 from opd.own_code import calling
 from opd.ranks import Ranks
 from opd.train.plan import CostModel

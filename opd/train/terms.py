@@ -15,9 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from opd.config.base import POLICY_LOSS
 from opd.config.rl import PolicyLoss, ReferenceKLConfig
 from opd.errors import ConfigError, TrainingError
-from opd.imports import POLICY_LOSS, import_function, offered
+from opd.imports import import_function, offered
 from opd.kernels import ops, vocab_parallel
 from opd.kernels.head import Head
 from opd.kernels.vocab_parallel import HeadShard

@@ -12,8 +12,10 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from opd.config import Recipe
+from opd.config.base import Located
 from opd.config.hub_names import HubName, hub_name
 from opd.config.load import KeyPath, model_keys
+from opd.config.schema import marked
 from opd.errors import ConfigError, OpdError
 from opd.pipelines.records.run_folder import HubRecord, RunFolder, refuse_existing
 from opd.progress import Progress
@@ -64,10 +66,7 @@ def hub_names(recipe: Recipe) -> dict[KeyPath, tuple[str, HubName]]:
     """
     used = recipe.used_teachers()
     keys = [key for key in model_keys(recipe) if key[0] != "teachers" or key[1] in used]
-    keys += [("domains", name, "source") for name in recipe.domains]
-    keys += [("evaluation", "sets", name, "source") for name in recipe.evaluation.sets]
-    keys += [("sft", "source")] if recipe.sft is not None else []
-    keys += [("domains", name, "sft", "source") for name, domain in recipe.domains.items() if domain.sft]
+    keys += [path for path, mark, _ in marked(recipe, Located) if mark.files]
     data, found = recipe.model_dump(), {}
     for key in keys:
         value = data

@@ -8,9 +8,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from opd.config import Recipe, SpecialistConfig
+from opd.config import Recipe
+from opd.config.base import Own
 from opd.config.rewards import FunctionReward
-from opd.imports import BATCH, DIVERGENCE, GENERATE, GROUP, POLICY_LOSS
+from opd.config.schema import marked
 
 Given = dict[str, dict[str, str]]
 """Key of the recipe -> file, or what is published there -> digest."""
@@ -31,45 +32,14 @@ def given_inputs(recipe: Recipe) -> Given:
 
 def user_functions(recipe: Recipe) -> dict[str, tuple[str, Sequence[str]]]:
     """Key of the recipe -> (dotted path, what it is called with) of every function of the user's own but
-    rewards.
+    rewards. What domains and sets have from the recipe stands there alone.
     """
-    distill = recipe.distill
-    own_policy = getattr(distill.loss, "loss", None)  # of k1
-    paths: dict[str, tuple[str | None, Sequence[str]]] = {
-        "rollout.generate": (recipe.rollout.generate, GENERATE),
-        **{
-            f"domains.{name}.rollout.generate": (domain.rollout.generate, GENERATE)
-            for name, domain in recipe.domains.items()
-            if domain.rollout is not None and domain.rollout.generate != recipe.rollout.generate
-        },
-        **{
-            f"evaluation.sets.{name}.rollout.generate": (own.rollout.generate, GENERATE)
-            for name, own in recipe.evaluation.sets.items()
-            if own.rollout is not None and own.rollout.generate != recipe.rollout.generate
-        },
-        **_of_specialist("specialist", recipe.specialist),
-        **{
-            key: found
-            for name, domain in recipe.domains.items()
-            if domain.specialist is not None
-            for key, found in _of_specialist(f"domains.{name}.specialist", domain.specialist).items()
-        },
-        "distill.advantage.path": (getattr(distill.advantage, "path", None), GROUP),
-        "distill.loss.path": (getattr(distill.loss, "path", None), DIVERGENCE),
-        "distill.loss.loss.path": (getattr(own_policy, "path", None), POLICY_LOSS),
-        "distill.policy_loss.path": (distill.policy_loss.path, POLICY_LOSS),
-        "distill.to_batch": (distill.to_batch, BATCH),
-    }
-    return {where: (path, takes) for where, (path, takes) in paths.items() if path is not None}
-
-
-def _of_specialist(where: str, config: SpecialistConfig) -> dict[str, tuple[str | None, Sequence[str]]]:
+    found = {".".join(key): (path, mark.takes) for key, mark, path in marked(recipe, Own) if path is not None}
+    same = found.get("rollout.generate")
     return {
-        f"{where}.advantage.path": (getattr(config.advantage, "path", None), GROUP),
-        f"{where}.policy_loss.path": (getattr(config.policy_loss, "path", None), POLICY_LOSS),
-        f"{where}.opd.loss.path": (getattr(config.opd and config.opd.loss, "path", None), DIVERGENCE),
-        f"{where}.group_filter": (config.group_filter, GROUP),
-        f"{where}.to_batch": (config.to_batch, BATCH),
+        key: own
+        for key, own in found.items()
+        if own != same or key == "rollout.generate" or not key.endswith(".rollout.generate")
     }
 
 

@@ -445,7 +445,7 @@ class RunFolder(RunLayout):
         for stage, step in {stage: step for own in steering for stage, step in own.stages.items()}.items():
             forget_later(self.place(stage), step)
         for change, own in zip(changes, found, strict=True):
-            for stage in own.stages if change.draws else ():
+            for stage in own.stages if change.what == "drawn" else ():
                 forget(self.place(stage))
         digests = [*self._inputs.get("recipes", []), digest_of(fixed(config))]
         changed = [*self._inputs.get("setting_changes", []), *map(asdict, found)]

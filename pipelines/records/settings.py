@@ -21,7 +21,7 @@ from opd.config import Recipe
 from opd.config.distill import SharesConfig
 from opd.config.hub_names import told
 from opd.config.load import path_keys
-from opd.config.rewards import HOW_ASKED
+from opd.config.schema import change_at
 from opd.config.servers import COMPUTED
 from opd.config.teachers import ServerConfig
 from opd.errors import RunFolderError
@@ -38,28 +38,7 @@ _SENT = frozenset(("sync", "folder", "host"))
 """How the student's servers get its weights, to the last bit."""
 _COMPUTES = rf"arguments\.({'|'.join(COMPUTED)})|command"
 
-_OPTIM = r"optim\.(lr|schedule|warmup_steps|final_lr_fraction|weight_decay|max_grad_norm)"
-_CLIP = r"(clip_low|clip_high|dual_clip|correction(\..+)?)"
-_SHAPING = (
-    r"shaping\.(weights(\..+)?|clip|truncated_reward|mask_truncated|overlong_buffer|overlong_penalty"
-    r"|length_coef)"
-)
-_OFTEN = r"(checkpoint_every|evaluate_every|max_steps_without_signal)"
-_SPECIALIST = (
-    rf"{_OPTIM}|policy_loss\.{_CLIP}|reference_kl\.(coef|target|gain)|{_SHAPING}|opd\.coef|entropy_coef"
-    rf"|critic|critic\.({_OPTIM}|clip|warmup_steps)|steps|group_size|minibatches|epochs|{_OFTEN}"
-)
-_MERGE = rf"{_OPTIM}|policy_loss\.{_CLIP}|loss\.(coef|loss\.{_CLIP})|kl_coef|rl_coef|steps|checkpoint_every"
-_DRAWN = r"temperature|top_p|top_k"
-_LATE = r"max_ahead|max_staleness|reward_timeout"
-_MEASURED = r"every|curve_prompts|base_kl_every"
-_SFT = rf"{_OPTIM}|checkpoint_every|evaluate_every"
-_REWARD = "|".join(("unreadable", "urls", *(name for name in HOW_ASKED if name != "cache")))
-_JUDGES = re.compile(r"\.reward\.(unreadable|urls)$")
-_ASIDE = re.compile("|".join((_OFTEN, _MEASURED, "reward_timeout", *HOW_ASKED)))
-"""Settings that change what is measured, kept or waited for, and no weight."""
-_SWITCHED = re.compile(r"(^|\.)(kl_coef|rl_coef)$")
-"""What at 0 is no stream at all, and so no matter of a number."""
+_JUDGED = re.compile(r"\.reward\.(unreadable|urls)")
 
 
 NOTHING = object()
@@ -121,21 +100,17 @@ class SettingChange:
         return not self.free or self.serves or self.path[0] == "watch"
 
     @property
-    def draws(self) -> bool:
-        """Whether responses that were written before it are not those that would be written now."""
-        return bool(re.fullmatch(_DRAWN, self.path[-1])) and "rollout" in self.path[:-1]
-
-    @property
-    def judges(self) -> bool:
-        """Whether an answer may be given another reward than before it."""
-        return _JUDGES.search(self.name) is not None
+    def what(self) -> str | None:
+        """What of a run changes with it; see `Changes`. `None` if nothing may."""
+        mark = change_at(self.path)
+        return None if mark is None else mark.what
 
     def steers(self, recipe: Recipe) -> bool:
         """Whether the weights that are learnt from now on are others, with `recipe`: what was written since a
         checkpoint was then written, but for its first step, by weights that do not come again.
         """
         if self.path[0] != "watch":
-            return not self.serves and not _ASIDE.fullmatch(self.path[-1])
+            return not self.serves and self.what != "aside"
         rule = (recipe.watch or {}).get(self.path[1]) if len(self.path) > 1 else None
         said = json.dumps([side for side in (self.old, self.new) if side is not NOTHING])
         return "lower_rate" in said or (rule is not None and rule.action == "lower_rate")
@@ -146,74 +121,68 @@ class SettingChange:
         return was, now
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """A group of settings of a recipe."""
-
-    may: str
-    """Pattern of the names in it that may change."""
-    stages: tuple[str, ...]
-    """Stages that read them; one that ends with a dash stands for all that begin so."""
+Stages = tuple[str, ...]
+"""Names of stages; one that ends with a dash stands for all that begin so."""
 
 
-def _of_servers(recipe: Recipe, everywhere: tuple[str, ...]) -> dict[tuple[str, ...], _Place]:
-    """The groups of teachers' and servers' settings; `everywhere`: the stages in which the student writes."""
-    places: dict[tuple[str, ...], _Place] = {}
+def _of_servers(recipe: Recipe, everywhere: Stages) -> dict[tuple[str, ...], Stages]:
+    """Who reads teachers' and servers' settings; `everywhere`: the stages in which the student writes."""
+    places: dict[tuple[str, ...], Stages] = {}
     for teacher, config in recipe.teachers.items():
         learners = [
             f"specialist-{name}"
             for name in recipe.domains
             if (opd := recipe.for_domain(name).specialist.opd) is not None and teacher in opd.weights
         ]
-        stages = ("merge", "baseline-off_policy", *learners)
-        places[("teachers", teacher)] = _Place("(?!)", stages)
+        places[("teachers", teacher)] = stages = ("merge", "baseline-off_policy", *learners)
         if isinstance(config, ServerConfig) and config.servers is not None:
-            places[("servers", config.servers)] = _Place(_COMPUTES, stages)
+            places[("servers", config.servers)] = stages
     engine = recipe.rollout.engine
     if isinstance(engine, ServerConfig) and engine.servers is not None:
-        places[("servers", engine.servers)] = _Place(_COMPUTES, everywhere)
+        places[("servers", engine.servers)] = everywhere
     return places
 
 
-def _place(recipe: Recipe, path: tuple[str, ...]) -> tuple[_Place, str]:
-    """The group of a setting, and its name there."""
+def _readers(recipe: Recipe, path: tuple[str, ...]) -> Stages:
+    """The stages that read a setting."""
     everywhere = ("base", "sft-", "specialist-", "merge", "baseline-", "evaluate")
     learners = tuple(
         f"specialist-{name}" for name in recipe.domains if recipe.domains[name].specialist is None
     )
     places = _of_servers(recipe, everywhere) | {
-        ("specialist",): _Place(_SPECIALIST, (*learners, "baseline-mixed_grpo", "baseline-mixed_grpo_all")),
-        ("distill",): _Place(_MERGE, ("merge", "baseline-off_policy")),
-        ("base",): _Place(_SFT, ("base",)),
-        ("sft",): _Place(_SFT, ("base",)),
-        ("rollout",): _Place(f"{_DRAWN}|{_LATE}", everywhere),
-        ("evaluation",): _Place(_MEASURED, ("specialist-", "merge", "baseline-")),
+        ("specialist",): (*learners, "baseline-mixed_grpo", "baseline-mixed_grpo_all"),
+        ("distill",): ("merge", "baseline-off_policy"),
+        ("base",): ("base",),
+        ("sft",): ("base",),
+        ("rollout",): everywhere,
+        ("evaluation",): ("specialist-", "merge", "baseline-"),
     }
     for name in recipe.domains:
         own = (f"specialist-{name}",)
+        answers = (*own, "merge", "baseline-", "evaluate")
         places |= {
-            ("domains", name): _Place("weight", ("merge", "baseline-off_policy")),
-            ("domains", name, "specialist"): _Place(_SPECIALIST, own),
-            ("domains", name, "sft"): _Place(_SFT, (f"sft-{name}", *own)),
-            ("domains", name, "rollout"): _Place(_DRAWN, (*own, "merge", "baseline-", "evaluate")),
-            ("domains", name, "distill"): _Place("kl_coef|rl_coef", ("merge",)),
-            ("domains", name, "reward"): _Place(_REWARD, (*own, "merge", "baseline-", "evaluate")),
+            ("domains", name): ("merge", "baseline-off_policy"),
+            ("domains", name, "specialist"): own,
+            ("domains", name, "sft"): (f"sft-{name}", *own),
+            ("domains", name, "rollout"): answers,
+            ("domains", name, "distill"): ("merge",),
+            ("domains", name, "reward"): answers,
         }
     for name in recipe.evaluation.sets:
-        for group, may in (("rollout", _DRAWN), ("reward", _REWARD)):
-            places[("evaluation", "sets", name, group)] = _Place(may, ("evaluate",))
+        places |= {("evaluation", "sets", name, group): ("evaluate",) for group in ("rollout", "reward")}
     for length in range(len(path) - 1, 0, -1):
         if path[:length] in places:
-            return places[path[:length]], ".".join(path[length:])
-    return _Place("(?!)", ()), ".".join(path)
+            return places[path[:length]]
+    return ()
 
 
 def why_not(recipe: Recipe, change: SettingChange) -> str | None:
     """Why a setting cannot be another from now on, in words that follow its values; `None` if it can."""
-    place, name = _place(recipe, change.path)
-    if not re.fullmatch(place.may, name):
+    used = change.path[0] == "servers" and _readers(recipe, change.path)
+    computes = used and re.fullmatch(_COMPUTES, ".".join(change.path[2:]))
+    if change.what is None and not computes:
         return "which stays as it is for as long as a run goes on: what is on disk was made with it"
-    if _SWITCHED.search(name) and not (change.old and change.new):
+    if change.what == "stream" and not (change.old and change.new):
         return "and no stage can begin or cease to learn by it in its middle"
     return None
 
@@ -236,7 +205,7 @@ def hindrance(recipe: Recipe, change: SettingChange, progress: Progress) -> str 
             stage.startswith("specialist-")
             and recipe.for_domain(stage.removeprefix("specialist-")).specialist.difficulty
         )
-        if (change.draws or change.judges) and step and measured:
+        if change.what in ("drawn", "judged") and step and measured:
             return f"by which {stage} has measured the difficulty of its prompts"
     return None
 
@@ -245,7 +214,7 @@ def of_stages(recipe: Recipe, change: SettingChange, stages: Iterable[str]) -> l
     """Those of `stages` that read a setting; all that are watched, of rules."""
     wanted = ("base", "sft-", "specialist-", "merge", "baseline-")
     if change.path[0] != "watch":
-        wanted = _place(recipe, change.path)[0].stages
+        wanted = _readers(recipe, change.path)
     return [
         stage
         for stage in stages
@@ -275,7 +244,7 @@ class Recorded:
         computes = re.fullmatch(rf"servers\..+\.({_COMPUTES})", self.field) is not None
         if self.field.endswith(".command"):
             computes = computes and _told_to_compute(self.old) != _told_to_compute(self.new)
-        return draws or computes or _JUDGES.search(self.field) is not None
+        return draws or computes or _JUDGED.search(self.field) is not None
 
     @classmethod
     def of(cls, recipe: Recipe, change: SettingChange, progress: Progress, time: str) -> Recorded:
