@@ -1,4 +1,4 @@
-"""Answers for other libraries' options, by the table of `other_names_rows`.
+"""Answers for other libraries' options, by the table in `other_names.yaml`.
 
 The command line and the reader of recipes answer with a row; `table()` is that of the documentation
 (`docs/reference/other_names.md`).
@@ -7,20 +7,55 @@ The command line and the reader of recipes answer with a row; `table()` is that 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
 
-from opd.config.other_names_rows import LIBRARIES, ROWS, Row
+import yaml
+
 from opd.errors import ConfigError
 
-_FLAGS = ("slime", "miles", "openrlhf")
+_FLAGS = ("slime", "miles", "OpenRLHF")
 """Libraries whose options are flags, written with dashes in front."""
 _HERE = {"kl_coef", "entropy_coef"}
 """Spellings of others' names that are settings here."""
-_BY_NAME: dict[str, tuple[list[str], Row]] = {}
-"""Name, with underscores for dashes -> the libraries that have it, and its row."""
-for _found in ROWS:
-    for _library, _names in _found.names.items():
-        for _name in _names:
-            _BY_NAME.setdefault(_name.lower().replace("-", "_"), ([], _found))[0].append(LIBRARIES[_library])
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Options of other libraries that ask for the same, and where it is here."""
+
+    here: tuple[str, ...]
+    """Dotted fields of a recipe; empty where there is no such setting, and `note` says why."""
+    note: str
+    names: dict[str, tuple[str, ...]]
+    """What a library is called -> its options, without dashes in front."""
+
+
+@lru_cache(maxsize=1)
+def rows() -> tuple[Row, ...]:
+    """The rows of the table."""
+    data = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text("utf-8"))
+    called, found = data["libraries"], []
+    for row in data["rows"]:
+        names = {
+            called[key]: tuple(row[key].replace("@", "actor_rollout_ref.").split())
+            for key in row
+            if key not in ("here", "note")
+        }
+        found.append(Row(tuple(row.get("here", "").split()), row.get("note", ""), names))
+    return tuple(found)
+
+
+@lru_cache(maxsize=1)
+def _by_name() -> dict[str, tuple[list[str], Row]]:
+    """Name, with underscores for dashes -> the libraries that have it, and its row."""
+    found: dict[str, tuple[list[str], Row]] = {}
+    for row in rows():
+        for library, names in row.names.items():
+            for name in names:
+                found.setdefault(name.lower().replace("-", "_"), ([], row))[0].append(library)
+    return found
 
 
 def other_name(name: str, mark: str = "") -> str | None:
@@ -28,7 +63,7 @@ def other_name(name: str, mark: str = "") -> str | None:
 
     Dashes and underscores are the same, and so are capitals. `mark` stands before each field of the answer.
     """
-    libraries, row = _BY_NAME.get(name.lower().replace("-", "_"), ([], None))
+    libraries, row = _by_name().get(name.lower().replace("-", "_"), ([], None))
     if row is None or name in _HERE:
         return None
     whose = " and ".join(f"{library}'s" for library in dict.fromkeys(libraries))
@@ -43,7 +78,7 @@ def other_section(name: str) -> str | None:
     """Whose section of a configuration `name` is, and where its settings are listed; `None` if nobody's."""
     of = {
         library: None
-        for one, (libraries, _) in _BY_NAME.items()
+        for one, (libraries, _) in _by_name().items()
         for library in libraries
         if one.startswith(f"{name.lower()}.")
     }
@@ -89,9 +124,9 @@ def table() -> Iterator[str]:
     """The rows as lines of a Markdown table."""
     yield "| there | here |"
     yield "|---|---|"
-    for row in ROWS:
+    for row in rows():
         there = (
-            f"{LIBRARIES[library]} {_cell(_as_written(library, name) for name in names)}"
+            f"{library} {_cell(_as_written(library, name) for name in names)}"
             for library, names in row.names.items()
         )
         here = ": ".join(filter(None, (_cell(row.here) or "none", row.note)))

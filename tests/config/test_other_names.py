@@ -8,13 +8,13 @@ import yaml
 
 from opd.config import Recipe
 from opd.config.load import load_recipe, parse_overrides
-from opd.config.other_names import other_name, table
-from opd.config.other_names_rows import ROWS
+from opd.config.other_names import other_name, rows, table
 from opd.config.schema import follow, key_paths
 from opd.errors import ConfigError
 from opd.pipelines.cli import main
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "other_names.md"
+ROWS = rows()
 NAMES = [name for row in ROWS for names in row.names.values() for name in names]
 PATHS = list(dict.fromkeys(key_paths(Recipe, {})))
 ELSEWHERE = Path(__file__).with_name("options_elsewhere.txt").read_text("utf-8").splitlines()[1:]
