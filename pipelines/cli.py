@@ -24,6 +24,7 @@ from opd.pipelines.options import (
     parse,
     split_overrides,
 )
+from opd.pipelines.records.stage_names import specialist_stage
 
 if TYPE_CHECKING:
     from opd.pipelines.commands.sample import SampleOptions
@@ -371,7 +372,7 @@ def _stages(recipe: Recipe, options: argparse.Namespace) -> list[str]:
             raise ConfigError(
                 f"--domain {domain}: this recipe trains no such specialist; it trains {', '.join(trained)}"
             )
-    return [f"specialist-{domain}" for domain in domains]
+    return [specialist_stage(domain) for domain in domains]
 
 
 def _preflight(recipe: Recipe, path: Path, resume: bool, accepted: Accepted) -> bool:

@@ -15,6 +15,7 @@ from opd.pipelines.doctor.checks import Finding, existing_parent, unwritable
 from opd.pipelines.doctor.engine import engine_parts, on_cuda, token_bytes
 from opd.pipelines.doctor.models import Models, ModelShape
 from opd.pipelines.doctor.phases import by_phase, handed_over, put_away
+from opd.pipelines.records.stage_names import model_stage, specialist_stage
 from opd.pipelines.stages.precision import (
     WIDTH,
     has_masters,
@@ -388,10 +389,12 @@ def disk_left(
     there = sum(_size(run_dir / "stages" / stage / "checkpoints") for stage in trained)
     parts["checkpoints"] = max(0, len(trained) * each - there)
     parts[_WRITTEN] *= bool(trained)
-    followers = (f"specialist-{domain}" if domain else "baseline-mixed_grpo" for domain in recipe.following())
+    followers = [
+        specialist_stage(domain) if domain else model_stage("mixed_grpo") for domain in recipe.following()
+    ]
     led = ["merge", *followers]
     needed_by = {part: ["merge"] for part in _PLACES} | {"fetched teachers": [*stages]}
-    needed_by["log of off_policy's answers"] = ["baseline-off_policy"]
+    needed_by["log of off_policy's answers"] = [model_stage("off_policy")]
     needed_by |= {"published teachers": led, "hidden states": led, _WEIGHTS: led}
     for part, place in _PLACES.items():
         if part in parts:
@@ -404,12 +407,13 @@ def _writers(recipe: Recipe) -> dict[str, bool]:
     """The stages that leave a model, and whether they keep checkpoints."""
     methods = [*recipe.baselines.methods, *["mixed_grpo_all"] * recipe.baselines.mixed_grpo_all_tokens]
     made_here = recipe.trains_base or recipe.model.config is not None
+    started = filter(recipe.is_started, recipe.specialist_domains())
     return {
         **({"base": recipe.trains_base} if made_here else {}),
-        **{f"sft-{domain}": True for domain in recipe.specialist_domains() if recipe.is_started(domain)},
-        **{f"specialist-{domain}": True for domain in recipe.specialist_domains()},
+        **{model_stage(f"sft:{domain}"): True for domain in started},
+        **{specialist_stage(domain): True for domain in recipe.specialist_domains()},
         "merge": True,
-        **{f"baseline-{method}": method not in WEIGHT_MERGES for method in methods},
+        **{model_stage(method): method not in WEIGHT_MERGES for method in methods},
     }
 
 

@@ -20,6 +20,7 @@ from opd.models.checkpoint import model_card, plain
 from opd.models.hf_folder import CARD
 from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.records.settings import Recorded
+from opd.pipelines.records.stage_names import model_stage, stage_model
 from opd.rollout.prompts import Prompt
 from opd.storage.files import write_atomic
 
@@ -42,17 +43,10 @@ METHODS = {
 
 def made_here(recipe: Recipe, folder: RunFolder) -> dict[str, str]:
     """Name -> stage of every model that the run itself makes and that is there."""
-    stages = {
-        f"{kind}:{domain}": f"{kind}-{domain}"
-        for domain in recipe.specialist_domains()
-        for kind in ("sft", "specialist")
-    }
-    if recipe.trains_base or recipe.model.config is not None:
-        stages["base"] = "base"
-    stages["merged"] = "merge"
-    for method in METHODS:
-        stages[method] = f"baseline-{method}"
-    return {name: stage for name, stage in stages.items() if folder.model(recipe, name).is_dir()}
+    own = [f"{kind}:{domain}" for domain in recipe.specialist_domains() for kind in ("sft", "specialist")]
+    base = ["base"] if recipe.trains_base or recipe.model.config is not None else []
+    names = [*own, *base, "merged", *METHODS]
+    return {name: model_stage(name) for name in names if folder.model(recipe, name).is_dir()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +65,7 @@ class Cards:
 
     def of_stage(self, stage: str, result: Mapping[str, Any]) -> dict[str, Any]:
         """The card of the model that `stage` makes, before anything was measured."""
-        kind, _, rest = stage.partition("-")
-        of_domain = {each: f"{each}:{rest}" for each in ("sft", "specialist")}
-        name = {"merge": "merged", **of_domain, "baseline": rest}.get(kind, "base")
-        return self.card(name, result, {})
+        return self.card(stage_model(stage), result, {})
 
     def card(self, name: str, result: Mapping[str, Any], accuracy: Mapping[str, Any]) -> dict[str, Any]:
         """What `model_card` writes of model `name`; `result` is what its stage has told, `accuracy` the
@@ -279,14 +270,14 @@ def _weights(place: Path, result: Mapping[str, Any]) -> str:
 
 def _settings(recipe: Recipe, folder: RunFolder, name: str, result: Mapping[str, Any]) -> dict[str, Any]:
     kind, _, domain = name.partition(":")
-    place, stage = "distill.", {"merged": "merge", "base": "base"}.get(name, f"baseline-{name}")
+    place, stage = "distill.", model_stage(name)
     if kind == "base":
         own: Any = recipe.sft or recipe.base
         place = "sft." if recipe.sft else "base."
     elif kind == "sft" or (kind == "specialist" and domain not in recipe.grpo_domains()):
-        own, place, stage = recipe.domains[domain].sft, f"domains.{domain}.sft.", f"{kind}-{domain}"
+        own, place = recipe.domains[domain].sft, f"domains.{domain}.sft."
     elif kind == "specialist":
-        own, stage = recipe.for_domain(domain).specialist, f"{kind}-{domain}"
+        own = recipe.for_domain(domain).specialist
         place = (
             "specialist." if recipe.domains[domain].specialist is None else f"domains.{domain}.specialist."
         )

@@ -32,7 +32,8 @@ from opd.pipelines.evaluation.statistics import Count, at_the_end, recovery
 from opd.pipelines.launch.machine import git_state, hardware, kernels
 from opd.pipelines.records.cards import Cards, made_here
 from opd.pipelines.records.run_folder import RunFolder
-from opd.pipelines.stages.order import plan, specialist_stage
+from opd.pipelines.records.stage_names import kind_of, model_stage
+from opd.pipelines.stages.order import plan
 from opd.rewards.kinds import sandboxes
 
 
@@ -139,11 +140,8 @@ def _model(name: str, domains: dict[str, Any], finished: dict[str, Any]) -> dict
     kind, _, teacher = name.partition(":")
     if kind not in ("base", "specialist", "teacher", "merged"):
         kind = "baseline"
-    if kind in ("specialist", "teacher"):
-        stage = specialist_stage(teacher)
-    else:
-        stage = {"base": "base", "merged": "merge"}.get(kind, f"baseline-{name}")
-    result = finished.get(stage, {})
+    made = f"specialist:{teacher}" if kind == "teacher" else name
+    result = finished.get(model_stage(made), {})
     return {
         "name": name,
         "kind": kind,
@@ -206,7 +204,7 @@ def _difficulty(finished: dict[str, Any]) -> dict[str, Any]:
     """What specialists have measured of their prompts, by domain; nothing where none has."""
     found: dict[str, Any] = {}
     for name, result in finished.items():
-        if name.startswith(specialist_stage("")):
+        if kind_of(name) == "specialist":
             found |= result.get("difficulty", {})
     return {"difficulty": found} if found else {}
 

@@ -25,6 +25,7 @@ from opd.config.schema import change_at
 from opd.config.servers import COMPUTED
 from opd.config.teachers import ServerConfig
 from opd.errors import RunFolderError
+from opd.pipelines.records.stage_names import kind_of
 from opd.redact import redacted
 
 FREE = ("runtime", "run_dir", "launch", "train", "watch")
@@ -189,7 +190,7 @@ def why_not(recipe: Recipe, change: SettingChange) -> str | None:
 
 def hindrance(recipe: Recipe, change: SettingChange, progress: Progress) -> str | None:
     """Why a setting that can change cannot any more, or not from where the run is; `None` if it can."""
-    read_by = [name for name in of_stages(recipe, change, progress) if not name.startswith("baseline-")]
+    read_by = [name for name in of_stages(recipe, change, progress) if kind_of(name) != "baseline"]
     states = {name: state for name in read_by if (state := progress[name]) is not None}
     if read_by and not states:
         return (
@@ -202,8 +203,8 @@ def hindrance(recipe: Recipe, change: SettingChange, progress: Progress) -> str 
         if change.path[-2:] == ("reference_kl", "coef") and "reference_kl/coef" in state.get("counters", {}):
             return f"and {stage} has adapted it to reference_kl.target since; change that one"
         measured = (
-            stage.startswith("specialist-")
-            and recipe.for_domain(stage.removeprefix("specialist-")).specialist.difficulty
+            kind_of(stage) == "specialist"
+            and recipe.for_domain(stage.partition("-")[2]).specialist.difficulty
         )
         if change.what in ("drawn", "judged") and step and measured:
             return f"by which {stage} has measured the difficulty of its prompts"

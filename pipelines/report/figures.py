@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from opd.pipelines.evaluation.statistics import Interval, at_the_end
+from opd.pipelines.records.stage_names import kind_of
 from opd.pipelines.report.charts import (
     MARKERS,
     Axis,
@@ -170,7 +171,7 @@ def learning(run: Run, cues: Cues) -> list[Panel]:
     if len(lines) > 1:
         note = "Higher and further left is better. Lines are cut at the merge\u2019s token budget."
         _add(panels, "Merge and trained baselines", "mean reward over domains", lines, Axis(), note)
-    taught = [stage for stage in run.stages if stage.name == "base" or stage.name.startswith(_TAUGHT)]
+    taught = [stage for stage in run.stages if kind_of(stage.name) in _TAUGHT]
     lines = [_line(s, "loss/ce", cues.of(_short(s.name)), against="step") for s in taught]
     note = "Should fall and flatten. It cannot reach zero when demonstrations disagree."
     _add(panels, "Demonstrations: loss", "cross-entropy, nats per token", lines, Axis(), note, x_label="step")
@@ -456,7 +457,7 @@ def merge_and_baselines(run: Run, cues: Cues) -> list[Series]:
     lines = [line]
     for stage in run.stages:
         other = _line(stage, "reward/mean", baseline_cue(run, stage.name))
-        if other is None or not stage.name.startswith("baseline-"):
+        if other is None or kind_of(stage.name) != "baseline":
             continue
         kept = sum(tokens <= 1.02 * line.x[-1] for tokens in other.x)
         if kept > 1:
@@ -466,7 +467,7 @@ def merge_and_baselines(run: Run, cues: Cues) -> list[Series]:
 
 def baseline_cue(run: Run, stage: str) -> Cue:
     """Colour and marker of a trained baseline: those that follow the domains'."""
-    trained = [other.name for other in run.stages if other.name.startswith("baseline-")]
+    trained = [other.name for other in run.stages if kind_of(other.name) == "baseline"]
     index = len(run.domains) + (trained.index(stage) if stage in trained else 0)
     return Cue(stage_label(stage), series_role(index), MARKERS[index % len(MARKERS)])
 
@@ -528,12 +529,12 @@ def _positive(line: Series) -> Series:
 
 
 def _is_specialist(stage: StageResult) -> bool:
-    return stage.name.startswith("specialist-")
+    return kind_of(stage.name) == "specialist"
 
 
-_TAUGHT = ("sft-", "specialist-")
+_TAUGHT = ("base", "sft", "specialist")
 """Stages that may have learnt from demonstrations."""
 
 
 def _short(stage: str) -> str:
-    return stage.removeprefix("specialist-").removeprefix("sft-")
+    return stage.partition("-")[2] or stage

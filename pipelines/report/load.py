@@ -14,6 +14,7 @@ from opd.pipelines.evaluation.statistics import Count, Interval
 from opd.pipelines.records.layout import DONE
 from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.records.settings import Recorded
+from opd.pipelines.records.stage_names import KINDS, kind_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,10 +293,8 @@ def _stage(name: str, entry: dict, metrics: list[dict]) -> StageResult:
 
 def stage_order(name: str) -> tuple[int, str]:
     """Sorts stages as they run."""
-    if name == "base":
-        return -1, name
-    ranks = ("sft-", "specialist-", "merge", "baseline-", "evaluate")
-    return next((rank for rank, start in enumerate(ranks) if name.startswith(start)), len(ranks)), name
+    kind = kind_of(name)
+    return (KINDS.index(kind) if kind else len(KINDS)), name
 
 
 def _finite(value: object) -> bool:

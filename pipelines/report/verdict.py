@@ -19,6 +19,7 @@ from opd.pipelines.evaluation.statistics import (
     retention,
 )
 from opd.pipelines.records.inputs import changed_files
+from opd.pipelines.records.stage_names import kind_of
 from opd.pipelines.report.load import DomainAccuracy, ModelResult, Run, load_run
 from opd.pipelines.report.words import (
     NARROW,
@@ -231,7 +232,7 @@ def _budget(merged: ModelResult, other: ModelResult) -> str:
 
 
 def _cost_points(run: Run) -> list[tuple[str, str]]:
-    specialists = [stage for stage in run.stages if stage.name.startswith("specialist-")]
+    specialists = [stage for stage in run.stages if kind_of(stage.name) == "specialist"]
     merge = run.stage("merge")
     parts = []
     if merge and merge.steps:

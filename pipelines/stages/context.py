@@ -16,6 +16,7 @@ from opd.metrics import MemoryMeter, MetricsWriter, NoMetrics
 from opd.pipelines.launch.servers import Servers
 from opd.pipelines.records.cards import Cards
 from opd.pipelines.records.run_folder import RunFolder
+from opd.pipelines.records.stage_names import model_stage
 from opd.protocols import Teacher
 from opd.ranks import Ranks, path_of_rank
 from opd.rollout.engine_pool import EnginePool
@@ -123,14 +124,6 @@ class StageContext:
     def teacher_source(self, name: str) -> str:
         """Folder or URL of a teacher: one of the recipe's own, or the specialist of that domain."""
         return self.recipe.given_teachers().get(name) or str(self.model(f"specialist:{name}"))
-
-
-def model_stage(name: str) -> str:
-    """The stage that makes the model which `StageContext.model_path` knows as `name`."""
-    kind, _, domain = name.partition(":")
-    if kind in ("specialist", "sft"):
-        return f"{kind}-{domain}"
-    return {"base": "base", "merged": "merge"}.get(name, f"baseline-{name}")
 
 
 def baseline_methods(recipe: Recipe) -> list[str]:

@@ -20,7 +20,8 @@ from opd.config.specialist import DifficultyConfig
 from opd.errors import DataError, RunFolderError
 from opd.pipelines.evaluation.measure import is_right
 from opd.pipelines.records.inputs import model_digests
-from opd.pipelines.stages.context import StageContext, model_stage
+from opd.pipelines.records.stage_names import specialist_stage
+from opd.pipelines.stages.context import StageContext
 from opd.pipelines.stages.domains import DomainSet
 from opd.pipelines.stages.student import Student
 from opd.redact import redacted
@@ -144,7 +145,7 @@ def measured(context: StageContext, data: DomainSet, domain: str) -> Rates | Non
     Raises `RunFolderError` if its record, or its file, is not what was written.
     """
     config = context.recipe.for_domain(domain).specialist.difficulty
-    stage = model_stage(f"specialist:{domain}")
+    stage = specialist_stage(domain)
     if config is None or domain not in context.recipe.grpo_domains():
         return None
     context.folder.stage_done(stage)

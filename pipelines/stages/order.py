@@ -13,6 +13,7 @@ from opd.config.recipe import WEIGHT_MERGES
 from opd.errors import ConfigError
 from opd.models.hf_folder import adapter_base
 from opd.pipelines.evaluation.evaluate import evaluate
+from opd.pipelines.records.stage_names import model_stage, specialist_stage
 from opd.pipelines.stages.context import StageContext, baseline_methods
 from opd.pipelines.stages.distill import distill
 from opd.pipelines.stages.grpo import train_grpo
@@ -53,7 +54,7 @@ def plan(recipe: Recipe) -> dict[str, Stage]:
     for domain in recipe.specialist_domains():
         needs = base
         if recipe.is_started(domain):
-            needs = (f"sft-{domain}",)
+            needs = (model_stage(f"sft:{domain}"),)
             run = partial(_start_specialist, domain=domain)
             stages.append(Stage(needs[0], base, run, model=f"sft:{domain}"))
         run = partial(_specialist, domain=domain)
@@ -63,15 +64,10 @@ def plan(recipe: Recipe) -> dict[str, Stage]:
     for method in baseline_methods(recipe):
         trained = method not in WEIGHT_MERGES
         needs, run = ("merge",) if trained else base + specialists, partial(_baseline, method=method)
-        baselines.append(Stage(f"baseline-{method}", needs, run, trained, method))
+        baselines.append(Stage(model_stage(method), needs, run, trained, method))
     stages += baselines
     stages.append(Stage("evaluate", ("merge", *(one.name for one in baselines)), evaluate, alone=True))
     return {stage.name: stage for stage in stages}
-
-
-def specialist_stage(domain: str) -> str:
-    """Name of the stage that trains the specialist of `domain`."""
-    return f"specialist-{domain}"
 
 
 def with_needs(stages: dict[str, Stage], name: str) -> list[Stage]:

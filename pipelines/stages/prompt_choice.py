@@ -21,7 +21,8 @@ import numpy as np
 from opd.config.specialist import CurriculumConfig, SpecialistConfig
 from opd.errors import CheckpointError
 from opd.foreign import shown
-from opd.pipelines.stages.context import StageContext, model_stage
+from opd.pipelines.records.stage_names import specialist_stage
+from opd.pipelines.stages.context import StageContext
 from opd.pipelines.stages.domains import DomainSet
 from opd.pipelines.stages.loop import StepContext
 from opd.pipelines.stages.samples import StepSamples
@@ -120,7 +121,7 @@ class PromptChoice:
                 continue
             from opd.pipelines.stages.difficulty import measure, measured
 
-            own = self._stage == model_stage(f"specialist:{domain}")
+            own = self._stage == specialist_stage(domain)
             find = partial(measure, student=student, start=start) if own else measured
             rates = find(context, data=self._data, domain=domain)
             if rates is not None:
