@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.check
@@ -22,8 +23,9 @@ SAID = [row for row in ROWS if len(row) == 3]
 
 @cache
 def sentences() -> str:
-    """Every text of the code, with parts that are filled in left out, one a line."""
-    found = []
+    """Every text of the code and its data, with parts that are filled in left out, one a line."""
+    names = yaml.safe_load((ROOT / "opd" / "config" / "other_names.yaml").read_text("utf-8"))
+    found = [row["note"] for row in names["rows"] if "note" in row]
     for folder in ("opd", "kernels", "pipelines", "storage", "teachers"):
         for file in (ROOT / folder).rglob("*.py"):
             for node in ast.walk(ast.parse(file.read_text("utf-8"))):

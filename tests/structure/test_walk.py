@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
-MOST = {"merge": (65, 8), "grpo": (52, 7)}
-"""Files and folders that a step of each kind enters. GRPO's 52nd is `token_ids`: what tokenizers add."""
+MOST = {"merge": (65, 8), "grpo": (53, 7)}
+"""Files and folders that a step of each kind enters. GRPO's last two are `token_ids`, what tokenizers add,
+and `transcript`, tokens by request for the log and its readers.
+"""
 ROOT = Path(__file__).parents[2]
 
 
