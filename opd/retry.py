@@ -24,6 +24,10 @@ class Retry:
     longest: float = 8.0
     """Of one pause."""
 
+    def __post_init__(self) -> None:
+        if self.attempts < 1:
+            raise ValueError(f"attempts is {self.attempts}; it must be at least 1.")
+
     def seconds(self, failures: int) -> float:
         """How long to wait after `failures` in a row, at least one."""
         return min(self.longest, self.pause * 2.0 ** min(failures - 1, 60)) * random.uniform(0.5, 1.0)
@@ -45,8 +49,6 @@ class Retry:
 
         Raises `used_up(the last failure, seconds since the first try)` when the attempts are used up.
         """
-        if self.attempts < 1:
-            raise ValueError(f"attempts is {self.attempts}; it must be at least 1.")
         begin, failures = time.monotonic(), 0
         while True:
             try:

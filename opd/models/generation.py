@@ -84,9 +84,11 @@ def sampling_of(folder: Path) -> dict[str, float]:
         value = said.get(key)
         if value is None:
             continue
-        if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not least <= value <= most or (key == "top_k" and value != int(value)):
+            kind = "whole number" if key == "top_k" else "number"
             raise CheckpointError(
-                f"{path} says {key} {shown(value, 40)}; give a number from {least:g} to {most:g}."
+                f"{path} says {key} {shown(value, 40)}; give a {kind} from {least:g} to {most:g}."
             )
         found[key] = int(value) if key == "top_k" else float(value)
     return found

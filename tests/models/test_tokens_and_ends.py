@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedToken
 
 from opd.config import Recipe
 from opd.data.demonstrations import Demonstration, Writes
-from opd.errors import DataError
+from opd.errors import CheckpointError, DataError
 from opd.models.causal_lm import CausalLM
 from opd.models.checkpoint import save_checkpoint
 from opd.models.generation import _FOLLOWED, _FREE, _NEUTRAL, not_followed, sampling_of
@@ -119,6 +119,13 @@ def test_an_answer_ends_there(folder):
 def test_a_model_may_ask_for_either_end_of_how_it_is_sampled(tmp_path, said):
     (tmp_path / GENERATION).write_text(json.dumps(said))
     assert sampling_of(tmp_path) == said
+
+
+@pytest.mark.parametrize("said", [{"top_k": 3.7}, {"top_k": True}, {"top_k": -1}, {"top_p": "x"}])
+def test_a_number_that_nothing_can_be_sampled_by_is_said(tmp_path, said):
+    (tmp_path / GENERATION).write_text(json.dumps(said))
+    with pytest.raises(CheckpointError, match=r"; give a (whole )?number from"):
+        sampling_of(tmp_path)
 
 
 FRAMES = {

@@ -212,3 +212,9 @@ def test_counters_say_which_path_keys_and_values_took(
         prefilled[name] = counters["prefilled_tokens"]
         assert (counters.get("kv_restored_tokens", 0) > 0) == (store is not None)
     assert prefilled["computed"] >= prefilled["restored"] + 4 * len(requests)
+
+
+@pytest.mark.parametrize("attempts", [0, -1])
+def test_less_than_one_attempt_is_none(attempts):
+    with pytest.raises(ValueError, match="must be at least 1"):
+        Retry(attempts=attempts)
