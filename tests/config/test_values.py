@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from opd.config import DistillConfig
 from opd.config.load import load_recipe
 from opd.errors import ConfigError
 
@@ -106,3 +107,9 @@ def test_a_reward_in_capitals_is_the_one_in_small_letters(name, tmp_path):
 )
 def test_a_key_in_capitals_is_the_one_in_small_letters(text, meant, tmp_path):
     assert f"did you mean `{meant}`?" in said(tmp_path, more=text)
+
+
+def test_the_merge_learns_at_the_rate_that_the_results_were_made_with():
+    optim = DistillConfig().optim
+    said = (optim.lr, optim.schedule, optim.final_lr_fraction, optim.warmup_steps)
+    assert said == (1e-3, "cosine", 0.0, 5)

@@ -21,6 +21,7 @@ from kl_problems import (
 )
 from torch import Tensor
 
+from opd.kernels.divergences import DIVERGENCES, divergence_
 from opd.kernels.head import Head
 from opd.kernels.ops import linear_kl, score_kl
 
@@ -136,3 +137,11 @@ def test_gradcheck(kernels: str, kind: str, weighted: bool, softcap: float | Non
         )
 
     assert torch.autograd.gradcheck(function, (hidden, weight, bias))
+
+
+@pytest.mark.parametrize("kind", DIVERGENCES)
+def test_no_divergence_of_near_distributions_is_below_zero(kind):
+    generator = torch.Generator().manual_seed(0)
+    teacher = torch.randn(64, 100, generator=generator)
+    student = teacher + 1e-4 * torch.randn(64, 100, generator=generator)
+    assert (divergence_(student, teacher, kind, 0.5, None) >= 0).all()

@@ -272,6 +272,9 @@ def test_a_histogram_holds_every_prompt():
     assert found["pass_at_8"] == 4 / 5
     many = Rates("sort", 40, {i: i for i in range(41)})
     assert [count for _, count in many.bars()] == [4] * 9 + [5]
+    bounded = DifficultyConfig(min_rate=0.25, max_rate=0.75)
+    found = Rates("sort", 4, {0: 0, 1: 1, 2: 3, 3: 4}).summary(bounded)
+    assert (found["too_hard"], found["kept"], found["too_easy"]) == (1, 2, 1)  # at either bound it is kept
 
 
 def outcome(folder: Path, recipe: Recipe, stage: str = "specialist-sort") -> tuple[str, list[dict[str, Any]]]:

@@ -11,6 +11,7 @@ from recipes import tiny_recipe
 
 from opd.kernels import ops, tilelang_rows
 from opd.pipelines.launch.machine import git_state, kernels
+from opd.pipelines.records import results
 from opd.pipelines.records.results import used_extras
 
 
@@ -83,3 +84,17 @@ def test_kernels_are_named_when_they_were_used(monkeypatch):
 )
 def test_what_a_field_takes(changes, extra):
     assert used_extras(tiny_recipe(**changes)) == [extra]
+
+
+def test_intervals_of_recovery_have_the_recipes_confidence(monkeypatch):
+    monkeypatch.setattr(results, "best_teachers", lambda *_: {"d": "specialist:d"})
+    right = {"base": 10, "specialist:d": 90, "merged": 60}
+    models = {name: {"d": {"sampled": {"correct": count, "total": 100}}} for name, count in right.items()}
+
+    def width(confidence):
+        evaluation = SimpleNamespace(confidence=confidence)
+        recipe = SimpleNamespace(domains={"d": None}, evaluation=evaluation, seed=0)
+        found = results._recoveries(recipe, models)["merged"]["d"]
+        return found["high"] - found["low"]
+
+    assert width(0.5) < 0.6 * width(0.95)

@@ -54,6 +54,8 @@ def test_thoughts_are_no_answers():
     assert extracted(r"<think>\boxed{1}</think>\boxed{2}", ["boxed"]) == "2"
     assert extracted(r"\boxed{1}</think>It is 2", ["boxed"]) is None
     assert extracted(r"<think>I guess \boxed{1}", ["boxed"]) is None
+    assert extracted(r"<think>a</think>\boxed{1}<think>b</think>\boxed{2}", ["boxed"]) == "2"
+    assert extracted(r"a</think>\boxed{1}</think>2", ["boxed"]) is None
 
 
 @pytest.mark.some(3)

@@ -13,10 +13,10 @@ from memory_log import MemoryLog
 from opd.errors import RolloutError
 from opd.rollout.collect import EncodedPrompt, collect
 from opd.rollout.fault_tolerant import FaultTolerantRollout
-from opd.rollout.ledger import replay
+from opd.rollout.ledger import Ledger, replay
 from opd.rollout.torch_engine import TorchEngine
 from opd.storage.transcript import Tokens, Transcript
-from opd.types import Chunk, SamplingParams, Status
+from opd.types import Chunk, RolloutRequest, SamplingParams, Status
 
 Fixture = Callable[..., Any]
 
@@ -195,3 +195,13 @@ def test_collect_raises_for_failed_samples_unless_told_to_keep_them(model: Any) 
     [group] = collect(rollout, prompts, 1, sampling, 0, keep_failed=True)
     assert group.samples[0].failure == "it was too slow"
     assert len(group.samples[0].response_ids) == 4
+
+
+def test_nothing_that_waits_is_told_of_what_was_let_go() -> None:
+    ledger, zeros = Ledger(None), np.zeros(2, np.int32)
+    ledger.add([RolloutRequest(uid, np.array([1], np.int32), SamplingParams(), 0) for uid in "ab"], 1)
+    ledger.accept(Chunk(["a", "b"], zeros, zeros, zeros.astype(np.float32), 1, {}))
+    ledger.forget(["a"])
+    told = ledger.take()
+    assert told is not None
+    assert told.uids == ["b"]

@@ -467,3 +467,15 @@ def test_a_replay_that_is_asked_twice_to_stop_ends_its_command_and_says_so(tmp_p
     assert (process.returncode, told) == (143, ["opd: asked to stop, and did"])
     assert gone(mark)
     assert not list(tmp_path.glob("opd-replay-*"))
+
+
+def test_a_damaged_log_beside_a_whole_one_is_said(tmp_path, capsys):
+    for stage in ("a", "merge"):
+        with TrajectoryLog(tmp_path / "stages" / stage / "episodes") as log:
+            log.begin("e/0", {})
+    (file,) = (tmp_path / "stages" / "a" / "episodes").glob("*.wal")
+    data = bytearray(file.read_bytes())
+    data[data.rindex(b"e/0")] ^= 1
+    file.write_bytes(data)
+    assert main(["trajectory", "show", str(tmp_path)]) == 2
+    assert "DAMAGED" in capsys.readouterr().out

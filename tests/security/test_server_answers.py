@@ -284,3 +284,10 @@ def test_good_answers_arrive():
     assert against(says(body), lambda url: asked(url, "POST", "/generate", HIDDEN)) == json.loads(body)
     assert against(says(b"data: {}\n\ndata: [DONE]"), streamed) == [b"data: {}", b"", b"data: [DONE]"]
     assert against(says(b"done"), lambda url: asked(url, "POST", "/flush_cache")) is None
+
+
+@pytest.mark.parametrize("token", [-1, 50])
+def test_an_id_at_the_bound_of_the_vocabulary_is_outside(token):
+    meta = {"input_top_logprobs": [None, [[-0.5, token, None], [-1.5, 2, None]]]}
+    with pytest.raises(UnavailableError, match="outside"):
+        top_logprobs_of({"meta_info": meta}, 1, 2, 50)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
 from opd.errors import StorageError
-from opd.storage.manifest import MAX_BLOCK_BYTES, Unit, block_size, unit_of
+from opd.storage.manifest import MAX_BLOCK_BYTES, Unit, block_size, identity, unit_of
 from opd.storage.object_store import ObjectStore, StoreOptions
 from opd.storage.publish import ModelForm, publish
 from opd.storage.published import PublishedModel
@@ -321,3 +321,9 @@ def test_the_buffer_may_be_larger_and_of_any_type(checkpoint, tmp_path):
             model.part("layer.9", 0, 1)
         with pytest.raises(StorageError, match="no rank 2 among 2"):
             model.part("head", 2, 2)
+
+
+@pytest.mark.parametrize("key", ["config", "generation_config", "head", "tokenizer"])
+def test_each_part_of_a_model_counts_in_its_identity(key):
+    document = {name: {} for name in ("config", "generation_config", "head", "tokenizer", "units")}
+    assert identity(document | {key: {"x": 2}}) != identity(document)

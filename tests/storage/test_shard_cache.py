@@ -436,3 +436,10 @@ def test_reading_goes_on_after_the_copies_were_closed(tmp_path: Path, caplog) ->
         assert copy_of(model) == expected
         assert model.cached_bytes == 0
     assert told(caplog) == []
+
+
+def test_a_folder_that_its_group_may_write_is_refused(tmp_path):
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c").chmod(0o770)
+    with pytest.raises(StorageError, match="others may write"):
+        shard_cache._make_own(tmp_path / "c")

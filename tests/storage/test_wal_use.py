@@ -84,3 +84,11 @@ def test_retiring_frees_the_disk_and_the_log_goes_on(tmp_path):
     log.shutdown()
     assert sorted(tokens(tmp_path)) == ["19-7", "29-7", "9-7"]
     assert all(found == list(range(100, 120)) for found in tokens(tmp_path).values())
+
+
+def test_a_prompt_that_its_caller_changes_stays_as_it_was_opened(tmp_path):
+    ids = np.array([1, 2, 3], np.int32)
+    with TokenWAL(tmp_path) as log:
+        log.open(RolloutRequest("a", ids, SamplingParams(), 7), {})
+        ids[:] = 9
+        assert log.find("a").request.prompt_ids.tolist() == [1, 2, 3]

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -192,3 +193,16 @@ def test_resident_memory_with_ten_teachers_is_that_with_one(tmp_path):
         growth[count], window, head, model = (int(number) for number in done.stdout.split())
     assert growth[10] <= growth[1] + head + window
     assert growth[10] < 2 * model
+
+
+def test_rows_that_are_let_go_give_their_memory_back(tmp_path):
+    (sample,) = tiny.samples([(3, 2)])
+    teacher = SimpleNamespace(name="t", digest="d" * 64)
+    rows = torch.zeros(len(sample.response_ids), 8)
+    with NodeCache(tmp_path, quota_bytes=10**7) as cache:
+        scores = CachedScores(cache, memory_bytes=rows.nbytes)
+        for _ in range(3):
+            scores.store(teacher, [sample], [rows])
+            assert scores.resident() == rows.nbytes
+            scores.release()
+            assert scores.resident() == 0
