@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
@@ -461,7 +462,7 @@ class FramedLog:
             self._io.remove(self._folder / name)
 
 
-class LogWriter:
+class LogWriter(ABC):
     """The one writer of a log in a folder of its own. What frames mean is its subclass's affair, whose
     methods may be called from several threads; the object does not survive a fork.
     """
@@ -499,9 +500,9 @@ class LogWriter:
                 f" is kept; {out}"
             ) from error
 
+    @abstractmethod
     def _contents(self) -> Iterator[Content]:
         """The frames of a snapshot of what the log says now."""
-        raise NotImplementedError
 
     @property
     def stored_bytes(self) -> int:

@@ -31,7 +31,14 @@ def cases(count: int) -> int:
 
 RECORD = Path(__file__).with_name("full.json")
 CHOOSING = (
-    *("keyword", "markexpr", "deselect", "ignore", "ignore_glob", "maxfail", "lf", "stepwise"),
+    "keyword",
+    "markexpr",
+    "deselect",
+    "ignore",
+    "ignore_glob",
+    "maxfail",
+    "lf",
+    "stepwise",
     "collectonly",
 )
 OUTCOMES = ("passed", "failed", "skipped")

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
-from opd.config.base import Changes, Config, Located
+from opd.config.base import FILES, Changes, Config, Located
 from opd.config.train import BatchConfig, OptimConfig
 
 
@@ -45,7 +45,7 @@ class SFTConfig(Config):
     @field_validator("source")
     @classmethod
     def _a_file(cls, source: str) -> str:
-        if not source.endswith((".jsonl", ".parquet")):
+        if not source.endswith(FILES):
             raise ValueError(f"demonstrations come from a .jsonl or .parquet file, not from {source!r}")
         return source
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from opd.config import Recipe
 from opd.config.base import Located
 from opd.config.hub_names import HubName, hub_name
-from opd.config.load import KeyPath, model_keys
+from opd.config.load import KeyPath
 from opd.config.schema import marked
 from opd.errors import ConfigError, OpdError
 from opd.pipelines.records.run_folder import HubRecord, RunFolder, refuse_existing
@@ -65,16 +65,12 @@ def hub_names(recipe: Recipe) -> dict[KeyPath, tuple[str, HubName]]:
     Raises `ConfigError` for a `hf://` that names nothing of its kind.
     """
     used = recipe.used_teachers()
-    keys = [key for key in model_keys(recipe) if key[0] != "teachers" or key[1] in used]
-    keys += [path for path, mark, _ in marked(recipe, Located) if mark.files]
-    data, found = recipe.model_dump(), {}
-    for key in keys:
-        value = data
-        for part in key:
-            value = value[part]
-        if not isinstance(value, str):
+    found: dict[KeyPath, tuple[str, HubName]] = {}
+    for key, mark, value in sorted(marked(recipe, Located), key=lambda one: one[1].files):
+        is_unused = key[0] == "teachers" and key[1] not in used
+        if value is None or is_unused or not (mark.model or mark.files):
             continue
-        name, of_data = hub_name(value), key[-1] == "source"
+        name, of_data = hub_name(value), mark.files
         if name is not None and (name.file is not None) == of_data:
             found[key] = (value, name)
         elif value.startswith("hf://"):

@@ -25,7 +25,7 @@ from opd.config.schema import change_at
 from opd.config.servers import COMPUTED
 from opd.config.teachers import ServerConfig
 from opd.errors import RunFolderError
-from opd.pipelines.records.stage_names import kind_of
+from opd.pipelines.records.stage_names import KINDS, kind_of, model_stage, specialist_stage
 from opd.redact import redacted
 
 FREE = ("runtime", "run_dir", "launch", "train", "watch")
@@ -39,7 +39,7 @@ _SENT = frozenset(("sync", "folder", "host"))
 """How the student's servers get its weights, to the last bit."""
 _COMPUTES = rf"arguments\.({'|'.join(COMPUTED)})|command"
 
-_JUDGED = re.compile(r"\.reward\.(unreadable|urls)")
+_JUDGED = re.compile(r"\.reward\.(unreadable|urls)$")
 
 
 NOTHING = object()
@@ -123,15 +123,15 @@ class SettingChange:
 
 
 Stages = tuple[str, ...]
-"""Names of stages; one that ends with a dash stands for all that begin so."""
+"""Names of stages, and kinds, which stand for all of a kind."""
 
 
-def _of_servers(recipe: Recipe, everywhere: Stages) -> dict[tuple[str, ...], Stages]:
-    """Who reads teachers' and servers' settings; `everywhere`: the stages in which the student writes."""
+def _of_servers(recipe: Recipe) -> dict[tuple[str, ...], Stages]:
+    """Who reads teachers' and servers' settings; the student writes in all stages."""
     places: dict[tuple[str, ...], Stages] = {}
     for teacher, config in recipe.teachers.items():
         learners = [
-            f"specialist-{name}"
+            specialist_stage(name)
             for name in recipe.domains
             if (opd := recipe.for_domain(name).specialist.opd) is not None and teacher in opd.weights
         ]
@@ -140,31 +140,30 @@ def _of_servers(recipe: Recipe, everywhere: Stages) -> dict[tuple[str, ...], Sta
             places[("servers", config.servers)] = stages
     engine = recipe.rollout.engine
     if isinstance(engine, ServerConfig) and engine.servers is not None:
-        places[("servers", engine.servers)] = everywhere
+        places[("servers", engine.servers)] = KINDS
     return places
 
 
 def _readers(recipe: Recipe, path: tuple[str, ...]) -> Stages:
     """The stages that read a setting."""
-    everywhere = ("base", "sft-", "specialist-", "merge", "baseline-", "evaluate")
     learners = tuple(
-        f"specialist-{name}" for name in recipe.domains if recipe.domains[name].specialist is None
+        specialist_stage(name) for name in recipe.domains if recipe.domains[name].specialist is None
     )
-    places = _of_servers(recipe, everywhere) | {
+    places = _of_servers(recipe) | {
         ("specialist",): (*learners, "baseline-mixed_grpo", "baseline-mixed_grpo_all"),
         ("distill",): ("merge", "baseline-off_policy"),
         ("base",): ("base",),
         ("sft",): ("base",),
-        ("rollout",): everywhere,
-        ("evaluation",): ("specialist-", "merge", "baseline-"),
+        ("rollout",): KINDS,
+        ("evaluation",): ("specialist", "merge", "baseline"),
     }
     for name in recipe.domains:
-        own = (f"specialist-{name}",)
-        answers = (*own, "merge", "baseline-", "evaluate")
+        own = (specialist_stage(name),)
+        answers = (*own, "merge", "baseline", "evaluate")
         places |= {
             ("domains", name): ("merge", "baseline-off_policy"),
             ("domains", name, "specialist"): own,
-            ("domains", name, "sft"): (f"sft-{name}", *own),
+            ("domains", name, "sft"): (model_stage(f"sft:{name}"), *own),
             ("domains", name, "rollout"): answers,
             ("domains", name, "distill"): ("merge",),
             ("domains", name, "reward"): answers,
@@ -213,14 +212,10 @@ def hindrance(recipe: Recipe, change: SettingChange, progress: Progress) -> str 
 
 def of_stages(recipe: Recipe, change: SettingChange, stages: Iterable[str]) -> list[str]:
     """Those of `stages` that read a setting; all that are watched, of rules."""
-    wanted = ("base", "sft-", "specialist-", "merge", "baseline-")
+    wanted: Stages = ("base", "sft", "specialist", "merge", "baseline")
     if change.path[0] != "watch":
         wanted = _readers(recipe, change.path)
-    return [
-        stage
-        for stage in stages
-        if any(stage == name or (name.endswith("-") and stage.startswith(name)) for name in wanted)
-    ]
+    return [stage for stage in stages if stage in wanted or kind_of(stage) in wanted]
 
 
 @dataclass(frozen=True, slots=True)

@@ -115,39 +115,41 @@ def lmdb_blob(folder: Path) -> Iterator[Commit]:
 
 
 @contextmanager
-def sqlite(folder: Path, synchronous: str) -> Iterator[Commit]:
+def connected(folder: Path, synchronous: str) -> Iterator[sqlite3.Connection]:
     database = sqlite3.connect(folder / "tokens.sqlite", isolation_level=None)
     database.execute("pragma journal_mode=wal")
     database.execute(f"pragma synchronous={synchronous}")
-    database.execute("create table tokens(request, position, token, logprob, version)")
-
-    def commit(step: Chunk) -> None:
-        rows = records_of(step)[["request", "position", "token", "logprob", "version"]].tolist()
-        database.execute("begin")
-        database.executemany("insert into tokens values (?, ?, ?, ?, ?)", rows)
-        database.execute("commit")
-
-    yield commit
+    yield database
     database.close()
+
+
+@contextmanager
+def sqlite(folder: Path, synchronous: str) -> Iterator[Commit]:
+    """A row a token."""
+    with connected(folder, synchronous) as database:
+        database.execute("create table tokens(request, position, token, logprob, version)")
+
+        def commit(step: Chunk) -> None:
+            rows = records_of(step)[["request", "position", "token", "logprob", "version"]].tolist()
+            database.execute("begin")
+            database.executemany("insert into tokens values (?, ?, ?, ?, ?)", rows)
+            database.execute("commit")
+
+        yield commit
 
 
 @contextmanager
 def sqlite_row(folder: Path, synchronous: str) -> Iterator[Commit]:
     """A row a step, with a digest of it, as a log on SQLite would be."""
-    database = sqlite3.connect(folder / "tokens.sqlite", isolation_level=None)
-    database.execute("pragma journal_mode=wal")
-    database.execute(f"pragma synchronous={synchronous}")
-    database.execute("create table steps(lsn integer primary key, count, tokens blob, digest integer)")
+    with connected(folder, synchronous) as database:
+        database.execute("create table steps(lsn integer primary key, count, tokens blob, digest integer)")
 
-    def commit(step: Chunk) -> None:
-        data = records_of(step).tobytes()
-        database.execute(
-            "insert into steps(count, tokens, digest) values (?, ?, ?)",
-            (len(step.uids), data, xxh3_64_intdigest(data) >> 1),
-        )
+        def commit(step: Chunk) -> None:
+            data = records_of(step).tobytes()
+            row = (len(step.uids), data, xxh3_64_intdigest(data) >> 1)
+            database.execute("insert into steps(count, tokens, digest) values (?, ?, ?)", row)
 
-    yield commit
-    database.close()
+        yield commit
 
 
 METHODS = {

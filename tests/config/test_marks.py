@@ -2,38 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from opd.config import Recipe
-from opd.config.base import Changes
-from opd.config.schema import change_at, models
+from opd.config.schema import change_at, key_paths
+from opd.pipelines.records.settings import Recorded
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "operations.md"
-
-
-def changing(annotation: Any, seen: set[type]) -> Iterator[str]:
-    """The names of all fields below `annotation` that may change."""
-    for model in models(annotation):
-        if model in seen:
-            continue
-        seen.add(model)
-        for name, field in model.model_fields.items():
-            if any(isinstance(mark, Changes) for mark in field.metadata):
-                yield name
-            yield from changing(field.annotation, seen)
-            for inside in getattr(field.annotation, "__args__", ()):
-                yield from changing(inside, seen)
 
 
 def test_the_page_names_every_setting_that_may_change():
     table = (
         PAGE.read_text("utf-8").partition("## Change a setting while a run goes on")[2].partition("\n## ")[0]
     )
-    found = set(changing(Recipe, set()))
+    paths = key_paths(Recipe, {"domains": {"a": {}}, "evaluation": {"sets": {"a": {}}}})
+    found = {path[-1] for path in paths if change_at(path) and not change_at(path[:-1])}
     assert {"lr", "kl_coef", "every", "urls", "correction"} <= found
     shaping = {"weights", "clip", "truncated_reward", "mask_truncated", "overlong_buffer", "overlong_penalty"}
     named_together = shaping | {"length_coef", "weight"}  # "`shaping` but for `running_std`"
@@ -69,3 +54,12 @@ def test_the_page_names_every_setting_that_may_change():
 def test_what_may_change_is_said_by_the_field(path, what):
     found = change_at(tuple(path.split(".")))
     assert (None if found is None else found.what) == what
+
+
+@pytest.mark.parametrize(
+    ("field", "otherwise"),
+    [("domains.a.reward.urls", True), ("domains.a.reward.urls.weight", False), ("distill.steps", False)],
+)
+def test_what_is_measured_otherwise_is_no_matter_of_a_domains_name(field, otherwise):
+    """The second one's domain is called `a.reward.urls`."""
+    assert Recorded("", field, 1, 2, {}, []).measures_otherwise == otherwise
