@@ -1,18 +1,18 @@
-"""What every teacher behind HTTP does: each sample is asked about once and waited for, the published head
-stays here. How servers are asked, and how they prove what they serve, is their kind's own.
+"""Score samples by servers of a published model, whose head stays here.
+
+Each sample is asked about once and waited for. How servers are asked, and how they prove what they serve, is
+their program's `Scorer`.
 """
 
 from __future__ import annotations
 
 import hashlib
-import threading
-from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import numpy as np
 import torch
@@ -22,10 +22,8 @@ from opd.config import Recipe, TopKKL
 from opd.config.teachers import ServedTeacherConfig, ServerConfig, check_temperature
 from opd.errors import ConfigError, OpdError, TeacherError
 from opd.kernels.head import Head
-from opd.kernels.ops import linear_logprobs
 from opd.models.causal_lm import torch_device, torch_dtype
 from opd.progress import doing
-from opd.served.distinct import check_distinct
 from opd.served.http_client import (
     SERVERS,
     Patience,
@@ -35,12 +33,12 @@ from opd.served.http_client import (
     UnavailableError,
     advice,
 )
-from opd.served.http_pool import HTTPPool
+from opd.served.http_pool import HTTPPool, UrlsFile, check_distinct
 from opd.served.loop_thread import LoopThread
-from opd.served.sglang_answers import Question
-from opd.served.urls_file import UrlsFile
+from opd.served.scoring import Question
 from opd.storage.published import PublishedModel
-from opd.teachers.kinds import Placement, TeacherOpening
+from opd.teachers.kinds import Placement, TeacherKind, TeacherOpening
+from opd.teachers.scorer import Scorer, by_published, by_source, named_model, published_model
 from opd.teachers.skeleton import read_head
 from opd.types import HiddenStates, Sample, TeacherTargets, TokenLogprobs, TopKLogprobs
 
@@ -48,8 +46,6 @@ if TYPE_CHECKING:
     from opd.storage.shard_cache import ShardCache
 
 T = TypeVar("T")
-Rebuild = Callable[[np.ndarray, np.ndarray], np.ndarray]
-"""Log-probabilities [N] float32 of ids [N] from hidden rows [N, D], by the published head."""
 _LOOK = 0.5
 """Seconds between two looks at what the run was asked, while servers are waited for."""
 
@@ -89,35 +85,8 @@ def pool_options(config: ServerConfig, rank: int = 0, ranks: int = 1) -> PoolOpt
     return replace(options, more=UrlsFile(config.urls_file, config.urls, rank, ranks).fresh)
 
 
-def rebuild_with(load: Callable[[], Head]) -> Rebuild:
-    """By the head that `load` gives, over all of its rows, as a server has them; read at each call, by one
-    thread at a time.
-    """
-    reading = threading.Lock()  # servers are admitted side by side, whose heads would be here at once
-
-    def rebuild(rows: np.ndarray, ids: np.ndarray) -> np.ndarray:
-        with reading, torch.no_grad():
-            hidden, tokens = torch.from_numpy(rows), torch.from_numpy(ids.astype(np.int64))
-            return linear_logprobs(hidden, load(), tokens).float().numpy()
-
-    return rebuild
-
-
-def head_of(published: PublishedModel) -> Callable[[], Head]:
-    """Reads all rows of its head, to rebuild with on this CPU."""
-    return lambda: read_head(published, torch.float32, torch.device("cpu"))
-
-
-def lost_weights(owner: str, url: str, sign: str) -> TeacherError:
-    """Of a server that answers as if all were well, such as one that was put to sleep and woken."""
-    return TeacherError(
-        f"{owner}: {url} has lost its weights ({sign}, whatever was asked); start it again, and continue with"
-        " --resume."
-    )
-
-
-class ServedTeacher(ABC):
-    """Implements `opd.protocols.Teacher` on servers of a published model.
+class ServedTeacher:
+    """Implements `opd.protocols.Teacher` on servers of a published model; a subclass names their program.
 
     Every sample is one request, identified here: whatever happens on the way it is scored once, or the call
     raises.
@@ -132,6 +101,9 @@ class ServedTeacher(ABC):
 
     Raises `ConfigError` for a signal that cannot be had at the temperature, or for a padded vocabulary.
     """
+
+    scorer_class: ClassVar[type[Scorer]]
+    """How servers of the program are asked."""
 
     def __init__(
         self,
@@ -155,6 +127,10 @@ class ServedTeacher(ABC):
                 f"teacher {name}: its head has {rows} rows for {self._vocabulary} tokens, and a server's"
                 f" log-probabilities count the padding; set teachers.{name}.signal to hidden."
             )
+        top_k = min(asked.top_k, self._vocabulary) if self.signal == "topk" else 0
+        read = by_published(url, cache) if asked.main else None
+        model = published_model(self.published)
+        self.scorer = self.scorer_class(model, config, read, top_k=top_k, vocabulary=self._vocabulary)
         self.pool = HTTPPool(f"teacher {name}", pool_options(config), TeacherError, self._admit, watch=True)
         self._begun: dict[str, tuple[Question, Future[Any]]] = {}
         self.check: Callable[[], None] = lambda: None
@@ -162,22 +138,29 @@ class ServedTeacher(ABC):
         self.own_turn: Callable[[], AbstractContextManager[None]] | None = None
         """One of the `turns` of `TeacherOpening`, if its servers sleep outside of it."""
 
-    @abstractmethod
     async def _admit(self, server: Server) -> None:
-        """Raises `TeacherError` if `server` must not be used, `UnavailableError` if it is away."""
+        await self.scorer.admit(self.pool, server)
 
-    @abstractmethod
     async def _score(self, question: Question) -> Any:
-        """[count, D], [count], or ids and log-probabilities [count, K] with [count], as the signal says."""
+        """What `Scorer.ask` gives, of the first server that answers well."""
+        await self._meet_one()
+        self.scorer.check_length(self.name, question)
+        return await self.pool.call(
+            len(question.tokens), lambda server: self.scorer.ask(self.pool, server, question)
+        )
 
-    @abstractmethod
     def connect(self) -> None:
         """Check one server now. Raises `TeacherError` if none answers or the wrong model does."""
+        self._run(self._meet_one())
 
-    @property
-    @abstractmethod
-    def served_as(self) -> str:
-        """What the servers call what they hold, once `connect` has asked them."""
+    async def _meet_one(self) -> None:
+        """Have one server admitted, which tells its limits, before anything long is sent."""
+
+        async def nothing(server: Server) -> None:
+            """It was admitted for this."""
+
+        if self.scorer.proof.logprobs is None:
+            await self.pool.call(1, nothing)
 
     @cached_property
     def _loop(self) -> LoopThread:
@@ -187,7 +170,7 @@ class ServedTeacher(ABC):
     def digest(self) -> str:
         """Identity of the published weights and of the version the servers report. Asks them."""
         self.connect()
-        named = f"{self.published.manifest.digest} served as {self.served_as}"
+        named = f"{self.published.manifest.digest} served as {self.scorer.version}"
         return hashlib.sha256(named.encode()).hexdigest()
 
     @property
@@ -344,15 +327,8 @@ def check_own_servers(
     check_distinct({**(others or {}), **wanted}, TeacherError, models)
 
 
-Make = Callable[..., ServedTeacher]
-Visit = Callable[[HTTPPool, Server], Awaitable[str]]
-"""What is right at a server, as a sentence; raises what is wrong."""
-
-
-def opener(
-    make: Make,
-) -> Callable[[Mapping[str, Any], TeacherOpening], AbstractContextManager[dict[str, ServedTeacher]]]:
-    """How teachers are opened that `make` makes of what `ServedTeacher` takes."""
+def kind_served_by(made: type[ServedTeacher]) -> TeacherKind:
+    """The kind of teachers that servers of the program of `made` score for."""
 
     @contextmanager
     def opened(
@@ -367,7 +343,7 @@ def opener(
             for name, settings in teachers.items():
                 check_signal(name, settings, recipe)
                 url = opening.sources[name]
-                found[name] = teacher = make(
+                found[name] = teacher = made(
                     name, url, settings, asked=asked, placement=opening.placement, cache=opening.cache
                 )
                 stack.callback(teacher.close)
@@ -380,38 +356,35 @@ def opener(
                         teacher.connect()
             yield found
 
-    return opened
+    return TeacherKind(opened, partial(_visits, made))
 
 
-def visits(
-    name: str,
-    settings: ServedTeacherConfig,
-    recipe: Recipe,
-    prepare: Callable[[ExitStack], Visit],
+def _visits(
+    made: type[ServedTeacher], name: str, settings: ServedTeacherConfig, recipe: Recipe
 ) -> Iterator[str | OpdError]:
-    """What the visit of every server of teacher `name` finds; what `prepare` opens for it lasts until the
-    last.
-    """
+    """What a visit of every server of teacher `name` finds: identity, settings, a few scored tokens."""
     check_signal(name, settings, recipe)
     if settings.servers is not None or settings.path is None:
         yield f"the run starts its servers itself ({settings.servers})"
         return
     pool = HTTPPool(f"teacher {name}", pool_options(settings), TeacherError)
     with ExitStack() as stack:
-        visit = prepare(stack)
+        model, loss = named_model(settings.path, stack), recipe.distill.loss
+        top_k = min(loss.k, model.rows) if isinstance(loss, TopKKL) and settings.signal == "topk" else 0
+        scorer = made.scorer_class(model, settings, by_source(settings.path), top_k=top_k)
         loop = LoopThread(f"doctor-{name}")
         stack.callback(loop.close)
         stack.callback(lambda: loop.run(pool.close()))
         for server in pool.servers:
             try:
-                yield loop.run(_visit(pool, server, visit))
+                yield loop.run(_visit(pool, server, scorer))
             except OpdError as error:
                 yield error
 
 
-async def _visit(pool: HTTPPool, server: Server, visit: Visit) -> str:
+async def _visit(pool: HTTPPool, server: Server, scorer: Scorer) -> str:
     try:
-        return await visit(pool, server)
+        return await scorer.describe(pool, server)
     except UnavailableError as trouble:
         raise TeacherError(f"{pool.owner}: {trouble}; start the server or correct its URL.") from None
     except RefusedError as refusal:

@@ -26,7 +26,7 @@ from opd.models.hf_folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from opd.models.peft_folder import LORA_A, LORA_B, PREFIX
 from opd.rollout.weight_proof import FUSED
 from opd.rollout.weight_sync import WeightFolder, Weights
-from opd.served.sglang_answers import PROBE
+from opd.served.scoring import PROBE
 from opd.storage.files import permit_as
 
 if TYPE_CHECKING:

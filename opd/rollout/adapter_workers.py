@@ -12,7 +12,7 @@ import asyncio
 import re
 import threading
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -48,12 +48,12 @@ class AdapterPush(served_workers.FolderPush):
     def __init__(self, root: Path, student: AdaptedStudent, base: Push, verbs: str = "") -> None:
         self._adapters = AdapterFolder(root / "adapters", student)
         self._trials = AdapterFolder(root / "trial", student)
-        super().__init__(self._adapters)
+        super().__init__(self._adapters, self._load_adapter)
         self.student, self._base, self._verbs = student, base, verbs
         self._written: dict[str, Prepared] = {}
         self._lock = threading.Lock()
 
-    async def _read(self, ask: Ask, server: Server, name: str, folder: Path) -> None:
+    async def _load_adapter(self, ask: Ask, server: Server, name: str, folder: Path) -> None:
         body = {"lora_name": name, "lora_path": str(folder)}
         try:
             done = await ask(server, "POST", f"{self._verbs}/load_lora_adapter", body)
@@ -80,7 +80,7 @@ class AdapterPush(served_workers.FolderPush):
         """Have `server` load the adapter by which it is tried."""
         folder = (await asyncio.to_thread(self._once, "trial")).folder
         assert folder is not None
-        await self._read(ask, server, name, folder)
+        await self._load_adapter(ask, server, name, folder)
 
     def on_trial(self) -> tuple[np.ndarray, float]:
         """What `AdaptedStudent.on_trial` says, computed once."""
@@ -162,6 +162,14 @@ class AdapterVerbs(Verbs):
     async def check_form(self, server: Server, weights: Any) -> None:
         """See `Verbs`: whether its model has the form of the base."""
         await self.plain.check_form(server, self._base.prepared.weights)
+
+    async def info(self, server: Server) -> Mapping[str, Any]:
+        """See `Verbs`."""
+        return await self.plain.info(server)
+
+    async def tensor_names(self, server: Server) -> Collection[str] | None:
+        """See `Verbs`: those of the base."""
+        return await self.plain.tensor_names(server)
 
     async def give_base(self, server: Server) -> None:
         """See `Verbs`: push it where the worker was started with another or given one since; then try it."""

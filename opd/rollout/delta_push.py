@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,7 +21,7 @@ from opd.errors import RolloutError
 from opd.foreign import is_file_name
 from opd.models.causal_lm import weights_digest
 from opd.models.hf_folder import INDEX
-from opd.rollout.served_workers import Ask, Prepared, copies
+from opd.rollout.served_workers import Ask, Prepared, Read, copies
 from opd.rollout.weight_delta import (
     BLOCK_ELEMENTS,
     all_blocks,
@@ -39,9 +39,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-Read = Callable[[Ask, Server, str, Path], Awaitable[None]]
-"""`read(ask, server, name, folder)`: have a server take the weights in a folder that it sees, and call them
-`name`. Raises as `Push.load`."""
 Share = Callable[[bytes], Any]
 """Puts a part where every receiver can take it; what it returns stands for it. Kept until that is gone."""
 WORTH = 0.5

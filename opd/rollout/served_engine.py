@@ -11,10 +11,20 @@ import hashlib
 import queue
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Collection,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from http import HTTPStatus
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -29,7 +39,15 @@ from opd.served.http_pool import Trouble
 from opd.types import Chunk, RolloutRequest, SamplingParams, Status
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from torch import Tensor
+
+    from opd.config import Recipe
+    from opd.config.servers import Argument
+    from opd.config.train import LoRAConfig
+    from opd.rollout.served_workers import Push, Read, Verbs
+    from opd.served.http_client import HTTPClient, PoolOptions
 
 
 NEVER = -1e30
@@ -371,3 +389,37 @@ def _first_error(errors: BaseExceptionGroup) -> BaseException:
         else:
             flat.append(error)
     return next((error for error in flat if isinstance(error, OpdError)), flat[0])
+
+
+@dataclass(frozen=True, slots=True)
+class StudentForm:
+    """What an engine has to know of the student beside what its workers serve."""
+
+    folder: Path
+    """A Hugging Face folder of its form."""
+    dtype: str
+    """Of its weights."""
+    cuts: bool
+    """Whether a `top_p` or `top_k` leaves tokens out."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerProgram:
+    """What the file of a server program gives, as `PROGRAM`, to have the student write with its servers."""
+
+    open: Callable[[PoolOptions, ServedModel, Push, StudentForm], ServedEngine]
+    """An engine whose workers hold nothing before the first push."""
+    verbs: Callable[[ServedModel, bool], Verbs]
+    """By model and `StudentForm.cuts`, to look at workers without an engine."""
+    read: Read
+    lacks: Callable[[HTTPClient, Server, LoRAConfig], Awaitable[str | None]]
+    """What a server was not started with that adapters alone need; `None` if it will do."""
+    started_with: Callable[[Recipe], dict[str, Argument]]
+    """What servers of a recipe are told when they are started."""
+    loads: str = ""
+    """Begins the paths by which adapters come and go."""
+
+
+def program_named(name: str) -> WorkerProgram:
+    """The program of `opd/rollout/NAME_engine.py`."""
+    return import_module(f"opd.rollout.{name}_engine").PROGRAM

@@ -9,7 +9,7 @@ import asyncio
 import threading
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -21,7 +21,7 @@ from opd.errors import RolloutError
 from opd.foreign import shown
 from opd.models.causal_lm import weights_digest
 from opd.rollout.served_messages import MessageReader
-from opd.rollout.weight_proof import Proof
+from opd.rollout.weight_proof import Proof, check_config, check_form
 from opd.rollout.weight_sync import WeightFolder, Weights
 from opd.served.http_client import SERVERS, PoolOptions, RefusedError, Server, UnavailableError, advice
 from opd.served.http_pool import HTTPPool
@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 
 Ask = Callable[[Server, str, str, dict[str, Any]], Awaitable[Any]]
 """`ask(server, method, path, body)`: one attempt at one request, as `HTTPClient.ask`."""
+Read = Callable[[Ask, Server, str, Path], Awaitable[None]]
+"""`read(ask, server, name, folder)`: have a server take the weights in a folder that it sees, and call them
+`name`. Raises as `Push.load`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +68,16 @@ class Push(Protocol):
         ...
 
 
-class FolderPush(ABC):
-    """Through a folder on a file system that this process and every worker see."""
+class FolderPush:
+    """Through a folder on a file system that this process and every worker see.
 
-    def __init__(self, folder: WeightFolder) -> None:
-        self._folder = folder
+    Args:
+        folder: Where each version is written.
+        read: Has a worker take a version.
+    """
+
+    def __init__(self, folder: WeightFolder, read: Read) -> None:
+        self._folder, self._read = folder, read
 
     def prepare(self, weights: Weights, version: int) -> Prepared:
         """See `Push`: the older version's folder is gone once no worker reads it."""
@@ -88,10 +96,6 @@ class FolderPush(ABC):
             if not there:  # newer ones have come meanwhile: those are due
                 raise UnavailableError(f"{folder} is not the newest any more", answered=False)
             await self._read(ask, server, name, folder)
-
-    @abstractmethod
-    async def _read(self, ask: Ask, server: Server, name: str, folder: Path) -> None:
-        """Have `server` read the weights in `folder`. See `Push.load`."""
 
 
 def copies(weights: Weights) -> list[tuple[str, Tensor]]:
@@ -147,6 +151,8 @@ class Verbs(ABC):
     """Whether a pause ends what is being written, which is asked for again after it; else it waits there."""
     adapters: ClassVar[bool] = False
     """Whether they are given adapters alone, on a base that they hold."""
+    started_with: str = ""
+    """How they have to be started, for people: the end of a sentence."""
 
     def __init__(self, config: Mapping[str, Any] | None) -> None:
         """`config`: the student's Hugging Face configuration, to be compared with the servers'."""
@@ -198,8 +204,20 @@ class Verbs(ABC):
         """Whether it was started as it has to be."""
 
     @abstractmethod
+    async def info(self, server: Server) -> Mapping[str, Any]:
+        """What it says of its model, with `model_path`, for `check_config`."""
+
+    @abstractmethod
+    async def tensor_names(self, server: Server) -> Collection[str] | None:
+        """Names of the tensors that it holds; `None` where its ranks may have cut the model's layers."""
+
     async def check_form(self, server: Server, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Whether its model has the form of `weights`: others would end it."""
+        info = await self.info(server)
+        check_config(server.url, info, self.config)
+        held = await self.tensor_names(server)
+        if held is not None:
+            check_form(server.url, info, held, weights)
 
     @abstractmethod
     async def verify(self, server: Server, newest: Newest) -> None:

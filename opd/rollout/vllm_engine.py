@@ -1,36 +1,323 @@
-"""The student on vLLM workers: how they are asked to write, and what their messages say.
+"""Write the student's responses on vLLM workers: requests, messages, control verbs, new weights, adapters.
 
 A stream is of one version throughout: a pause ends it, and what is left is asked for again after what has
 arrived. What a server holds is asked for once a stream has begun, and again seen at its end.
+
+Workers tell checksums of the tensors that they hold as they were given. On a CPU they pack linear layers
+away: what is in those is proved by outputs, the log-probabilities of a probe, which must be those that the
+new weights give here. A worker calls weights by their name once they are proved, and not before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import asyncio
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
+from http import HTTPStatus
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
+import torch
 
-from opd.config.teachers import COLDEST
+from opd.config.teachers import COLDEST, SPECULATES, least_rank
+from opd.config.train import LoRAConfig
 from opd.errors import RolloutError
-from opd.foreign import shown
+from opd.foreign import decoding, shown
+from opd.models.sharded import Root, open_empty
 from opd.rollout import served_messages
-from opd.rollout.adapter_workers import AdapterPush
-from opd.rollout.served_engine import Dialect, ServedEngine, ServedModel, never_sampled
+from opd.rollout.adapted_student import probe_logprobs
+from opd.rollout.adapter_workers import AdapterPush, AdapterVerbs, fits
+from opd.rollout.served_engine import (
+    Dialect,
+    ServedEngine,
+    ServedModel,
+    StudentForm,
+    WorkerProgram,
+    never_sampled,
+)
 from opd.rollout.served_messages import Told
-from opd.rollout.served_workers import Verbs, Workers
-from opd.rollout.vllm_adapters import VLLMAdapterVerbs
-from opd.rollout.vllm_workers import GENERATE, VLLMVerbs
-from opd.served.http_client import PoolOptions, UnavailableError
+from opd.rollout.served_workers import Ask, ExpectedAnswers, Newest, Verbs, Workers
+from opd.rollout.weight_proof import apart_at_most
+from opd.served.http_client import HTTPClient, PoolOptions, RefusedError, Server, UnavailableError
+from opd.served.scoring import tolerance
+from opd.served.vllm_protocol import OF_NOTHING, checksums, model_of, model_settings, probe, server_settings
 from opd.types import RolloutRequest, SamplingParams
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from opd.config import Recipe
+    from opd.config.servers import Argument
     from opd.rollout.served_workers import Push
+
+
+GENERATE = "/inference/v1/generate"
+_READING = ".reading"
+"""Ends the name of weights that are not proved yet."""
+
+
+async def read_folder(ask: Ask, server: Server, name: str, folder: Path) -> None:
+    """Have `server`, which ends if it cannot, take the weights in a folder that it sees. See `Push.load`."""
+    await ask(server, "POST", "/update_weight_version", {"new_version": name + _READING})
+    body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
+    done = await ask(server, "POST", "/collective_rpc", body)
+    if not isinstance(done, dict) or "results" not in done:
+        raise RolloutError(f"{server.url} did not take the weights {name}; look at its log.")
+    await _drop_cache(ask, server)
+
+
+async def _drop_cache(ask: Ask, server: Server) -> None:
+    done = await ask(server, "POST", "/reset_prefix_cache?reset_running_requests=true", {})
+    if not (done or {}).get("success"):
+        raise UnavailableError(f"{server.url} has not dropped its cache", answered=True)
+
+
+class Outputs:
+    """What a model of the student's form says of the probe, with any weights.
+
+    Args:
+        model: A Hugging Face folder of that form, of which no weights are read.
+        dtype: Of the weights.
+    """
+
+    def __init__(self, model: Path, dtype: str) -> None:
+        self._model = open_empty(model, dtype=dtype)
+
+    def __call__(self, weights: Iterable[tuple[str, Tensor]]) -> np.ndarray:
+        """[len(PROBE) - 1] float32: log-probabilities of its tokens, one forward pass on the CPU."""
+        compute = partial(probe_logprobs, self._model)
+        with torch.no_grad():
+            given = {f"module.{name}": tensor for name, tensor in weights}
+            return torch.func.functional_call(Root(self._model.module), given, (compute,)).float().numpy()
+
+
+class VLLMVerbs(Verbs):
+    """See `Verbs`.
+
+    Args:
+        model: What they serve.
+        mode: The `--logprobs-mode` they have to be started with.
+        outputs: See `Outputs`; `None` cannot prove new weights.
+    """
+
+    pause_ends_streams = True
+
+    def __init__(
+        self,
+        model: ServedModel,
+        mode: str,
+        outputs: Callable[[Iterable[tuple[str, Tensor]]], np.ndarray] | None = None,
+    ) -> None:
+        super().__init__(model.config)
+        self._model, self._mode = model, mode
+        self.started_with = f", with {mode}"
+        self._expected = None if outputs is None else ExpectedAnswers(outputs)
+        self._asked: dict[str, asyncio.Task[str]] = {}
+        """By URL, who will ask what a server holds, and has not yet."""
+        self._asking: dict[str, asyncio.Lock] = {}
+
+    async def pause(self, server: Server) -> None:
+        """See `Verbs`: what is being written is aborted, and every cached key and value dropped."""
+        await self.ask(server, "POST", "/pause?mode=abort", {})
+
+    async def flush(self, server: Server) -> None:
+        """See `Verbs`."""
+        await _drop_cache(self.pool.ask, server)
+
+    async def go_on(self, server: Server) -> None:
+        """See `Verbs`."""
+        await self.ask(server, "POST", "/resume", {})
+
+    async def held(self, server: Server) -> str:
+        """See `Verbs`."""
+        return str((await self.pool.ask(server, "GET", "/weight_info")).get("weight_version"))
+
+    async def weights_of(self, server: Server) -> str:
+        """See `Verbs`: `held`, asked after this call; who calls meanwhile shares the next answer."""
+        waiting = self._asked.get(server.url)
+        if waiting is None:
+            waiting = self._asked[server.url] = asyncio.create_task(self._held_in_turn(server))
+            waiting.add_done_callback(lambda done: done.cancelled() or done.exception())
+        return await asyncio.shield(waiting)
+
+    async def _held_in_turn(self, server: Server) -> str:
+        async with self._asking.setdefault(server.url, asyncio.Lock()):
+            del self._asked[server.url]
+            return await self.held(server)
+
+    async def settle(self, server: Server, name: str) -> None:
+        """See `Verbs`."""
+        await self.ask(server, "POST", "/update_weight_version", {"new_version": name})
+
+    async def release(self, server: Server, parts: list[str]) -> None:
+        """See `Verbs`."""
+        raise RolloutError("vLLM workers do not sleep; leave runtime.offload.engine out.")
+
+    take = release
+
+    async def check_settings(self, server: Server) -> None:
+        """Whether it tells what it holds, as many tokens as a request may have, and log-probabilities as they
+        are needed.
+        """
+        config = await server_settings(self.pool, server)
+        if config is None:
+            raise RolloutError(
+                f"{server.url} tells nothing of its settings and takes no weights; start it with"
+                " VLLM_SERVER_DEV_MODE=1 in its environment."
+            )
+        if config.get("speculative_config") is not None:
+            raise RolloutError(
+                f"{server.url} speculates: {SPECULATES}; start it without --speculative-config."
+            )
+        told = config["model_config"]
+        if (mode := told.get("logprobs_mode")) != self._mode:
+            raise RolloutError(
+                f"{server.url} tells {shown(mode)}, and the recipe's temperature, top_p and top_k need"
+                f" {self._mode}; start it with --logprobs-mode {self._mode}."
+            )
+        most = told.get("max_model_len")
+        if not isinstance(most, int) or most < self._model.max_sequence:
+            raise RolloutError(
+                f"{server.url} takes {shown(most)} tokens a request, and responses may need"
+                f" {self._model.max_sequence}; start it with --max-model-len {self._model.max_sequence}."
+            )
+        try:
+            await self.pool.ask(server, "POST", GENERATE, {})
+        except RefusedError as refusal:
+            if refusal.status == 401:
+                raise RolloutError(f"{server.url} does not take the key; check api_key_env.") from None
+            if refusal.status in (403, 404):
+                raise RolloutError(
+                    f"{server.url} does not take token ids ({refusal}); start it with --enable-scale-out,"
+                    " as vLLM 0.32 has it."
+                ) from None
+
+    async def info(self, server: Server) -> Mapping[str, Any]:
+        """See `Verbs`."""
+        path, _ = model_of(await self.pool.ask(server, "GET", "/v1/models"))
+        return {"model_path": path}
+
+    async def tensor_names(self, server: Server) -> Collection[str] | None:
+        """See `Verbs`."""
+        ranks, packed = await self._ranks(server)
+        return [*ranks[0]["checksums"], *packed] if len(ranks) == 1 else None
+
+    async def verify(self, server: Server, newest: Newest) -> None:
+        """Compare checksums where there are any, and the outputs."""
+        settings = await model_settings(self.pool, server) or {}
+        ranks, packed = await self._ranks(server)
+        dtype = str(settings.get("dtype")).removeprefix("torch.")
+        with decoding(lambda cause: RolloutError(f"{server.url}/weight_checker answered {cause}.")):
+            await asyncio.to_thread(
+                newest.proof.check, server.url, ranks, {"dtype": dtype, "device": "cpu"}, packed
+            )
+        due = await asyncio.to_thread(self._due, newest)
+        await self.go_on(server)  # paused it scores nothing; nobody asks it for anything else meanwhile
+        try:
+            said = await probe(self.pool, server, 0, self._model.rows or self._model.vocabulary)
+        finally:
+            await self.pause(server)
+        apart = float(np.abs(said - due).max())
+        if not apart <= apart_at_most(tolerance(settings), newest.prepared.weights):
+            raise RolloutError(
+                f"after the push {server.url} holds other weights than the trainer: its log-probabilities of"
+                f" a few tokens differ by up to {apart:.3g} nats; restart it and --resume."
+            )
+
+    def _due(self, newest: Newest) -> np.ndarray:
+        if self._expected is None:
+            raise RolloutError("the engine cannot prove new weights; make it with Outputs.")
+        return self._expected.of(newest)
+
+    async def _ranks(self, server: Server) -> tuple[list[dict[str, Any]], set[str]]:
+        """Of each rank its place and its tensors' checksums, and the names of what is packed away."""
+        told = await checksums(self.pool, server) or {}
+        ranks: dict[tuple[str, int], dict[str, str]] = {}
+        packed: set[str] = set()
+        with decoding(lambda cause: RolloutError(f"{server.url}/weight_checker answered {cause}.")):
+            for key, checksum in told.items():
+                data, *_, tensor, name = key.split(":", 4)
+                name = name.replace(".base_layer.", ".")  # of one that adapters are applied to
+                if checksum == OF_NOTHING:
+                    packed.add(name)
+                else:
+                    ranks.setdefault((data, int(tensor.removeprefix("tp"))), {})[name] = checksum
+        size = 1 + max((rank for _, rank in ranks), default=0)
+        found = [
+            {"checksums": own, "parallelism_info": [{"tp_rank": rank, "tp_size": size}]}
+            for (_, rank), own in sorted(ranks.items())
+        ]
+        return found, packed
+
+
+LOADS = "/v1"
+"""Begins the paths by which adapters come and go."""
+_OF_NOBODY = {"model": "opd-nobody", "token_ids": [2**31 - 1], "sampling_params": {"max_tokens": 1}}
+"""Names an adapter that there is not, and a token that no model has: nothing is written of it."""
+
+
+async def lacks(pool: HTTPClient, server: Server, lora: LoRAConfig) -> str | None:
+    """What `server` was not started with that adapters of this form need; `None` if it will do. Raises
+    `UnavailableError` and `RefusedError`.
+    """
+    told = (await server_settings(pool, server) or {}).get("lora_config")
+    config = told if isinstance(told, dict) else {}
+    if not fits(config, "max_lora_rank", lora.rank):
+        return f"--enable-lora --max-lora-rank {least_rank(lora)}"
+    if config.get("target_modules") is not None:
+        return "no --lora-target-modules"
+    try:
+        await pool.ask(server, "POST", f"{LOADS}/load_lora_adapter", {})
+    except RefusedError as refusal:
+        if refusal.status in (403, 404, 405):
+            return "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 in its environment"
+    try:
+        await pool.ask(server, "POST", GENERATE, _OF_NOBODY)
+    except RefusedError as refusal:
+        if refusal.status == HTTPStatus.NOT_FOUND:
+            return None
+    # It writes with the base alone what names an adapter that it has not.
+    return "VLLM_SKIP_MODEL_NAME_VALIDATION=0 in its environment"
+
+
+class VLLMAdapterVerbs(AdapterVerbs):
+    """See `AdapterVerbs`."""
+
+    def __init__(self, model: ServedModel, plain: Verbs, push: AdapterPush) -> None:
+        super().__init__(plain, push)
+        self._rows = model.rows or model.vocabulary
+
+    async def pause(self, server: Server) -> None:
+        """See `Verbs`."""
+        await self.plain.pause(server)
+
+    async def lacks(self, server: Server) -> str | None:
+        """See `AdapterVerbs`."""
+        return await lacks(self.pool, server, self._push.student.lora)
+
+    async def tolerance(self, server: Server) -> float:
+        """See `AdapterVerbs`."""
+        return tolerance(await model_settings(self.pool, server))
+
+    async def score(self, server: Server, name: str) -> np.ndarray:
+        """See `AdapterVerbs`."""
+        return await probe(self.pool, server, 0, self._rows, name)
+
+    def named(self, name: str) -> dict[str, Any]:
+        """See `AdapterVerbs`."""
+        return {"model": name}
+
 
 Mode = Literal["processed_logprobs", "raw_logprobs"]
 """What a server's log-probabilities are: at the temperature and after top-p and top-k, or at 1 and before."""
+
+
+def mode_for(cuts: bool) -> Mode:
+    """In which workers tell log-probabilities as a run needs them. `cuts`: a `top_p` or `top_k` is set."""
+    return "raw_logprobs" if cuts else "processed_logprobs"
+
+
 _NO_NUMBER = -9999.0
 """Told in place of minus infinity and of what is no number."""
 _TOKEN_BYTES, _OTHER_BYTES = 512, 2**16
@@ -139,7 +426,7 @@ class VLLMEngine(ServedEngine):
         push: How new weights get there; `None` cannot update weights.
         version: Of the weights they hold now; below 0 if they are to be given the first.
         mode: What their log-probabilities are.
-        outputs: What new weights say of the probe (`vllm_workers.Outputs`).
+        outputs: What new weights say of the probe (`Outputs`).
     """
 
     def __init__(
@@ -156,3 +443,17 @@ class VLLMEngine(ServedEngine):
         if isinstance(push, AdapterPush):
             verbs = VLLMAdapterVerbs(model, verbs, push)
         super().__init__(VLLMDialect(model, mode), Workers(options, push, version, verbs), model)
+
+
+def _started_with(recipe: Recipe) -> dict[str, Argument]:
+    return {"logprobs-mode": mode_for(recipe.cuts_tokens)}
+
+
+def _open(options: PoolOptions, model: ServedModel, push: Push, student: StudentForm) -> VLLMEngine:
+    outputs = Outputs(student.folder, student.dtype)
+    return VLLMEngine(options, model, push, version=-1, mode=mode_for(student.cuts), outputs=outputs)
+
+
+PROGRAM = WorkerProgram(
+    _open, lambda model, cuts: VLLMVerbs(model, mode_for(cuts)), read_folder, lacks, _started_with, LOADS
+)

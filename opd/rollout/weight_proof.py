@@ -13,7 +13,7 @@ import torch
 
 from opd.errors import RolloutError
 from opd.models.causal_lm import DTYPES, bytes_of, raw_bytes
-from opd.served.sglang_answers import HALF
+from opd.served.scoring import HALF
 from opd.storage.files import read_object
 
 if TYPE_CHECKING:

@@ -33,7 +33,8 @@ from opd.served.plugin.opd_hidden_states import (
     Header,
     tokens_digest,
 )
-from opd.served.sglang_answers import Question, hidden_body, most_bytes
+from opd.served.scoring import Question
+from opd.served.sglang_protocol import hidden_body, most_bytes
 
 _PATH = "/opd/hidden"
 _WIDEST = max(DTYPES.values())

@@ -1,4 +1,8 @@
-"""Requests to several servers of one model: balanced, bounded, retried."""
+"""Requests to several servers of one model: balanced, bounded, retried.
+
+Whether two URLs lead to one server.
+
+URLs of servers that come while a run works: a file with one on a line, which is read again and again."""
 
 from __future__ import annotations
 
@@ -6,13 +10,17 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar
 
+from opd.config.base import is_url
 from opd.errors import OpdError
+from opd.foreign import shown
 from opd.served.http_client import HTTPClient, PoolOptions, RefusedError, Server, UnavailableError, advice
+from opd.served.loop_thread import LoopThread
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -305,3 +313,112 @@ async def _first_success(copies: list[asyncio.Future]) -> Any:
         for copy in pending:
             copy.cancel()
         await asyncio.gather(*pending, return_exceptions=True)
+
+
+def check_distinct(
+    wanted: Mapping[str, PoolOptions], error: type[OpdError], models: Mapping[str, str] | None = None
+) -> None:
+    """Ask every server who it is, once. One that does not answer, or is too old to tell when it started,
+    counts as another.
+
+    Args:
+        wanted: Servers by the field that names them, such as `rollout.engine.urls`.
+        error: Raised if two URLs lead to one server: the student's weights or another teacher's in place of a
+            teacher's, or verbs of two clients at once, which end it.
+        models: By field, what is only asked and never told: two fields of one model may share servers.
+    """
+    if sum(len(options.urls) for options in wanted.values()) < 2:
+        return
+    pools = {where: HTTPPool(where, options, error) for where, options in wanted.items()}
+    loop = LoopThread("distinct-servers")
+    try:
+        told = loop.run(_ask_all(_servers(pools)))
+    finally:
+        for pool in pools.values():
+            loop.run(pool.close())
+        loop.close()
+    seen: dict[str, list[tuple[str, str]]] = {}
+    for (where, _, server), identity in zip(_servers(pools), told, strict=True):
+        for there, url in seen.setdefault(identity, []):
+            if there == where or not _alike(models or {}, there, where):
+                raise error(_shared((there, url), (where, server.url)))
+        seen[identity].append((where, server.url))
+
+
+def _alike(models: Mapping[str, str], one: str, other: str) -> bool:
+    return one in models and models[one] == models.get(other)
+
+
+def _shared(one: tuple[str, str], other: tuple[str, str]) -> str:
+    (there, url), (where, second) = one, other
+    named = "" if there == where else f"{where}: "
+    mend = "give every server once" if there == where else "give each of the two servers of its own"
+    return f"{there}: {url} and {named}{second} lead to one server; {mend}."
+
+
+def _servers(pools: Mapping[str, HTTPPool]) -> list[tuple[str, HTTPPool, Server]]:
+    return [(where, pool, server) for where, pool in pools.items() for server in pool.servers]
+
+
+async def _ask_all(servers: list[tuple[str, HTTPPool, Server]]) -> list[str]:
+    return await asyncio.gather(*(pool.identity(server) for _, pool, server in servers))
+
+
+_log = logging.getLogger(__name__)
+
+LOOK = 5.0
+"""Seconds between two looks at the file."""
+MOST_BYTES, MOST_LINES = 1 << 20, 10_000
+
+
+class UrlsFile:
+    """What has come into the file since it was asked last. Lines that begin with `#` are passed over.
+
+    Args:
+        path: It may be written later.
+        known: URLs that are in use already.
+        rank, ranks: Of those that come, this one of so many takes its share, by their lines.
+    """
+
+    def __init__(self, path: str | Path, known: Sequence[str] = (), rank: int = 0, ranks: int = 1) -> None:
+        self._path, self._rank, self._ranks = Path(path), rank, ranks
+        self._seen = {url.rstrip("/") for url in known}
+        self._due = 0.0
+        self._said = ""
+
+    def fresh(self) -> list[str]:
+        """New URLs, each once; none while it is not yet time to look. What is no URL is said and left out."""
+        now = time.monotonic()
+        if now < self._due:
+            return []
+        self._due = now + LOOK
+        found = []
+        for place, line in enumerate(self._lines()):
+            url = line.strip().rstrip("/")
+            if not url or url.startswith("#") or url in self._seen:
+                continue
+            self._seen.add(url)
+            if not is_url(url):
+                _log.warning("%s: line %d is no URL of a server: %s", self._path, place + 1, shown(url, 100))
+            elif place % self._ranks == self._rank:
+                found.append(url)
+        return found
+
+    def _lines(self) -> list[str]:
+        try:
+            with self._path.open("rb") as opened:
+                content = opened.read(MOST_BYTES + 1)
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            return self._useless(f"it cannot be read ({error.strerror})")
+        lines = content.decode("utf-8", "replace").split("\n")
+        if len(content) > MOST_BYTES or len(lines) > MOST_LINES:
+            return self._useless(f"it has more than {MOST_LINES} lines or {MOST_BYTES} bytes")
+        return lines[:-1]  # the last may be in the middle of being written
+
+    def _useless(self, reason: str) -> list[str]:
+        if reason != self._said:
+            self._said = reason
+            _log.warning("%s: no server is taken from it, %s", self._path, reason)
+        return []

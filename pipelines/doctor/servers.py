@@ -193,68 +193,48 @@ def _check_workers(recipe: Recipe, config: ServedEngineConfig) -> list[Finding]:
     try:
         findings = []
         for server in pool.servers:
-            visit = partial(_visit_vllm if config.program == "vllm" else _visit_worker, recipe)
-            findings += attempt(WORKERS, lambda s=server, v=visit: [loop.run(v(pool, s, form))])
+            visit = partial(_visit_worker, recipe, config.program, pool, form=form)
+            findings += attempt(WORKERS, lambda s=server, v=visit: [loop.run(v(s))])
         return findings
     finally:
         loop.run(pool.close())
         loop.close()
 
 
-async def _visit_worker(recipe: Recipe, pool: HTTPPool, server: Server, form: dict[str, Any]) -> Finding:
-    from opd.rollout.served_engine import ServedModel
-    from opd.rollout.sglang_workers import SGLangVerbs
+async def _visit_worker(
+    recipe: Recipe, program: str, pool: HTTPPool, server: Server, form: dict[str, Any]
+) -> Finding:
+    from opd.rollout.served_engine import ServedModel, program_named
     from opd.rollout.weight_proof import check_config
     from opd.served.http_client import RefusedError, UnavailableError
 
-    verbs = SGLangVerbs(ServedModel(0, _longest(recipe, form)))
+    verbs = program_named(program).verbs(ServedModel(0, _longest(recipe, form)), recipe.cuts_tokens)
     verbs.use(pool)
     try:
-        info = await pool.ask(server, "GET", "/model_info") or {}
+        info = await verbs.info(server)
         sent = await _adapters(recipe, pool, server)
         check_config(server.url, info, form.get("text_config", form))
         await verbs.check_settings(server)
     except (UnavailableError, RefusedError) as trouble:
         raise RolloutError(f"{pool.owner}: {trouble}; start the worker or correct its URL.") from None
-    return Finding("ok", WORKERS, f"{server.url} serves {info.get('model_path')}{sent}")
+    return Finding("ok", WORKERS, f"{server.url} serves {info.get('model_path')}{verbs.started_with}{sent}")
 
 
 async def _adapters(recipe: Recipe, pool: HTTPPool, server: Server) -> str:
     """How it is sent the recipe's adapters, if that trains some, as the end of a sentence. Raises
     `RolloutError` where the recipe wants them alone and it was not started for that, and as `HTTPPool.ask`.
     """
-    from opd.pipelines.stages.served_engine import LACKS
+    from opd.rollout.served_engine import program_named
 
     engine, lora = recipe.rollout.engine, recipe.model.lora
     if lora is None or not isinstance(engine, ServedEngineConfig):
         return ""
     reason = recipe.merged_because
-    if reason is None and (lacks := await LACKS[engine.program](pool, server, lora)) is not None:
-        reason = f"it was not started with {lacks}"
+    lacks = program_named(engine.program).lacks
+    if reason is None and (flags := await lacks(pool, server, lora)) is not None:
+        reason = f"it was not started with {flags}"
         if engine.lora == "adapters":
             raise RolloutError(
                 f"{server.url} takes no adapters: {reason}; set rollout.engine.lora to merged."
             )
     return ", with adapters alone" if reason is None else f", with adapters merged into all weights: {reason}"
-
-
-async def _visit_vllm(recipe: Recipe, pool: HTTPPool, server: Server, form: dict[str, Any]) -> Finding:
-    """As `_visit_worker`, and how it was started."""
-    from opd.pipelines.stages.served_engine import mode_of
-    from opd.rollout.served_engine import ServedModel
-    from opd.rollout.vllm_workers import VLLMVerbs
-    from opd.rollout.weight_proof import check_config
-    from opd.served.http_client import RefusedError, UnavailableError
-    from opd.served.vllm_answers import model_of
-
-    mode = mode_of(recipe)
-    verbs = VLLMVerbs(ServedModel(0, _longest(recipe, form)), mode)
-    verbs.use(pool)
-    try:
-        await verbs.check_settings(server)
-        path, _ = model_of(await pool.ask(server, "GET", "/v1/models"))
-        sent = await _adapters(recipe, pool, server)
-    except (UnavailableError, RefusedError) as trouble:
-        raise RolloutError(f"{pool.owner}: {trouble}; start the worker or correct its URL.") from None
-    check_config(server.url, {"model_path": path}, form.get("text_config", form))
-    return Finding("ok", WORKERS, f"{server.url} serves {path}, with {mode}{sent}")

@@ -27,20 +27,21 @@ from opd.pipelines.stages.student import model_dtype, tokenizer_of
 from opd.progress import doing
 from opd.protocols import Teacher
 from opd.retry import Retry
-from opd.rollout import sglang_adapters, sglang_workers, vllm_adapters, vllm_workers
 from opd.rollout.adapted_student import AdaptedStudent
 from opd.rollout.adapter_workers import AdapterPush
-from opd.rollout.delta_push import DeltaPush, Read, Receiver
+from opd.rollout.delta_push import DeltaPush, Receiver
 from opd.rollout.engine_pool import EnginePool, RetryPolicy
-from opd.rollout.served_engine import ServedEngine, ServedModel
-from opd.rollout.served_workers import RETRY, Push
-from opd.rollout.sglang_engine import SGLangEngine
-from opd.rollout.vllm_engine import Mode, VLLMEngine
-from opd.rollout.vllm_workers import Outputs
+from opd.rollout.served_engine import (
+    ServedEngine,
+    ServedModel,
+    StudentForm,
+    WorkerProgram,
+    program_named,
+)
+from opd.rollout.served_workers import RETRY, FolderPush, Push
 from opd.rollout.weight_sync import WeightFolder
-from opd.served.distinct import check_distinct
 from opd.served.http_client import PoolOptions, RefusedError, UnavailableError
-from opd.served.http_pool import HTTPPool
+from opd.served.http_pool import HTTPPool, check_distinct
 from opd.served.loop_thread import LoopThread
 from opd.teachers.served_teacher import pool_options
 
@@ -109,10 +110,7 @@ class ServedWriters:
         told: dict[str, Argument] = {}
         if recipe.model.lora is not None and merged is None:
             told |= self._config.lora_arguments(recipe.model.lora)
-        if self._config.program == "vllm":
-            return told | {"logprobs-mode": mode_of(recipe)}
-        # Without it a server gives nothing back.
-        return told | ({"enable-memory-saver": True} if recipe.runtime.offload.engine else {})
+        return told | self._program.started_with(recipe)
 
     def _sends_alone(self, options: PoolOptions, reason: str | None) -> bool:
         """Whether workers are sent adapters alone, if there is no `reason` to merge them: the same on all
@@ -130,37 +128,37 @@ class ServedWriters:
         return not merged
 
     def _engine(self, options: PoolOptions, served: ServedModel, model: Path, alone: bool) -> ServedEngine:
-        config, recipe = self._config, self._context.recipe
-        if isinstance(config, SGLangEngineConfig):
-            push = self._push(model, sglang_workers.SGLangFolderPush, sglang_workers.read_folder)
-            return SGLangEngine(options, served, self._alone(push, model) if alone else push, version=-1)
-        push = self._push(model, vllm_workers.VLLMFolderPush, vllm_workers.read_folder)
-        if alone:
-            push = self._alone(push, model, vllm_adapters.LOADS)
-        outputs = Outputs(model, model_dtype(recipe))
-        return VLLMEngine(options, served, push, version=-1, mode=mode_of(recipe), outputs=outputs)
+        recipe, push = self._context.recipe, self._push(model)
+        student = StudentForm(model, model_dtype(recipe), recipe.cuts_tokens)
+        return self._program.open(options, served, self._alone(push, model) if alone else push, student)
+
+    @property
+    def _program(self) -> WorkerProgram:
+        return program_named(self._config.program)
 
     @property
     def _sync(self) -> str:
         return self._config.sync_of(self._context.recipe.launch.type)
 
-    def _push(self, model: Path, by_folder: Callable[[WeightFolder], Push], read: Read) -> Push:
+    def _push(self, model: Path) -> Push:
         """How all weights get to the workers."""
-        config, launch = self._config, self._context.recipe.launch
+        config, launch, read = self._config, self._context.recipe.launch, self._program.read
         if self._sync == "tensors" and isinstance(config, SGLangEngineConfig):
-            return sglang_workers.TensorPush(config.host)
+            from opd.rollout.sglang_engine import TensorPush
+
+            return TensorPush(config.host)
         if self._sync != "delta" or not isinstance(launch, RayLaunch):
-            return by_folder(self._folder(model))
+            return FolderPush(self._folder(model), read)
         from opd.pipelines.launch.ray.server import share
 
         return DeltaPush(self._receivers, share, read, model, launch.bucket_mb << 20)
 
-    def _alone(self, base: Push, model: Path, verbs: str = "") -> AdapterPush:
+    def _alone(self, base: Push, model: Path) -> AdapterPush:
         recipe = self._context.recipe
         assert recipe.model.lora is not None
         with doing(f"loading {model}, as servers are to hold it"):
             student = AdaptedStudent(model, recipe.model.lora, model_dtype(recipe))
-        push = AdapterPush(self._root(), student, base, verbs)
+        push = AdapterPush(self._root(), student, base, self._program.loads)
         self._stack.callback(push.close)
         return push
 
@@ -205,10 +203,6 @@ def _remove_empty(root: Path) -> None:
         root.parent.rmdir()
 
 
-LACKS = {"sglang": sglang_adapters.lacks, "vllm": vllm_adapters.lacks}
-"""What a server of a kind was not started with that adapters alone need."""
-
-
 def unfit(options: PoolOptions, program: str, lora: LoRAConfig) -> str | None:
     """Why servers of kind `program` cannot be given adapters alone, in the words of the first that cannot;
     `None` if all that answer can.
@@ -223,22 +217,18 @@ def unfit(options: PoolOptions, program: str, lora: LoRAConfig) -> str | None:
 
 
 async def _unfit(pool: HTTPPool, program: str, lora: LoRAConfig) -> str | None:
-    asks = [partial(LACKS[program], pool, server, lora) for server in pool.servers]
+    lacks = program_named(program).lacks
+    asks = [partial(lacks, pool, server, lora) for server in pool.servers]
     told = [RETRY.call_async(ask, UnavailableError) for ask in asks]
     found = await asyncio.gather(*told, return_exceptions=True)
-    for server, lacks in zip(pool.servers, found, strict=True):
-        if isinstance(lacks, RefusedError):
-            return str(lacks)
-        if isinstance(lacks, BaseException) and not isinstance(lacks, UnavailableError):
-            raise lacks
-        if isinstance(lacks, str):
-            return f"{server.url} was not started with {lacks}"
+    for server, flags in zip(pool.servers, found, strict=True):
+        if isinstance(flags, RefusedError):
+            return str(flags)
+        if isinstance(flags, BaseException) and not isinstance(flags, UnavailableError):
+            raise flags
+        if isinstance(flags, str):
+            return f"{server.url} was not started with {flags}"
     return None  # what is away now is looked at when it is there
-
-
-def mode_of(recipe: Recipe) -> Mode:
-    """In which vLLM workers tell log-probabilities as a run needs them."""
-    return "raw_logprobs" if recipe.cuts_tokens else "processed_logprobs"
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from opd.models import attention
 from opd.models.attention import AttentionCall, causal_attention, kernels_share_heads
 from opd.models.causal_lm import torch_device
 from opd.pipelines.launch.machine import settle
-from opd.rollout import sglang_workers
+from opd.rollout import sglang_engine
 from opd.served.http_client import Server
 from opd.teachers.layer_stream import LayerStream, in_background
 
@@ -110,9 +110,9 @@ def alone(*_):
 def test_a_served_worker_is_sent_weights_from_the_ranks_device(gpus, monkeypatch):
     """Whatever thread sends them."""
     torch.cuda.set_device("cuda:2")
-    push = sglang_workers.TensorPush()
+    push = sglang_engine.TensorPush()
     push.prepare([], 1)
-    monkeypatch.setattr(sglang_workers, "weight_group", lambda *_: None)
+    monkeypatch.setattr(sglang_engine, "weight_group", lambda *_: None)
 
     async def ask(server, method, path, body):
         return {"device": "cuda", "tp_size": 1, "success": True}

@@ -6,7 +6,7 @@ import pytest
 
 from opd.errors import RolloutError
 from opd.rollout.served_engine import ServedModel
-from opd.rollout.sglang_workers import SGLangVerbs
+from opd.rollout.sglang_engine import SGLangVerbs
 from opd.served.http_client import Server
 
 

@@ -18,7 +18,7 @@ from opd.models.causal_lm import WeightsDigest, weights_digest
 from opd.models.hf_folder import INDEX
 from opd.ranks import host_store
 from opd.rollout.forward import LeanLayer
-from opd.rollout.sglang_workers import GroupMember, weight_group
+from opd.rollout.sglang_engine import GroupMember, weight_group
 from opd.rollout.torch_engine import TorchEngine
 from opd.rollout.weight_sync import WeightFolder, sync_weights
 from opd.types import RolloutRequest, SamplingParams

@@ -16,7 +16,7 @@ import sockets
 from torch.distributed import TCPStore
 
 from opd.ranks import EVERY, address_of, host_store, interface_towards
-from opd.rollout.sglang_workers import GroupMember, weight_group
+from opd.rollout.sglang_engine import GroupMember, weight_group
 
 pytestmark = pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="reads /proc")
 LOOPBACK = "127.0.0.1"

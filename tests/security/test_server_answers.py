@@ -25,8 +25,8 @@ from opd.served.http_client import (
     UnavailableError,
 )
 from opd.served.http_pool import HTTPPool
-from opd.served.sglang_answers import (
-    Question,
+from opd.served.scoring import Question
+from opd.served.sglang_protocol import (
     check_finished,
     hidden_body,
     hidden_of,

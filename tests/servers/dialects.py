@@ -21,16 +21,13 @@ from served_models import MODEL, PADDED, QWEN3
 from opd.config.teachers import SGLangTeacherConfig, VLLMTeacherConfig
 from opd.models.causal_lm import CausalLM
 from opd.retry import Retry
-from opd.rollout import sglang_workers, vllm_workers
+from opd.rollout import sglang_engine, vllm_engine
 from opd.rollout.adapted_student import AdaptedStudent
 from opd.rollout.adapter_workers import AdapterPush
 from opd.rollout.served_engine import ServedEngine, ServedModel
-from opd.rollout.served_workers import Push
-from opd.rollout.sglang_engine import SGLangEngine
-from opd.rollout.sglang_workers import TensorPush
-from opd.rollout.vllm_adapters import LOADS
-from opd.rollout.vllm_engine import VLLMEngine
-from opd.rollout.vllm_workers import Outputs
+from opd.rollout.served_workers import FolderPush, Push, Read
+from opd.rollout.sglang_engine import SGLangEngine, TensorPush
+from opd.rollout.vllm_engine import LOADS, Outputs, VLLMEngine
 from opd.rollout.weight_proof import Proof
 from opd.rollout.weight_sync import WeightFolder
 from opd.served.http_client import Patience, PoolOptions
@@ -62,7 +59,7 @@ def _take_vllm(url: str, folder: Path, version: str) -> None:
 @dataclass(frozen=True)
 class Dialect:
     """A program. `first` is the version of an engine's weights before it has given any, `loads` begins the
-    paths by which adapters come, `reads` are an engine's folders of weights.
+    paths by which adapters come, `reads` has a server take a folder of weights.
     """
 
     name: str
@@ -70,7 +67,7 @@ class Dialect:
     teacher: type[ServedTeacher]
     config: type[SGLangTeacherConfig | VLLMTeacherConfig]
     engine: Callable[..., ServedEngine]
-    reads: type[sglang_workers.SGLangFolderPush | vllm_workers.VLLMFolderPush]
+    reads: Read
     first: int
     take: Callable[[str, Path, str], None]
     """`take(url, folder, version)`: have a server hold other weights, unnoticed."""
@@ -94,7 +91,7 @@ class Dialect:
 
     def adapters_alone(self, root: Path, folder: Path, lora: Any) -> AdapterPush:
         """A push of adapters below `root`."""
-        base = self.reads(WeightFolder(root / "base", folder))
+        base = FolderPush(WeightFolder(root / "base", folder), self.reads)
         return AdapterPush(root, AdaptedStudent(folder, lora, "float32"), base, self.loads)
 
     def make_teacher(
@@ -118,7 +115,7 @@ SGLANG = Dialect(
     SGLangTeacher,
     SGLangTeacherConfig,
     _sglang_engine,
-    sglang_workers.SGLangFolderPush,
+    sglang_engine.read_folder,
     0,
     _take_sglang,
     lora={"max_lora_rank": 8, "lora_target_modules": ["all"]},
@@ -129,7 +126,7 @@ VLLM = Dialect(
     VLLMTeacher,
     VLLMTeacherConfig,
     _vllm_engine,
-    vllm_workers.VLLMFolderPush,
+    vllm_engine.read_folder,
     -1,
     _take_vllm,
     LOADS,

@@ -28,7 +28,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from opd.models.causal_lm import CausalLM, bytes_of
 from opd.models.peft_folder import merge_into, read_peft
-from opd.rollout.sglang_workers import GroupMember, weight_group
+from opd.rollout.sglang_engine import GroupMember, weight_group
 from opd.rollout.weight_proof import FUSED, VOCABULARY_ROWS
 from opd.served.plugin.opd_hidden_states import FORMAT, KEY, Header, tokens_digest
 

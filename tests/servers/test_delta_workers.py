@@ -13,8 +13,7 @@ from opd.errors import RolloutError
 from opd.models.causal_lm import CausalLM
 from opd.rollout.delta_push import DeltaPush
 from opd.rollout.fault_tolerant import FaultTolerantRollout
-from opd.rollout.vllm_engine import VLLMEngine
-from opd.rollout.vllm_workers import Outputs, read_folder
+from opd.rollout.vllm_engine import Outputs, VLLMEngine, read_folder
 from opd.rollout.weight_mirror import WeightMirror
 from opd.rollout.weight_sync import sync_weights
 from opd.served.http_client import PoolOptions

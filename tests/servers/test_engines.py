@@ -49,9 +49,10 @@ from opd.models.causal_lm import CausalLM
 from opd.pipelines.doctor.servers import check_workers
 from opd.rollout.fault_tolerant import FaultTolerantRollout
 from opd.rollout.served_engine import ServedModel
+from opd.rollout.served_workers import FolderPush
 from opd.rollout.weight_sync import WeightFolder
-from opd.served.distinct import check_distinct
 from opd.served.http_client import Patience, PoolOptions
+from opd.served.http_pool import check_distinct
 from opd.storage.wal import TokenWAL
 from opd.types import RolloutRequest, SamplingParams, Status
 
@@ -67,7 +68,7 @@ def engine(server: Served, tmp_path):
     def make(urls=None, sync="disk", **settings):
         form, other = server.folders["a"], SYNCS[server.dialect.name][sync]
         folder = WeightFolder(tmp_path / f"weights-{len(made)}", form)
-        push = other() if other else server.dialect.reads(folder)
+        push = other() if other else FolderPush(folder, server.dialect.reads)
         settings = {"patience": server.patience} | settings
         made.append(server.dialect.make_engine(urls or [server.url], form, push, **settings))
         return made[-1]
@@ -515,7 +516,7 @@ def test_nobody_there(dialect, padded_models, tmp_path):
     pytest.importorskip("orjson", reason="needs the extra sglang")
     patience = Patience(unreachable=0.3, connect_timeout=1.0)
     urls = [f"http://127.0.0.1:{free_ports(1)[0][0]}"]
-    push = dialect.reads(WeightFolder(tmp_path / "weights", padded_models["a"]))
+    push = FolderPush(WeightFolder(tmp_path / "weights", padded_models["a"]), dialect.reads)
     engine = dialect.make_engine(urls, padded_models["a"], push, patience=patience, version=0)
     with pytest.raises(RolloutError, match="no usable answer"):
         list(engine.generate(requests(2, 3)))
@@ -612,7 +613,7 @@ def test_a_server_that_speculates_is_refused(padded_models, tmp_path):
     developers = {"VLLM_SERVER_DEV_MODE": "1"}
     with running(VLLMServer(padded_models["a"], tmp_path / "log", developers, **told)) as server:
         held = Served(VLLM, padded_models, server, real=True)
-        push = VLLM.reads(WeightFolder(tmp_path / "weights", padded_models["a"]))
+        push = FolderPush(WeightFolder(tmp_path / "weights", padded_models["a"]), VLLM.reads)
         served = VLLM.make_engine([server.url], padded_models["a"], push, patience=held.patience)
         try:
             with pytest.raises(RolloutError, match="start it without --speculative-config"):

@@ -17,7 +17,7 @@ from opd.served.hidden_segments import HiddenSegment, Plugin, check_reference, r
 from opd.served.http_client import UnavailableError
 from opd.served.plugin import opd_hidden_states as plugin
 from opd.served.plugin.opd_hidden_states import HEADER_BYTES, KEY, Header, Taking, tokens_digest
-from opd.served.sglang_answers import Question
+from opd.served.scoring import Question
 
 NAME = "0123456789abcdef" * 2
 QUESTION = Question("q", np.array([3, 1, 4, 1, 5, 9, 2, 6], dtype=np.int32), 2)

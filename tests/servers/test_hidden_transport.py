@@ -26,7 +26,7 @@ from opd.served import hidden_segments
 from opd.served.hidden_segments import HiddenSegment, plugin_of
 from opd.served.http_client import HTTPClient, Patience, PoolOptions, Server
 from opd.served.plugin.opd_hidden_states import DTYPES, HEADER_BYTES, KEY, SEGMENT_NAME
-from opd.served.sglang_answers import Question
+from opd.served.scoring import Question
 from opd.teachers import sglang_teacher
 from opd.teachers.kinds import Placement
 from opd.teachers.local_teacher import LocalTeacher

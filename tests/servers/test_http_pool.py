@@ -20,11 +20,10 @@ from opd.errors import RolloutError
 from opd.pipelines.launch import started_server
 from opd.pipelines.launch.servers import StartedGroup
 from opd.retry import Retry
-from opd.served import urls_file
+from opd.served import http_pool
 from opd.served.http_client import HTTPClient, Patience, PoolOptions, RefusedError, Server, UnavailableError
-from opd.served.http_pool import NEAR, HTTPPool
+from opd.served.http_pool import NEAR, HTTPPool, UrlsFile
 from opd.served.loop_thread import LoopThread
-from opd.served.urls_file import UrlsFile
 
 URLS = ["http://127.0.0.1:9", "http://127.0.0.1:10"]
 
@@ -114,7 +113,7 @@ LITTLE = [sys.executable, str(Path(__file__).with_name("little_server.py"))]
 
 
 def test_servers_that_come_while_others_work_are_used_once_they_were_checked(loop, tmp_path, monkeypatch):
-    monkeypatch.setattr(urls_file, "LOOK", 0.0)
+    monkeypatch.setattr(http_pool, "LOOK", 0.0)
     monkeypatch.setattr(started_server, "GRACE", 0.5)
     config = ServerGroupConfig(count=2, command=LITTLE, start_seconds=60)
     group = StartedGroup.begin("own", config, Path("model"), tmp_path / "logs")
@@ -153,8 +152,8 @@ def test_what_comes_is_shared_out_over_ranks_by_its_line(tmp_path):
 
 
 def test_a_file_of_urls_that_is_none_is_said_once(tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr(urls_file, "LOOK", 0.0)
-    monkeypatch.setattr(urls_file, "MOST_LINES", 3)
+    monkeypatch.setattr(http_pool, "LOOK", 0.0)
+    monkeypatch.setattr(http_pool, "MOST_LINES", 3)
     file = UrlsFile(tmp_path)
     assert file.fresh() == file.fresh() == []
     assert [record.getMessage() for record in caplog.records] == [

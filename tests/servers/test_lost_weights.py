@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from opd.served.sglang_answers import is_uniform, says_nothing
+from opd.served.scoring import is_uniform, says_nothing
 
 WORDS = np.array([3, 4, 5, 5], dtype=np.int32)
 

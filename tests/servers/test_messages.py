@@ -9,7 +9,6 @@ from recipes import tiny_recipe
 
 from opd.config.servers import ServerGroupConfig
 from opd.errors import RolloutError
-from opd.pipelines.stages.served_engine import mode_of
 from opd.rollout import sglang_engine, vllm_engine
 from opd.rollout.served_engine import ServedModel
 from opd.served.http_client import PoolOptions, RefusedError, UnavailableError
@@ -210,9 +209,10 @@ def test_what_cannot_work_is_refused_by_the_recipe(rollout, others, words):
 
 
 def test_servers_are_started_in_the_mode_that_a_recipe_needs():
-    assert mode_of(tiny_recipe(rollout={"engine": HERE})) == "processed_logprobs"
+    started_with = vllm_engine.PROGRAM.started_with
+    assert started_with(tiny_recipe(rollout={"engine": HERE})) == {"logprobs-mode": "processed_logprobs"}
     cut = tiny_recipe(rollout={"engine": HERE, "temperature": 1.0, "top_k": 4})
-    assert mode_of(cut) == "raw_logprobs"
+    assert started_with(cut) == {"logprobs-mode": "raw_logprobs"}
     own = tiny_recipe(rollout={"engine": OWN}, servers={"own": {"type": "vllm"}}).rollout.engine
     assert own.server_environment(own.server_arguments) == {"VLLM_SERVER_DEV_MODE": "1"}
     group = ServerGroupConfig(type="vllm", arguments=own.server_arguments)

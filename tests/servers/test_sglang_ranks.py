@@ -19,11 +19,9 @@ from opd.pipelines.launch.local import check_ranks
 from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.run import run_stage
 from opd.served import urls_file
-from opd.served.distinct import check_distinct
 from opd.served.http_client import PoolOptions
-from opd.served.http_pool import HTTPPool
+from opd.served.http_pool import HTTPPool, UrlsFile, check_distinct
 from opd.served.loop_thread import LoopThread
-from opd.served.urls_file import UrlsFile
 
 SECONDS = 300
 

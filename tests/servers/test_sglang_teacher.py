@@ -28,8 +28,9 @@ from opd.served.http_client import Server
 from opd.teachers.kinds import Placement
 from opd.teachers.local_teacher import LocalTeacher
 from opd.teachers.schedule import Router, TeacherSchedule, sampled_logprobs
+from opd.teachers.scorer import DueModel
 from opd.teachers.served_teacher import SignalNeeds
-from opd.teachers.sglang_teacher import ExpectedSGLang, HeadShape, SGLangTeacher, _check_settings
+from opd.teachers.sglang_teacher import SGLangScorer, SGLangTeacher
 from opd.types import SamplingParams
 
 LENGTHS = [(3, 4), (1, 1), (5, 0), (2, 60), (9, 7), (40, 1), (9, 3)]
@@ -124,11 +125,12 @@ def test_what_a_server_cannot_give_is_refused(served):
 
 
 def test_of_several_servers_the_least_that_any_takes_counts():
-    expected = ExpectedSGLang({}, HeadShape(4, 2), hidden=True)
+    config = SGLangTeacherConfig(path="/nowhere", urls=["http://a"])
+    scorer = SGLangScorer(DueModel({}, 4, 2), config, None)
     for name, chunk, context in (("a", 512, 300), ("b", 256, 100), ("c", 1024, 200), ("d", -1, None)):
         told = {"chunked_prefill_size": chunk, "context_length": context}
-        _check_settings("teacher t", Server(f"http://{name}"), told, expected)
-    assert (expected.chunk, expected.longest) == (256, 100 - SGLangTeacherConfig.kept)
+        scorer.check_settings("teacher t", Server(f"http://{name}"), told)
+    assert (scorer.chunk, scorer.most) == (256, 100 - SGLangTeacherConfig.kept)
 
 
 def test_nothing_is_asked_about_empty_responses(served):

@@ -19,7 +19,7 @@ from opd.config.teachers import VLLMTeacherConfig
 from opd.errors import TeacherError
 from opd.kernels.head import Head
 from opd.pipelines.doctor.checks import check_kinds
-from opd.teachers import weight_probe
+from opd.teachers import scorer
 from opd.teachers.local_teacher import LocalTeacher
 from opd.teachers.served_teacher import SignalNeeds
 
@@ -88,7 +88,7 @@ def unread(monkeypatch):
     def not_read(*_):
         raise TeacherError("it is a mixture of experts.")
 
-    monkeypatch.setattr(weight_probe.StreamedTeacher, "score", not_read)
+    monkeypatch.setattr(scorer.StreamedTeacher, "score", not_read)
 
 
 @pytest.mark.some(2)

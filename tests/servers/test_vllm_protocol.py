@@ -22,10 +22,10 @@ from opd.pipelines.doctor.servers import check_servers
 from opd.pipelines.launch.started_server import command_of
 from opd.rollout.preemption import Preemption
 from opd.served.http_client import UnavailableError
-from opd.served.sglang_answers import Question
-from opd.served.vllm_answers import most_bytes, scores_of
+from opd.served.scoring import Question
+from opd.served.vllm_protocol import most_bytes, scores_of
+from opd.teachers.scorer import compare
 from opd.teachers.served_teacher import SignalNeeds
-from opd.teachers.weight_probe import compare
 
 pytest.importorskip("aiohttp", reason="needs the extra sglang")
 TOKENS = len(recipe_tokenizer())

@@ -1,4 +1,4 @@
-"""What is asked of an SGLang server about given tokens, and what a good answer looks like.
+"""Build scoring requests to SGLang servers, and read and check their answers.
 
 Token ids are sent and come back with the log-probabilities: an answer of another length, in another order or
 for other tokens is never taken for the right one. Temperatures are not sent: a server scores given tokens at
@@ -9,43 +9,17 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from opd.foreign import decoding, shown, whole
 from opd.served.http_client import UnavailableError
+from opd.served.scoring import Question, unreadable
 
 _NUMBER_BYTES, _ENTRY_BYTES = 32, 256
 """Most bytes of JSON for one number, and for a token with its id, its log-probability and its text."""
 _OTHER_BYTES = 2**20
-
-
-def _unreadable(cause: str) -> UnavailableError:
-    return UnavailableError(f"the answer has another form than it should have ({cause})", answered=True)
-
-
-EXACT, HALF = 1e-3, 0.25
-"""Nats by which log-probabilities of the same model may differ: served in float32, and in anything less."""
-PROBE = np.array([3, 1, 4, 1, 5, 2, 6, 5, 3, 5, 0, 7, 2, 3], dtype=np.int32)
-"""Ids below 8: every vocabulary has them, also a wrong one."""
-
-
-@dataclass(frozen=True, slots=True)
-class Question:
-    """Score `tokens[start + 1:]`, each given those before it."""
-
-    uid: str
-    tokens: np.ndarray
-    """[T] int32."""
-    start: int
-    """The first position whose prediction is wanted: that of token `start + 1`."""
-
-    @property
-    def count(self) -> int:
-        """How many tokens are scored."""
-        return len(self.tokens) - 1 - self.start
 
 
 def logprob_body(question: Question, top_k: int = 0) -> dict[str, Any]:
@@ -95,7 +69,7 @@ def most_bytes(body: dict[str, Any], width: int = 0) -> int:
     return _OTHER_BYTES + tokens * each
 
 
-@decoding(_unreadable)
+@decoding(unreadable)
 def logprobs_of(answer: dict[str, Any], tokens: np.ndarray, start: int, rows: int) -> np.ndarray:
     """[T - 1 - start] float32: log-probabilities of `tokens[start + 1:]`. Raises `UnavailableError`.
 
@@ -115,7 +89,7 @@ def logprobs_of(answer: dict[str, Any], tokens: np.ndarray, start: int, rows: in
     return values
 
 
-@decoding(_unreadable)
+@decoding(unreadable)
 def top_logprobs_of(
     answer: dict[str, Any], count: int, top_k: int, vocabulary: int
 ) -> tuple[np.ndarray, np.ndarray]:
@@ -139,7 +113,7 @@ def top_logprobs_of(
     return ids.astype(np.int64), values
 
 
-@decoding(_unreadable)
+@decoding(unreadable)
 def hidden_of(answer: dict[str, Any], question: Question, width: int, rows: int) -> np.ndarray:
     """[count, D] float32: the answer to `hidden_body` of a model whose head is [rows, D]. Raises
     `UnavailableError`.
@@ -166,31 +140,7 @@ def hidden_of(answer: dict[str, Any], question: Question, width: int, rows: int)
     return found
 
 
-SAME = 1e-4
-"""Nats by which log-probabilities may differ from those of a uniform distribution and still be its."""
-
-
-def says_nothing(hidden: np.ndarray, read: np.ndarray) -> bool:
-    """Whether `hidden` [N, D] are of a model that has lost its weights: the same after different tokens.
-
-    Args:
-        read: [T] token ids; the rows are those at the last N. Where all are one token a row may be any, also
-            zero: that of a padding token alone is.
-    """
-    if not len(hidden) or (hidden != hidden[0]).any():
-        return False
-    last = read[-len(hidden) :]
-    return bool((last != last[0]).any() or (not hidden.any() and (read != read[0]).any()))
-
-
-def is_uniform(logprobs: np.ndarray, rows: int) -> bool:
-    """Whether `logprobs`, of two tokens at least, are those of a model that has lost its weights: all `rows`
-    of its head are equally likely.
-    """
-    return logprobs.size > 1 and bool((np.abs(logprobs + np.log(rows)) <= SAME).all())
-
-
-@decoding(_unreadable)
+@decoding(unreadable)
 def versions_of(answer: dict[str, Any]) -> set[str]:
     """The weight versions an answer was computed with."""
     meta = _meta(answer)
@@ -198,7 +148,7 @@ def versions_of(answer: dict[str, Any]) -> set[str]:
     return {shown(span.get("version")) for span in spans}
 
 
-@decoding(_unreadable)
+@decoding(unreadable)
 def ranks_of(answer: dict[str, Any] | None) -> list[dict[str, Any]]:
     """What each rank of a server says of its weights."""
     ranks = (answer or {}).get("ranks") or []
@@ -207,7 +157,7 @@ def ranks_of(answer: dict[str, Any] | None) -> list[dict[str, Any]]:
     return list(ranks)
 
 
-@decoding(_unreadable)
+@decoding(unreadable)
 def check_finished(answer: dict[str, Any]) -> None:
     """`UnavailableError` if the server gave the request up."""
     reason = _meta(answer).get("finish_reason") or {}

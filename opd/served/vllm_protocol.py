@@ -1,22 +1,25 @@
-"""What is asked of a vLLM server about given tokens, and what a good answer looks like.
+"""Build requests to vLLM servers, and read and check their answers.
 
 Token ids are sent, and come back as the keys of the log-probabilities at each position: an answer of another
 length or for other tokens is never taken for the right one. A server scores prompts at temperature 1 whatever
 it is told, and tells of the whole prompt. One that pools instead of writing gives each token's last hidden
-state, after the final norm: as bytes, without a word of which tokens they are of.
+state, after the final norm: as bytes, without a word of which tokens they are of. It tells its settings,
+checksums and versions in the developers' mode alone (VLLM_SERVER_DEV_MODE=1).
 """
 
 from __future__ import annotations
 
+import asyncio
+import hashlib
 from typing import Any
 
 import numpy as np
 
 from opd.foreign import decoding, shown
 from opd.served.hidden_segments import floats_of
-from opd.served.http_client import UnavailableError
+from opd.served.http_client import HTTPClient, RefusedError, Server, UnavailableError
 from opd.served.plugin.opd_hidden_states import DTYPES
-from opd.served.sglang_answers import Question
+from opd.served.scoring import PROBE, Question, unreadable
 
 SCORE, POOL = "/v1/completions", "/pooling"
 TASK = "token_embed"
@@ -24,10 +27,6 @@ TASK = "token_embed"
 _ENTRY_BYTES = 256
 """Most bytes of JSON for a token with its id, log-probability, rank and text."""
 _OTHER_BYTES = 2**20
-
-
-def _unreadable(cause: str) -> UnavailableError:
-    return UnavailableError(f"the answer has another form than it should have ({cause})", answered=True)
 
 
 def scoring_body(question: Question, top_k: int = 0) -> dict[str, Any]:
@@ -81,7 +80,7 @@ def hidden_of(content: bytes, question: Question, width: int, dtype: str) -> np.
     return found
 
 
-@decoding(_unreadable)
+@decoding(unreadable)
 def scores_of(
     answer: Any, question: Question, top_k: int, vocabulary: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -111,7 +110,7 @@ def scores_of(
     return ids, values, own
 
 
-@decoding(_unreadable)
+@decoding(unreadable)
 def model_of(answer: Any) -> tuple[str, int | None]:
     """The base model that `/v1/models` tells of, and the most tokens of a request."""
     entries = [entry for entry in answer["data"] if entry.get("parent") is None]
@@ -119,7 +118,7 @@ def model_of(answer: Any) -> tuple[str, int | None]:
     return shown(entries[0].get("root") or entries[0]["id"]), None if limit is None else int(limit)
 
 
-@decoding(_unreadable)
+@decoding(unreadable)
 def _choice(answer: dict[str, Any]) -> dict[str, Any]:
     (choice,) = answer["choices"]
     return choice
@@ -137,3 +136,54 @@ def _row(row: Any, token: int, top_k: int) -> tuple[list[int], list[float], floa
         raise UnavailableError(f"{len(found)} top-k tokens came where {top_k} were due", answered=True)
     best = sorted(found, key=lambda key: (-found[key], key))
     return best, [found[key] for key in best], own
+
+
+OF_NOTHING = hashlib.sha256(b"").hexdigest()
+"""What a server on a CPU tells of a tensor that it has packed away."""
+
+
+async def server_settings(pool: HTTPClient, server: Server) -> dict[str, Any] | None:
+    """All that it tells of itself, in its own words, `model_config` in it; `None` if it does not tell. Raises
+    `UnavailableError`, and `RefusedError` for a server of another kind.
+    """
+    try:
+        told = await pool.ask(server, "GET", "/server_info?config_format=json")
+    except RefusedError:
+        return None
+    if "vllm_config" not in told:
+        kind = "one of SGLang" if "launch_command" in told or "startup_time" in told else "something else"
+        raise RefusedError(f"{server.url} is no vLLM server but {kind}, as its /server_info says", 200)
+    with decoding(lambda cause: UnavailableError(f"{server.url}/server_info: {cause}", answered=True)):
+        config = dict(told["vllm_config"])
+        return config | {"model_config": dict(config["model_config"])}
+
+
+async def model_settings(pool: HTTPClient, server: Server) -> dict[str, Any] | None:
+    """How it serves its model, as it calls that; `None` if it does not tell. Raises `UnavailableError`."""
+    told = await server_settings(pool, server)
+    return None if told is None else told["model_config"]
+
+
+async def checksums(pool: HTTPClient, server: Server) -> dict[str, str] | None:
+    """sha256 of each tensor by the server's name for it, which begins with its rank; `None` if it does not
+    tell. Raises `UnavailableError`.
+    """
+    try:
+        answer = await pool.ask(server, "POST", "/weight_checker", {"action": "checksum"})
+    except RefusedError:
+        return None
+    with decoding(lambda cause: UnavailableError(f"{server.url}/weight_checker: {cause}", answered=True)):
+        return {str(name): str(told) for name, told in answer["checksums"].items()}
+
+
+async def probe(
+    pool: HTTPClient, server: Server, top_k: int, vocabulary: int, model: str | None = None
+) -> np.ndarray:
+    """[len(PROBE) - 1] float32: log-probabilities of the probe's tokens, asked for with the `top_k` most
+    likely ones, by the adapter `model` or without one. Raises `UnavailableError` and `RefusedError`.
+    """
+    question = Question("probe", PROBE, 0)
+    body, most = scoring_body(question, top_k), most_bytes(question, top_k)
+    body |= {} if model is None else {"model": model}
+    answer = await pool.ask(server, "POST", SCORE, body, most)
+    return await asyncio.to_thread(lambda: scores_of(answer, question, top_k, vocabulary)[2])
