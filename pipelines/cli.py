@@ -221,7 +221,7 @@ def _publish(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 def _wal(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     if overrides:
         raise ConfigError(f"opd wal takes a folder and no settings; remove {overrides[0]}")
-    from opd.pipelines.commands.wal import wal_command
+    from opd.pipelines.commands.logs import wal_command
 
     return wal_command(options.action, options.folder, options.out)
 
@@ -234,7 +234,7 @@ def _trajectory(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         raise ConfigError(
             "--reads, --substrate, --image and --quotas are for opd trajectory replay; leave them out of show"
         )
-    from opd.pipelines.commands.trajectory import Allowed, trajectory_command
+    from opd.pipelines.commands.logs import Allowed, trajectory_command
 
     return trajectory_command(options.action, options.run, options.episode, Allowed(*allowed))
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from opd.data.file_kinds import SHOWN, THOUGHT, rename_hint
 from opd.data.load import (
     check_messages,
     check_text,
@@ -29,7 +30,6 @@ from opd.data.load import (
     with_system,
 )
 from opd.data.messages import WEIGHTS, learnt, refuse_learnt
-from opd.data.other_columns import SHOWN, THOUGHT, rename_hint
 from opd.errors import DataError, reason_of
 from opd.models.chat_templates import TemplateError, UnreadError, refuse_unread, render, render_marked
 from opd.models.token_ids import encode_text

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from opd.config.recipe import DomainConfig
-from opd.data.file_kinds import HEAD, file_fault
+from opd.data.file_kinds import HEAD, SHOWN, SPOKEN, file_fault, rename_hint, rows_within
 from opd.data.messages import (
     Message,
     MessageError,
@@ -23,7 +23,6 @@ from opd.data.messages import (
     read_messages,
     refuse_learnt,
 )
-from opd.data.other_columns import SHOWN, SPOKEN, rename_hint, rows_within
 from opd.data.procedural import load_procedural, load_reasoning_gym
 from opd.errors import DataError, MissingExtraError, reason_of
 from opd.foreign import (

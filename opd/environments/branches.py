@@ -19,9 +19,8 @@ import numpy as np
 
 from opd.config.environments import EnvironmentConfig
 from opd.environments.asked import AgentRequest, RefusedRequestError
-from opd.environments.conversation import Conversation
+from opd.environments.conversation import Conversation, parse, without_calls
 from opd.environments.protocol import Message
-from opd.environments.tool_calls import parse, without_calls
 from opd.errors import RolloutError, is_of_library, reason_of
 from opd.models.chat_templates import TemplateError, refuse_unread
 from opd.models.token_ids import encode_text, id_count

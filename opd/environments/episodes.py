@@ -20,11 +20,10 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from opd.config.environments import EnvironmentConfig
-from opd.environments.conversation import Conversation, bounded
+from opd.environments.conversation import Conversation, bounded, parse
 from opd.environments.kinds import environment_class, tools_of
 from opd.environments.processes import shared
 from opd.environments.protocol import Action, Observation, Step, Task
-from opd.environments.tool_calls import parse
 from opd.environments.world import Loop, World
 from opd.errors import RolloutError
 from opd.rollout.beside import write_alone

@@ -1,10 +1,15 @@
-"""An adapter folder as peft writes it: plain LoRA, of ranks and alphas by layer too, or refused by the name
-of what it has beside.
+"""Read an adapter folder as peft writes it.
+
+It is plain LoRA, of ranks and alphas by layer too, or refused by the name of what it has beside.
 
 `adapter_config.json` and `adapter_model.safetensors`, with tensors named `base_model.model.` +
 `model.layers.0.self_attn.q_proj.lora_A.weight` `[r, in]` and `lora_B` `[out, r]`: the model is its base with
 `W + scaling * B A` in the place of each `W`. What the configuration says beside must be known to change none
 of this; a setting of a peft that is newer than this table is refused unless it is empty.
+
+The patterns in `rank_pattern` and `alpha_pattern` are matched as peft matches them: they are regular
+expressions that somebody else wrote. Names alone, such as `self_attn.q_proj`, are matched here; anything with
+repetitions in a process that is ended if it takes seconds.
 """
 
 from __future__ import annotations
@@ -23,7 +28,8 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from opd.errors import CheckpointError, ModelError, reason_of
-from opd.foreign import is_unset, shown, whole
+from opd.foreign import is_unset, read_document, shown, whole
+from opd.limited import LONGEST, LimitedProcess
 from opd.models.hf_folder import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
@@ -31,8 +37,58 @@ from opd.models.hf_folder import (
     read_object,
     weight_files,
 )
-from opd.models.peft_patterns import match_patterns
 from opd.storage.tensors import TensorParts, require_numbers
+
+_NAME = re.compile(r"[\w.]*")
+_MOST = 10_000
+"""Patterns of an adapter: as many as it has layers, at most."""
+_SECONDS, _MEMORY = 5.0, 1 << 29
+
+
+def match_patterns(patterns: list[str], layers: list[str]) -> dict[str, str]:
+    """The first of `patterns` that matches the end of each layer's name, for those that one matches.
+
+    Raises `ValueError`, saying why, for what is no regular expression, or takes too long.
+    """
+    if len(patterns) > _MOST:
+        raise ValueError(f"there are {len(patterns):,} patterns where {_MOST:,} are read")
+    if all(_NAME.fullmatch(pattern) for pattern in patterns):
+        return _matched(patterns, layers)
+    process = LimitedProcess(__name__, _MEMORY)
+    try:
+        said = process.ask({"patterns": patterns, "layers": layers}, _SECONDS)
+    finally:
+        process.close()
+    if said is None:
+        raise ValueError(f"its patterns take more than {_SECONDS:g} seconds")
+    found = read_document(said, LONGEST)
+    if "error" in found:
+        raise ValueError(str(found["error"]))
+    return {str(layer): patterns[int(place)] for layer, place in found["matched"].items()}
+
+
+def _matched(patterns: Iterable[str], layers: Iterable[str]) -> dict[str, str]:
+    expressions = {pattern: re.compile(rf"(.*\.)?({pattern})$") for pattern in patterns}
+    found = {}
+    for layer in layers:
+        first = next((one for one, expression in expressions.items() if expression.match(layer)), None)
+        if first is not None:
+            found[layer] = first
+    return found
+
+
+def prepare() -> None:
+    """In the process that looks: nothing to import."""
+
+
+def answer(asked: Mapping[str, Any]) -> dict[str, Any]:
+    """In the process that looks: which pattern, by its place, matches each layer."""
+    try:
+        found = _matched(asked["patterns"], asked["layers"])
+    except (re.error, RecursionError, OverflowError) as error:
+        return {"error": f"a pattern is no regular expression ({str(error)[:100]})"}
+    return {"matched": {layer: asked["patterns"].index(one) for layer, one in found.items()}}
+
 
 PREFIX = "base_model.model."
 LORA_A, LORA_B = ".lora_A.weight", ".lora_B.weight"

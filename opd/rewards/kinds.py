@@ -12,7 +12,7 @@ from importlib import import_module
 
 from opd.config.recipe import DomainConfig
 from opd.config.rewards import FunctionReward, PythonReward, ServedReward, VerifierSettings
-from opd.data.other_columns import rename_hint
+from opd.data.file_kinds import rename_hint
 from opd.errors import DataError, RewardError
 from opd.rewards.verifier import Answered, Verifier, is_missing
 from opd.rollout.prompts import Domain, Prompt

@@ -1,8 +1,8 @@
-"""Requests to several servers of one model: balanced, bounded, retried.
+"""Send requests to several servers of one model: balanced, bounded, retried.
 
-Whether two URLs lead to one server.
-
-URLs of servers that come while a run works: a file with one on a line, which is read again and again."""
+Whether two URLs lead to one server is asked here too, and `UrlsFile` reads the URLs of servers that come
+while a run works: a file with one on a line, which is read again and again.
+"""
 
 from __future__ import annotations
 
@@ -363,8 +363,6 @@ def _servers(pools: Mapping[str, HTTPPool]) -> list[tuple[str, HTTPPool, Server]
 async def _ask_all(servers: list[tuple[str, HTTPPool, Server]]) -> list[str]:
     return await asyncio.gather(*(pool.identity(server) for _, pool, server in servers))
 
-
-_log = logging.getLogger(__name__)
 
 LOOK = 5.0
 """Seconds between two looks at the file."""

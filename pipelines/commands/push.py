@@ -22,8 +22,7 @@ from opd.models.hf_folder import (
     weight_files,
 )
 from opd.models.hf_weights import check_weights
-from opd.models.hub import RETRY, listing_of
-from opd.models.hub_errors import UnreachableError, passing, reason, refusal
+from opd.models.hub import RETRY, UnreachableError, listing_of, passing, reason, refusal
 from opd.progress import doing
 from opd.redact import hide
 from opd.storage.files import file_digest

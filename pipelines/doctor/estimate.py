@@ -19,12 +19,12 @@ from opd.pipelines.records.stage_names import model_stage, specialist_stage
 from opd.pipelines.stages.precision import (
     WIDTH,
     has_masters,
+    is_cut,
     learning_width,
     lost_share,
     model_dtype,
     some_weights,
 )
-from opd.pipelines.stages.room import is_cut
 from opd.storage.object_store import folder_of
 
 _ACTIVATIONS = 17

@@ -50,7 +50,7 @@ from opd.pipelines.doctor.models import (
 )
 from opd.pipelines.doctor.rewards import check_rewards, check_sandbox
 from opd.pipelines.doctor.servers import check_servers, check_shared, check_workers
-from opd.pipelines.evaluation.sets import said_of_set
+from opd.pipelines.evaluation.evaluate import said_of_set
 from opd.pipelines.records.run_folder import Accepted, default_path
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ def check_set_prompts(recipe: Recipe, sets: dict[str, Domain], tokenizer: Any) -
 
 def check_contamination(recipe: Recipe, sets: dict[str, Domain]) -> list[Finding]:
     """Evaluation prompts that stand in what the run will be trained on: a warning for each set with some."""
-    from opd.pipelines.evaluation.contamination import contamination
+    from opd.pipelines.evaluation.evaluate import contamination
     from opd.pipelines.stages.domains import load_domains
 
     title = "contamination"

@@ -1,12 +1,14 @@
-"""The stage that measures every model of a run, greedy and sampled: on the domains' held-out prompts, and on
-evaluation sets.
+"""Measure every model of a run, greedy and sampled, on the domains' held-out prompts and on evaluation sets.
 
-A few answers are kept to be read side by side: what base, teacher and student wrote to a prompt.
+The sets are loaded here, and evaluation prompts that stand in what a run is trained on are counted. A few
+answers are kept to be read side by side: what base, teacher and student wrote to a prompt.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
@@ -15,19 +17,97 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from opd.config import Recipe
-from opd.errors import CheckpointError
+from opd.data.contamination import Index, said, text_of, training_texts
+from opd.data.demonstrations import demonstrations
+from opd.data.load import load_domain
+from opd.errors import CheckpointError, OpdError
 from opd.models.hf_folder import CHECKSUMS, check_folder
-from opd.pipelines.evaluation.contamination import contamination
 from opd.pipelines.evaluation.engines import Engines
 from opd.pipelines.evaluation.measure import EvaluationPrompts, measure_model
-from opd.pipelines.evaluation.sets import load_sets, of_set
 from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.stages.context import StageContext, baseline_methods
 from opd.pipelines.stages.domains import DomainSet
+from opd.pipelines.stages.sft import asked_in_evaluation, is_held_out
 from opd.pipelines.stages.student import tokenizer_of
 from opd.pipelines.stages.teachers import whole_teacher
+from opd.progress import doing
 from opd.ranks import Ranks
+from opd.rollout.prompts import Domain
 from opd.storage.files import digest_of, file_digest, read_sealed, write_sealed
+
+
+def load_sets(recipe: Recipe) -> dict[str, Domain]:
+    """Every evaluation set of `recipe`, all its prompts held out, none to train on.
+
+    Raises `DataError` for a source that cannot be read or is empty.
+    """
+    sets = recipe.evaluation.sets
+    with of_set(sets):
+        return {
+            name: load_domain(name, config, seed=recipe.seed, held_out_prompts=sets[name].prompts)
+            for name, config in recipe.of_sets().domains.items()
+        }
+
+
+@contextmanager
+def of_set(names: Collection[str]) -> Iterator[None]:
+    """Sets go the way of domains; what is wrong with one is said of it, and not of a domain of its name."""
+    try:
+        yield
+    except OpdError as error:
+        told = said_of_set(str(error), names)
+        if told == str(error):
+            raise
+        fault = type(error)(told)
+        fault.of_own_code = error.of_own_code
+        raise fault from error.__cause__
+
+
+def said_of_set(text: str, names: Collection[str]) -> str:
+    """`text` with the names of sets in the place of domains of these names."""
+    for name in sorted(names, key=len, reverse=True):
+        told = re.escape(name)
+        text = re.sub(rf"\bdomains\.{told}(?=[\s.:,;]|$)", f"evaluation.sets.{name}", text)
+        text = re.sub(rf"\bdomain {told}(?=[\s.:,;)]|$)", f"evaluation set {name}", text)
+        if f"evaluation.sets.{name}" in text:
+            text = text.replace("evaluation.prompts_per_domain", f"evaluation.sets.{name}.prompts")
+    return text
+
+
+def contamination(
+    recipe: Recipe, domains: Mapping[str, Domain], sets: Mapping[str, Domain]
+) -> dict[str, Any]:
+    """`ngram`, how many training texts were looked at (`texts`), and what `Index.found` says of the held-out
+    prompts of each domain and set (`found`); nothing where the recipe asks for no comparison.
+    """
+    config = recipe.evaluation.contamination
+    if config is None:
+        return {}
+    held_out = {
+        name: domain.held_out[: recipe.evaluation.prompts_per_domain] for name, domain in domains.items()
+    }
+    held_out |= {name: domain.held_out for name, domain in sets.items()}
+    with doing("comparing evaluation prompts with what is trained on"):
+        index = Index(
+            {name: [text_of(p) for p in prompts] for name, prompts in held_out.items()}, config.ngram
+        )
+        for name, domain in domains.items():
+            for text, where in training_texts(domain.train, name):
+                index.look(text, where)
+        for asked, answer, where in _demonstrated(recipe, asked_in_evaluation(domains)):
+            index.look(asked, where, answer)
+    return {"ngram": config.ngram, "texts": index.seen, "found": index.found()}
+
+
+def _demonstrated(recipe: Recipe, evaluated: set[str]) -> Iterator[tuple[str, str, str]]:
+    """Question, answer and place of every demonstration that is learnt from, one at a time."""
+    for domain, config in recipe.demonstrated().items():
+        for row in demonstrations(config.source, domain or None, set()):
+            if is_held_out(row, config, evaluated):
+                continue
+            asked = text_of(row.prompt)
+            answer = row.completion if row.completion is not None else said(row.messages or [])
+            yield asked, answer, row.prompt.where
 
 
 def evaluated_models(context: StageContext) -> dict[str, Path]:

@@ -19,7 +19,6 @@ from opd.config import Recipe
 from opd.config.environments import AGENT, LIBRARIES
 from opd.config.hub_names import told
 from opd.config.rewards import ServedReward
-from opd.pipelines.evaluation.answers import side_by_side
 from opd.pipelines.evaluation.evaluate import (
     best_teachers,
     compared_with_training,
@@ -28,6 +27,7 @@ from opd.pipelines.evaluation.evaluate import (
     measured_sets,
     written_by,
 )
+from opd.pipelines.evaluation.measure import side_by_side
 from opd.pipelines.evaluation.statistics import Count, at_the_end, recovery
 from opd.pipelines.launch.machine import git_state, hardware, kernels
 from opd.pipelines.records.cards import Cards, made_here

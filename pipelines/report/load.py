@@ -115,7 +115,7 @@ class Run:
     answers: dict[str, Any] = field(default_factory=dict)
     """Domain -> a few answers side by side, as `pipelines/evaluation/evaluate.py` gives them."""
     contamination: dict[str, Any] = field(default_factory=dict)
-    """Of evaluation prompts in what was trained on, as `pipelines/evaluation/contamination.py` gives it."""
+    """Of evaluation prompts in what was trained on, as `pipelines/evaluation/evaluate.py` gives it."""
     difficulty: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Domain -> what its specialist has measured of its prompts (`pipelines/stages/difficulty.py`)."""
     code_changes: list[dict[str, Any]] = field(default_factory=list)

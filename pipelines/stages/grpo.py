@@ -23,13 +23,12 @@ from opd.pipelines.stages.student import Student, open_frozen, tokenizer_of
 from opd.pipelines.stages.teachers import Teachers, open_schedule, weigh_divergence
 from opd.pipelines.stages.watch import Beginning
 from opd.rollout.collect import EncodedPrompt
-from opd.train.advantages import build_advantage, keep_groups
+from opd.train.advantages import build_advantage, changes_rewards, keep_groups, shape
 from opd.train.backend import Backend
 from opd.train.distill_terms import build_distill_term
 from opd.train.frozen import Frozen
 from opd.train.loss_weights import response_scales, turn_shares, turns_of, weigh
 from opd.train.packing import convert_batch
-from opd.train.shaping import changes_rewards, shape
 from opd.train.terms import LossTerm, MismatchProbe, PolicyTerm, ReferenceTerm, next_coefficient
 from opd.types import RolloutBatch, Sample, SampleGroup, Status, TokenTerms
 

@@ -22,8 +22,7 @@ from opd.models.sharded import cut, open_empty, own_parts, put_in_file
 from opd.models.token_ids import appended, id_count
 from opd.models.tokenizers import Stop, load_tokenizer, set_chat_template, stops_of, unreachable_stops
 from opd.pipelines.stages.context import StageContext
-from opd.pipelines.stages.precision import model_dtype
-from opd.pipelines.stages.room import cuts_engines
+from opd.pipelines.stages.precision import cuts_engines, model_dtype
 from opd.pipelines.stages.stage_rollout import StageRollout, open_rollout
 from opd.progress import doing
 from opd.protocols import Resident, Sleeps

@@ -16,8 +16,8 @@ import pytest
 
 from opd.config import DomainConfig
 from opd.data.demonstrations import read_demonstrations
+from opd.data.file_kinds import SHOWN, THOUGHT
 from opd.data.load import load_domain, prompt_of
-from opd.data.other_columns import SHOWN, THOUGHT
 from opd.errors import DataError
 from opd.rewards.kinds import check_labels
 from opd.rollout.prompts import Prompt

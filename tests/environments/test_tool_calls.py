@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from opd.environments.conversation import LONGEST_CALL, MOST_CALLS, parse
 from opd.environments.protocol import ToolCall
-from opd.environments.tool_calls import LONGEST_CALL, MOST_CALLS, parse
 
 ADD = ToolCall("add", {"a": 1, "b": [2]})
 LOOK = ToolCall("look", {})

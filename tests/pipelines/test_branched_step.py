@@ -22,10 +22,9 @@ from opd.pipelines.stages.samples import StepSamples
 from opd.pipelines.stages.samples_on_disk import SamplesOnDisk
 from opd.ranks import Ranks
 from opd.rollout.rewards import RewardRunner, wrap_reward
-from opd.train.advantages import RLOO, DrGRPO, GroupNormalised
+from opd.train.advantages import RLOO, DrGRPO, GroupNormalised, shape
 from opd.train.backend import TorchBackend
 from opd.train.loss_weights import episode_scales, response_scales, turn_shares, turns_of, weigh
-from opd.train.shaping import shape
 from opd.train.terms import PolicyTerm
 from opd.types import Sample, SampleGroup, Status, TokenTerms
 

@@ -8,15 +8,15 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from opd.pipelines.evaluation.answers import (
+from opd.pipelines.evaluation.measure import (
     CHARACTERS,
     KINDS,
     PROMPTS,
     SHOWN,
     keep,
+    length_quantiles,
     side_by_side,
 )
-from opd.pipelines.evaluation.measure import length_quantiles
 from opd.pipelines.report.load import Run
 from opd.pipelines.report.tables import answers
 from opd.types import Sample, Status

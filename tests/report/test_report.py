@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from opd.errors import RunFolderError
-from opd.pipelines.evaluation.answers import side_by_side
+from opd.pipelines.evaluation.measure import side_by_side
 from opd.pipelines.evaluation.statistics import at_the_end
 from opd.pipelines.records.results import _teachers
 from opd.pipelines.records.run_folder import RunFolder

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from opd.pipelines.cli import main
-from opd.pipelines.commands import wal as wal_commands
+from opd.pipelines.commands import logs as wal_commands
 from opd.storage.wal import TokenWAL
 from opd.types import Chunk, RolloutRequest, SamplingParams, Status
 

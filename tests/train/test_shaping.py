@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from opd.config.rl import ShapingConfig
 from opd.errors import RewardError
-from opd.train.shaping import changes_rewards, overlong, shape, shorter
+from opd.train.advantages import changes_rewards, overlong, shape, shorter
 from opd.types import Sample, SampleGroup, Status
 
 LIMIT = 10
