@@ -55,7 +55,10 @@ install_now() {
   for stamp in "$venv"/.installed-*; do
     made_for=$(cat "$stamp" 2>/dev/null || true)
     # The programs of a copied environment begin with the path of the original's Python.
-    if [ -n "$made_for" ] && [ "$made_for" != "$root" ]; then rm -rf "$venv"; fi
+    if [ -n "$made_for" ] && [ "$made_for" != "$root" ]; then
+      say "$(basename "$stamp") does not name this folder, so $venv was made for another one or is damaged: beginning anew"
+      rm -rf "$venv"
+    fi
   done
   if [ -e "$venv/.installing" ]; then
     say "the last installation was interrupted, and packages may lack files: beginning anew"

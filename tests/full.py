@@ -56,7 +56,7 @@ class Recorder:
         if not whole or not config.getoption("full") or chosen:
             raise ValueError(
                 "--record is for whole folders with --full, without options that choose tests or stop early"
-                " (-k, -m, -x, --deselect, --ignore, --lf): leave it out"
+                " (-k, -m, -x, --deselect, --ignore, --lf): add --full and take those out, or leave it out"
             )
         if _git("status", "--porcelain", "--", ":/", f":(exclude){RECORD.name}"):
             raise ValueError("--record names a commit: commit what `git status` shows, or leave it out")

@@ -1,4 +1,4 @@
-"""Every relative link of every page that git keeps leads to a file, and to a heading that is there."""
+"""Every relative link of every page leads to a file, and to a heading that is there."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ LINK = re.compile(r"!?\[[^\]\[]*\]\(([^()\s]+)\)|(?:src|href)=\"([^\"]+)\"")
 
 
 def pages() -> list[Path]:
-    listed = subprocess.run(
-        ["git", "ls-files", "-z", "*.md"], cwd=ROOT, capture_output=True, text=True, check=True
-    ).stdout
-    return [ROOT / name for name in listed.split("\0") if name]
+    """Those that git keeps; in a folder that was unpacked without it, all but those of installed packages."""
+    listed = subprocess.run(["git", "ls-files", "-z", "*.md"], cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode == 0 and listed.stdout:
+        return [ROOT / name for name in listed.stdout.split("\0") if name]
+    found = (path.relative_to(ROOT) for path in ROOT.rglob("*.md"))
+    return sorted(ROOT / path for path in found if not {".venv", "node_modules", "build"} & set(path.parts))
 
 
 def without_code(text: str) -> str:
