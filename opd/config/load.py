@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
@@ -234,18 +234,25 @@ def located(recipe: Recipe) -> Recipe:
     Done once, where a command starts: code of the user's own may go to another folder.
     """
     data, of_models = recipe.model_dump(), model_keys(recipe)
-    for *parents, last in path_keys(recipe):
-        holder = data
-        for key in parents:
-            holder = holder[key]
-        given = holder[last]
-        if given and (*parents, last) in of_models:
-            if hub_name(given) is not None:
-                continue
-            given = os.path.expanduser(given)
-        if given and given.strip() and "://" not in given and not given.startswith("~"):
-            holder[last] = str(Path(given).absolute())
+
+    def place(given: str, of_model: bool) -> str:
+        if of_model and hub_name(given) is not None:
+            return given
+        path = os.path.expanduser(given) if of_model else given
+        named = path.strip() and "://" not in path and not path.startswith("~")
+        return str(Path(path).absolute()) if named else given
+
+    for key in path_keys(recipe):
+        replace_at(data, key, lambda given, key=key: given and place(given, key in of_models))
     return Recipe.model_validate(data)
+
+
+def replace_at(data: dict[str, Any], path: KeyPath, change: Callable[[Any], Any]) -> None:
+    """Put `change(value)` in the place of the value at `path`."""
+    *parents, last = path
+    for key in parents:
+        data = data[key]
+    data[last] = change(data[last])
 
 
 def path_keys(recipe: Recipe) -> list[KeyPath]:

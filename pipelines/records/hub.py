@@ -14,7 +14,7 @@ from pathlib import Path
 from opd.config import Recipe
 from opd.config.base import Located
 from opd.config.hub_names import HubName, hub_name
-from opd.config.load import KeyPath
+from opd.config.load import KeyPath, replace_at
 from opd.config.schema import marked
 from opd.errors import ConfigError, OpdError
 from opd.pipelines.records.run_folder import HubRecord, RunFolder, refuse_existing
@@ -47,15 +47,11 @@ def fetched(recipe: Recipe, path: Path | None = None, *, resume: bool = False) -
     data, record = recipe.model_dump(), {}
     with Progress() as progress:
         for key, (asked, name) in names.items():
-            *parents, last = key
             where = ".".join(key)
             before = known.get(where, {})
             commit = before.get("commit") if before.get("asked") == asked else None
             place, record[where] = _one(where, asked, name, commit, files.get(where), progress)
-            holder = data
-            for part in parents:
-                holder = holder[part]
-            holder[last] = place
+            replace_at(data, key, lambda _, place=place: place)
     return Recipe.model_validate(data), record
 
 

@@ -20,7 +20,7 @@ from typing import Any
 from opd.config import Recipe
 from opd.config.distill import SharesConfig
 from opd.config.hub_names import told
-from opd.config.load import path_keys
+from opd.config.load import path_keys, replace_at
 from opd.config.schema import change_at
 from opd.config.servers import COMPUTED
 from opd.config.teachers import ServerConfig
@@ -353,12 +353,8 @@ def written(recipe: Recipe) -> dict[str, Any]:
     from the Hub has its name there, with the commit, wherever this machine's cache is.
     """
     data = recipe.model_dump(mode="json")
-    for *parents, last in path_keys(recipe):
-        holder = data
-        for key in parents:
-            holder = holder[key]
-        if holder[last]:
-            holder[last] = told(holder[last])
+    for key in path_keys(recipe):
+        replace_at(data, key, lambda place: told(place) if place else place)
     return redacted(data)
 
 
