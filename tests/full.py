@@ -92,6 +92,7 @@ def recorded() -> dict[str, dict[str, Any]]:
         counts = [row[key] for row in found.values() for key in HEAD[1:-1]]
         whole = all(type(count) is int and count >= 0 for count in counts)
         whole = whole and all(re.fullmatch("[0-9a-f]{7,40}", row["commit"]) for row in found.values())
+        whole = whole and all(re.fullmatch(r"\w+", folder) for folder in found)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         whole = False
     if not whole:

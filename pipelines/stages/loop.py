@@ -213,7 +213,9 @@ def train(
             context.metrics.write(state.step, logged, state.seconds)
             ruling = watch.look(state.step, logged, state.seconds)
             state.rate *= ruling.factor
-            context.progress(state.step, extent.total(state), algorithm.headline(metrics))
+            # The total of steps is an estimate, and wanders, where the extent is in tokens.
+            so_far = "" if extent.tokens is None else f", {extent.progress(state):.0%} of its tokens"
+            context.progress(state.step, extent.total(state), algorithm.headline(metrics) + so_far)
             stopping = context.ranks.any(context.preemption.stopping, "the end of a step")
             if saver.pending is not None:
                 saver.settle()

@@ -41,6 +41,7 @@ ROW = '{"passed": %s, "failed": 0, "skipped": 0, "seconds": 0, "commit": "%s"}'
     [
         *("", "[]", "{", '"x"', '{"data": {}}', '{"data": {"passed": "1"}}', "[" * 100_000),
         *(f'{{"data": {ROW % row}}}' for row in ((-1, "abcdef0"), ("true", "abcdef0"), (1, "x|y"))),
+        f'{{"da|ta": {ROW % (1, "abcdef0")}}}',
     ],
 )
 def test_a_damaged_record_is_one_sentence(tmp_path, monkeypatch, text):
