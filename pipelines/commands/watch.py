@@ -28,8 +28,8 @@ from opd.redact import redact
 if TYPE_CHECKING:
     from rich.console import Console, Group
 
-    from opd.pipelines.report.live import LiveRun
     from opd.pipelines.report.live_page import Board
+    from opd.pipelines.report.load import LiveRun
 
 LOOPBACK = "127.0.0.1"
 MOST_RUNS = 16
@@ -254,16 +254,14 @@ def view(runs: Sequence[LiveRun], console: Console) -> Group:
 def _stages(run: LiveRun) -> Iterator[Any]:
     from rich.text import Text
 
-    from opd.pipelines.report.live_page import numbers
-    from opd.pipelines.report.words import amount, duration, stage_label
+    from opd.pipelines.report.live_page import numbers, time_told
+    from opd.pipelines.report.words import amount, stage_label
 
-    for stage in run.ordered:
-        if not stage.steps:
-            continue
+    for stage in run.run().stages:
         state = "done" if stage.done else f"step {stage.step}"
         told = [f"{what.lower()} {number}" for what, number in numbers(stage)]
-        line = [f"{stage_label(stage.name):<24} {state:<10}", duration(stage.seconds)]
-        line += [f"{amount(stage.tokens)} tokens"] if stage.tokens else []
+        line = [f"{stage_label(stage.name):<24} {state:<10}", time_told(stage)]
+        line += [f"{amount(stage.student_tokens)} tokens"] if stage.student_tokens else []
         yield Text(_plain("  ".join([*line, *told])), no_wrap=True, overflow="ellipsis")
         for key in ("reward/mean", "kl/mean", "loss/ce"):
             if not stage.done and key in stage.curves:
@@ -275,7 +273,7 @@ def _samples(run: LiveRun, width: int) -> Iterator[Any]:
 
     from opd.pipelines.report.live_page import told_reward
 
-    stage = run.current
+    stage = run.run().current
     for asked in [] if stage is None else stage.samples[:_SAMPLES]:
         yield Text("")
         yield Text(_plain(f"> {asked.domain}: {asked.prompt}")[:width], style="bold")

@@ -1,19 +1,16 @@
 """The report: one self-contained HTML file that says what a run achieved, and what it does not show.
 
-`load` reads the run folder, `verdict` puts numbers into sentences, `tables` (answers side by side too) and
-`figures` choose what is shown, `charts` draws, `page` puts it together. `verdict` also has what a command
-says at its end, `comparison` sets several runs beside each other. `live` reads a run that is being written,
-`live_page` shows it with the same charts. To add a chart, add a `Panel` to a function
-of `figures`.
+`load` reads a run folder, at once or as it is written (`appended`), into the records of `results`. `verdict`
+puts numbers into sentences and has what a command says at its end. `tables` and `figures` choose what is
+shown, `charts` draws, `page` fills `templates/`. `comparison` sets several runs beside each other and
+`live_page` shows them while they train. To add a chart, add a `Panel` to a function of `figures`.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from opd.foreign import visible
 from opd.pipelines.report.load import load_run
-from opd.redact import redact
 from opd.storage.files import write_atomic
 
 __all__ = ["write_report"]
@@ -30,5 +27,5 @@ def write_report(run_dir: Path) -> Path:
     run_dir = Path(run_dir)
     page = render(load_run(run_dir))
     target = run_dir / "report.html"
-    write_atomic(target, visible(redact(page)).encode())
+    write_atomic(target, page.encode())
     return target

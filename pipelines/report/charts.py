@@ -211,35 +211,11 @@ def dot_chart(
     axes.axvline(0, color=light("rest"), linewidth=1.2, zorder=1)
     for row, dot in enumerate(dots):
         for role, marker, value in dot.parts:
-            axes.plot(
-                value,
-                row,
-                color=light(role),
-                marker=marker,
-                markersize=4.5,
-                alpha=0.85,
-                clip_on=False,
-                zorder=3,
-            )
-        colour = light(dot.role)
-        axes.plot(
-            [dot.mean.low, dot.mean.high],
-            [row, row],
-            color=colour,
-            linewidth=2.2,
-            solid_capstyle="butt",
-            clip_on=False,
-        )
-        axes.plot(
-            dot.mean.value,
-            row,
-            color=colour,
-            marker="|",
-            markersize=12,
-            markeredgewidth=2.2,
-            clip_on=False,
-            zorder=4,
-        )
+            small: dict[str, Any] = {"color": light(role), "marker": marker, "markersize": 4.5, "alpha": 0.85}
+            axes.plot(value, row, **small, clip_on=False, zorder=3)
+        own: dict[str, Any] = {"color": light(dot.role), "clip_on": False}
+        axes.plot([dot.mean.low, dot.mean.high], [row, row], linewidth=2.2, solid_capstyle="butt", **own)
+        axes.plot(dot.mean.value, row, marker="|", markersize=12, markeredgewidth=2.2, zorder=4, **own)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: write(value)))
     _row_labels(axes, [(dot.label, dot.note) for dot in dots])
     return _svg(figure, name, told)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
@@ -14,10 +13,11 @@ from opd.errors import ConfigError, RunFolderError
 from opd.foreign import visible
 from opd.pipelines.evaluation.statistics import at_the_end, mean_accuracy
 from opd.pipelines.records.settings import changes
-from opd.pipelines.report.load import Run, load_run
+from opd.pipelines.records.stage_names import stage_model
+from opd.pipelines.report.load import load_run
+from opd.pipelines.report.results import Run
 from opd.pipelines.report.verdict import aligned, compare, retained
 from opd.pipelines.report.words import model_label, own_label, point_bounds, points
-from opd.redact import redact
 from opd.storage.files import write_atomic
 
 FREE = ("run_dir", "name")
@@ -154,7 +154,7 @@ def compare_runs(folders: Sequence[Path], page: Path) -> str:
         raise RunFolderError(f"{page} cannot be written: give a file in a folder that is there with --out")
     if page.exists() and not _is_page(page):
         raise RunFolderError(f"{page} is there already and is no page; give another file with --out")
-    write_atomic(page, visible(redact(_page(runs))).encode())
+    write_atomic(page, _page(runs).encode())
     tables = [
         [runs.head("mean sampled accuracy, %"), *runs.accuracy()],
         [runs.head("merged student, %"), *runs.domains()],
@@ -176,41 +176,12 @@ def _is_page(path: Path) -> bool:
 
 
 def _page(runs: Runs) -> str:
-    from opd.pipelines.report.page import document  # matplotlib, once there is something to draw
-
-    note = (
-        "Each cell is one run; the deviation in brackets is between runs of the same settings but the seed."
-    )
-    body = f"<header><div><h1>{escape(runs.verdict())}</h1></div></header>\n"
-    body += _section("Models", _table(runs.head("Mean sampled accuracy, %"), runs.accuracy()), note)
-    body += _section("Domains", _table(runs.head("Merged student, %"), runs.domains()))
-    body += _curves(runs)
-    differing = runs.settings()
-    if differing:
-        body += _section("Settings that differ", _table(["Setting", *runs.names], differing))
-    return document(f"{len(runs.runs)} runs", body)
-
-
-def _curves(runs: Runs) -> str:
-    from opd.pipelines.report.figures import overlaid, run_cues
-    from opd.pipelines.report.page import grid
+    from opd.pipelines.report.figures import ChartGroup, overlaid, run_cues  # matplotlib, where it draws
+    from opd.pipelines.report.page import draw
 
     panels = overlaid(list(zip(runs.names, runs.runs, strict=True)), ("reward/mean",), "merge")
-    return _section("The merges", grid(panels, run_cues(runs.names))) if panels else ""
-
-
-def _section(title: str, body: str, note: str = "") -> str:
-    below = f'<p class="note">{escape(note)}</p>' if note else ""
-    return f"<section><h2>{escape(title)}</h2>{body}{below}</section>\n"
-
-
-def _table(head: list[str], rows: Rows) -> str:
-    cells = "".join(f'<th scope="col">{escape(name)}</th>' for name in head)
-    lines = []
-    for label, *values in rows:
-        told = "".join(f"<td>{escape(value)}</td>" for value in values)
-        lines.append(f'<tr><th scope="row">{escape(label)}</th>{told}</tr>')
-    return f'<div class="scroll" tabindex="0"><table><tr>{cells}</tr>{"".join(lines)}</table></div>'
+    merges = ChartGroup("The merges", panels, run_cues(runs.names))
+    return draw("comparison.html", title=f"{len(runs.runs)} runs", runs=runs, merges=merges)
 
 
 def _mean_of(run: Run, name: str) -> float | None:
@@ -238,7 +209,8 @@ def _kl(run: Run) -> float | None:
 
 def _on_rewards(run: Run) -> bool:
     """Whether the run trained a model with the settings of `specialist`."""
-    return any(stage.name.startswith(("specialist-", "baseline-mixed_grpo")) for stage in run.stages)
+    made = [stage_model(stage.name) for stage in run.stages]
+    return any(name.startswith(("specialist:", "mixed_grpo")) for name in made)
 
 
 def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

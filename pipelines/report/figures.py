@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from opd.pipelines.evaluation.statistics import Interval, at_the_end
-from opd.pipelines.records.stage_names import kind_of
+from opd.pipelines.records.stage_names import kind_of, stage_model
 from opd.pipelines.report.charts import (
     MARKERS,
     Axis,
@@ -18,7 +18,7 @@ from opd.pipelines.report.charts import (
     line_chart,
     series_role,
 )
-from opd.pipelines.report.load import ModelResult, Run, StageResult, stage_order
+from opd.pipelines.report.results import ModelResult, Run, StageResult, stage_order
 from opd.pipelines.report.verdict import compare
 from opd.pipelines.report.words import (
     duration,
@@ -36,56 +36,10 @@ STILL = 0.02
 KL_AT = "kl_at/"
 """Begins the name of the merge's KL at some positions (`opd.train.distill_terms`)."""
 PHASES = ("rollout", "score", "train", "sync", "evaluate")
-SHARE = Axis(percent=True, low=0)
-UNIT = Axis(percent=True, low=0, high=1.02)
-
-HEALTH = (
-    ("length/mean", "Response length", "tokens, mean", Axis(low=0), "Should settle as right answers do."),
-    ("episode/turns", "Turns of an episode", "mean", Axis(low=0), "Should settle as success does."),
-    (
-        "episode/done",
-        "Episodes that their environment ended",
-        "share of episodes",
-        UNIT,
-        "The others met a limit of turns or tokens. Rises as the agent learns to come to an end.",
-    ),
-    ("entropy", "Entropy", "nats per token", Axis(low=0), "Falls as answers get certain; not at once."),
-    ("grad_norm", "Gradient norm", "before clipping, log scale", Axis(log=True), "No spikes that stay."),
-    ("lr", "Learning rate", "per step", Axis(low=0), "The schedule, as it was."),
-    (
-        "frac_reward_zero_std",
-        "Groups without signal",
-        "share of groups with equal rewards",
-        UNIT,
-        "They carry no policy gradient. Rises as a domain is solved.",
-    ),
-    ("policy/clip_ratio", "Clipped tokens", "share of tokens", SHARE, "Small, and not growing."),
-    (
-        "mismatch/mean_abs",
-        "Engine against trainer",
-        "mean |log-prob difference|, nats",
-        Axis(log=True),
-        "The two compute the same policy: rounding only, orders of magnitude below the KL.",
-    ),
-    (
-        "mismatch/ess",
-        "Effective sample size",
-        "share of samples, engine to trainer",
-        UNIT,
-        "100 % when samples come from the policy being trained.",
-    ),
-)
-"""(key, title, unit, axis, what one should see)."""
-
-
-OVERLAID = (
-    ("reward/mean", "reward", "mean reward of the step\u2019s samples", Axis()),
-    ("kl/mean", "KL to the teachers", "nats per token, log scale", Axis(log=True)),
-    ("loss/ce", "loss", "cross-entropy, nats per token", Axis()),
-    ("length/mean", "response length", "tokens, mean", Axis(low=0)),
-    ("entropy", "entropy", "nats per token", Axis(low=0)),
-)
-"""(key, what it is, unit, axis) of what several runs are compared by while they train."""
+ANY, ABOVE, LOG = Axis(), Axis(low=0), Axis(log=True)
+SHARE, UNIT = Axis(percent=True, low=0), Axis(percent=True, low=0, high=1.02)
+_TOKENS, _STEP = "student tokens", "step"
+REWARD = "mean reward of the step\u2019s samples"
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +51,63 @@ class Panel:
     svg: str
     """Empty where every line is one value from beginning to end: then the caption says it."""
     caption: str
+
+
+@dataclass(frozen=True, slots=True)
+class ChartSpec:
+    """What a chart of lines is called, how it is drawn, and what one should see in it."""
+
+    title: str
+    unit: str
+    axis: Axis
+    caption: str
+    against: str = _TOKENS
+    """What its horizontal axis counts."""
+
+
+HEALTH = {
+    "length/mean": ("Response length", "tokens, mean", ABOVE, "Should settle as right answers do."),
+    "episode/turns": ("Turns of an episode", "mean", ABOVE, "Should settle as success does."),
+    "episode/done": ("Episodes that their environment ended", "share of episodes", UNIT,
+        "The others met a limit of turns or tokens. Rises as the agent learns to come to an end."),
+    "entropy": ("Entropy", "nats per token", ABOVE, "Falls as answers get certain; not at once."),
+    "grad_norm": ("Gradient norm", "before clipping, log scale", LOG, "No spikes that stay."),
+    "lr": ("Learning rate", "per step", ABOVE, "The schedule, as it was."),
+    "frac_reward_zero_std": ("Groups without signal", "share of groups with equal rewards", UNIT,
+        "They carry no policy gradient. Rises as a domain is solved."),
+    "policy/clip_ratio": ("Clipped tokens", "share of tokens", SHARE, "Small, and not growing."),
+    "mismatch/mean_abs": ("Engine against trainer", "mean |log-prob difference|, nats", LOG,
+        "The two compute the same policy: rounding only, orders of magnitude below the KL."),
+    "mismatch/ess": ("Effective sample size", "share of samples, engine to trainer", UNIT,
+        "100 % when samples come from the policy being trained."),
+}  # fmt: skip
+"""Metric -> (title, unit, axis, what one should see), of every specialist and the merge, against steps."""
+SPECIALISTS = {
+    "reward/mean": ChartSpec("Specialists: reward", REWARD, ANY,
+        "Each line should rise and flatten; a specialist that stays low gives the merge a weak teacher."),
+    "kl/mean": ChartSpec("Specialists: KL to their teachers", "nats per token", ANY,
+        "Should fall beside a growing reward. One that grows: the rewards lead away from the teacher."),
+}  # fmt: skip
+MERGE_KL = ChartSpec("Merge: KL to each teacher", "nats per token, log scale", LOG,
+    "Should fall for every teacher. One that stalls above the others is not being learned.")  # fmt: skip
+RIVALS = ChartSpec("Merge and trained baselines", "mean reward over domains", ANY,
+    "Higher and further left is better. Lines are cut at the merge\u2019s token budget.")  # fmt: skip
+TAUGHT = ChartSpec("Demonstrations: loss", "cross-entropy, nats per token", ANY,
+    "Should fall and flatten. It cannot reach zero when demonstrations disagree.", _STEP)  # fmt: skip
+SHARES = {
+    "token_share": ChartSpec("Token share", "share of the step\u2019s tokens", SHARE,
+        "How the response tokens are spread.", _STEP),
+    "grad_share": ChartSpec("Gradient share", "share of the gradient", SHARE,
+        "Who pulls the student. A teacher near zero is ignored, or has nothing left to teach.", _STEP),
+}  # fmt: skip
+OVERLAID = {
+    "reward/mean": ("reward", REWARD, ANY, _TOKENS),
+    "kl/mean": ("KL to the teachers", "nats per token, log scale", LOG, _TOKENS),
+    "loss/ce": ("loss", "cross-entropy, nats per token", ANY, _STEP),
+    "length/mean": ("response length", "tokens, mean", ABOVE, _TOKENS),
+    "entropy": ("entropy", "nats per token", ABOVE, _TOKENS),
+}
+"""Metric -> (what it is, unit, axis, against what) of what several runs are compared by."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,55 +138,64 @@ class Cues:
         return list(self._cues.values())
 
 
+@dataclass(frozen=True, slots=True)
+class ChartGroup:
+    """Charts under one heading and one legend."""
+
+    title: str
+    panels: list[Panel]
+    cues: list[Cue]
+    intro: str = ""
+
+
+def groups(run: Run, cues: Cues) -> list[ChartGroup]:
+    """Choose the charts of what was trained, those first that say whether it learns. Some may be empty."""
+    merge = [Cue("merge", "ink", "o")] if run.stage("merge") else []
+    trained = [Cue(line.label, line.role, line.marker) for line in merge_and_baselines(run, cues)[1:]]
+    return [
+        ChartGroup(
+            "Learning curves",
+            learning(run, cues),
+            [*cues.all(), *merge, *trained],
+            "Thin lines are single steps, thick ones a moving mean over nine points. The mark at the right"
+            " is the mean of the last steps, the number below a chart.",
+        ),
+        ChartGroup("Teachers", teachers(run, cues), cues.all()),
+        ChartGroup("Lengths and training health", health(run, cues), [*cues.all(), *merge]),
+        ChartGroup(
+            "Prompts by difficulty",
+            difficulty(run, cues),
+            cues.all(),
+            "What the model that a specialist starts from answered to its training prompts, before it"
+            " learned.",
+        ),
+    ]
+
+
 def learning(run: Run, cues: Cues) -> list[Panel]:
     """Reward, KL and loss against student tokens (supervised warm-up: against steps)."""
-    panels = []
-    lines = [_line(s, "reward/mean", cues.of(_short(s.name))) for s in run.stages if _is_specialist(s)]
-    _add(
-        panels,
-        "Specialists: reward",
-        "mean reward of the step\u2019s samples",
-        lines,
-        Axis(),
-        "Each line should rise and flatten; a specialist that stays low gives the merge a weak teacher.",
-    )
-    lines = [_line(s, "kl/mean", cues.of(_short(s.name))) for s in run.stages if _is_specialist(s)]
-    led = "Should fall beside a growing reward. One that grows: the rewards lead away from the teacher."
-    _add(panels, "Specialists: KL to their teachers", "nats per token", lines, Axis(), led)
+    own = [stage for stage in run.stages if _is_specialist(stage)]
+    panels = [
+        _lines(spec, [(stage, key, _cue(cues, stage)) for stage in own]) for key, spec in SPECIALISTS.items()
+    ]
     merge = run.stage("merge")
     if merge:
         kinds = [name for name in merge.names("kl/") if name not in ("mean", "floor")]
-        lines = [_line(merge, f"kl/{name}", cues.of(name)) for name in kinds]
-        _add(
-            panels,
-            "Merge: KL to each teacher",
-            "nats per token, log scale",
-            lines,
-            Axis(log=True),
-            "Should fall for every teacher. One that stalls above the others is not being learned.",
-        )
+        panels.append(_lines(MERGE_KL, [(merge, f"kl/{name}", cues.of(name)) for name in kinds]))
         trained = run.config.get("distill", {}).get("rl_coef", 0.0) > 0
-        prefix = "accuracy/" if merge.names("accuracy/") else "reward/"
-        kinds = [name for name in merge.names(prefix) if name in run.domains]
-        lines = [_line(merge, f"{prefix}{name}", cues.of(name)) for name in kinds]
-        unit = "share of right answers" if prefix == "accuracy/" else "mean reward of the step\u2019s samples"
-        _add(
-            panels,
-            f"Merge: {prefix.rstrip('/')} by domain",
-            unit,
-            lines,
-            Axis(),
-            "Every domain should climb together." + ("" if trained else " Not trained on: it only watches."),
+        caption = "Every domain should climb together." + (
+            "" if trained else " Not trained on: it only watches."
         )
-    lines = merge_and_baselines(run, cues)
-    if len(lines) > 1:
-        note = "Higher and further left is better. Lines are cut at the merge\u2019s token budget."
-        _add(panels, "Merge and trained baselines", "mean reward over domains", lines, Axis(), note)
-    taught = [stage for stage in run.stages if kind_of(stage.name) in _TAUGHT]
-    lines = [_line(s, "loss/ce", cues.of(_short(s.name)), against="step") for s in taught]
-    note = "Should fall and flatten. It cannot reach zero when demonstrations disagree."
-    _add(panels, "Demonstrations: loss", "cross-entropy, nats per token", lines, Axis(), note, x_label="step")
-    return panels
+        prefix = "accuracy/" if merge.names("accuracy/") else "reward/"
+        unit = "share of right answers" if prefix == "accuracy/" else REWARD
+        spec = ChartSpec(f"Merge: {prefix.rstrip('/')} by domain", unit, ANY, caption)
+        kinds = [name for name in merge.names(prefix) if name in run.domains]
+        panels.append(_lines(spec, [(merge, f"{prefix}{name}", cues.of(name)) for name in kinds]))
+    rivals = merge_and_baselines(run, cues)
+    panels.append(_panel(RIVALS, rivals) if len(rivals) > 1 else None)
+    taught = [stage for stage in run.stages if kind_of(stage.name) in ("base", "sft", "specialist")]
+    panels.append(_lines(TAUGHT, [(stage, "loss/ce", _cue(cues, stage)) for stage in taught]))
+    return [panel for panel in panels if panel]
 
 
 def teachers(run: Run, cues: Cues) -> list[Panel]:
@@ -183,24 +203,11 @@ def teachers(run: Run, cues: Cues) -> list[Panel]:
     merge = run.stage("merge")
     if not merge:
         return []
-    panels = [panel for panel in [_by_position(merge)] if panel]
-    for prefix, title, unit, caption in (
-        (
-            "token_share",
-            "Token share",
-            "share of the step\u2019s tokens",
-            "How the response tokens are spread.",
-        ),
-        (
-            "grad_share",
-            "Gradient share",
-            "share of the gradient",
-            "Who pulls the student. A teacher near zero is ignored, or has nothing left to teach.",
-        ),
-    ):
-        lines = [_line(merge, f"{prefix}/{n}", cues.of(n), against="step") for n in merge.names(f"{prefix}/")]
-        _add(panels, title, unit, lines, SHARE, caption, x_label="step")
-    return panels
+    panels = [_by_position(merge)]
+    for prefix, spec in SHARES.items():
+        names = merge.names(f"{prefix}/")
+        panels.append(_lines(spec, [(merge, f"{prefix}/{name}", cues.of(name)) for name in names]))
+    return [panel for panel in panels if panel]
 
 
 def _by_position(merge: StageResult) -> Panel | None:
@@ -235,12 +242,11 @@ def _by_position(merge: StageResult) -> Panel | None:
 def health(run: Run, cues: Cues) -> list[Panel]:
     """Numbers that tell a healthy run from a broken one, for every specialist and the merge."""
     stages = [stage for stage in run.stages if _is_specialist(stage) or stage.name == "merge"]
-    panels: list[Panel] = []
-    for key, title, unit, axis, caption in HEALTH:
-        lines = [_line(stage, key, cues.of(_short(stage.name)), against="step") for stage in stages]
-        _add(panels, title, unit, lines, axis, caption, x_label="step")
-    panels += [panel for panel in [answer_lengths(run, cues)] if panel]
-    return panels
+    panels = [
+        _lines(ChartSpec(*told, against=_STEP), [(stage, key, _cue(cues, stage)) for stage in stages])
+        for key, told in HEALTH.items()
+    ]
+    return [panel for panel in [*panels, answer_lengths(run, cues)] if panel]
 
 
 def difficulty(run: Run, cues: Cues) -> list[Panel]:
@@ -321,7 +327,7 @@ _MIB = 1 << 20
 
 def memory_per_phase(run: Run) -> Panel | None:
     """Stacked bars: what the merge and the largest specialist held in each phase of a step, at most."""
-    stages = [(stage, _most_held(stage)) for stage in run.stages]
+    stages = [(stage, stage.held) for stage in run.stages]
     merges = [(stage, most) for stage, most in stages if most and stage.name == "merge"]
     others = [(stage, most) for stage, most in stages if most and _is_specialist(stage)]
     largest = sorted(others, key=lambda pair: -max(sum(held.values()) for held in pair[1].values()))[:1]
@@ -340,21 +346,6 @@ def memory_per_phase(run: Run) -> Panel | None:
         " logits) is not counted."
     )
     return Panel("Memory by phase", "MiB", bar_chart("Memory by phase", bars, "MiB", told), caption)
-
-
-def _most_held(stage: StageResult) -> dict[str, dict[str, float]]:
-    """By phase the bytes of each kind, in the step in which they were the most together."""
-    found: dict[str, dict[str, float]] = {}
-    for row in stage.metrics:
-        phases: dict[str, dict[str, float]] = {}
-        for key, value in row.items():
-            place, _, kind = key.removeprefix("memory/").partition("/")
-            if key.startswith("memory/") and isinstance(value, int | float):
-                phases.setdefault(place, {})[kind] = float(value)
-        for phase, held in phases.items():
-            if sum(held.values()) > sum(found.get(phase, {}).values()):
-                found[phase] = held
-    return found
 
 
 def kind_cues() -> list[Cue]:
@@ -419,21 +410,16 @@ def overlaid(runs: Sequence[tuple[str, Run]], keys: Sequence[str] = (), stages: 
     """Several runs in one chart for each stage and each of `OVERLAID`, or for those of `keys` and of the
     `stages` that begin so.
     """
-    panels: list[Panel] = []
+    panels: list[Panel | None] = []
     names = dict.fromkeys(stage.name for _, run in runs for stage in run.stages)
+    cues = run_cues([label for label, _ in runs])
     for name in sorted((name for name in names if name.startswith(stages)), key=stage_order):
-        for key, what, unit, axis in OVERLAID:
-            if keys and key not in keys:
-                continue
-            against = "step" if key == "loss/ce" else "tokens"
-            lines = [
-                _line(stage, key, cue, against)
-                for cue, (_, run) in zip(run_cues([label for label, _ in runs]), runs, strict=True)
-                if (stage := run.stage(name)) is not None
-            ]
-            note = "student tokens" if against == "tokens" else "step"
-            _add(panels, f"{stage_label(name)}: {what}", unit, lines, axis, "A line a run.", note)
-    return panels
+        found = [(stage, cue) for cue, (_, run) in zip(cues, runs, strict=True) if (stage := run.stage(name))]
+        for key in keys or OVERLAID:
+            what, unit, axis, against = OVERLAID[key]
+            spec = ChartSpec(f"{stage_label(name)}: {what}", unit, axis, "A line a run.", against)
+            panels.append(_lines(spec, [(stage, key, cue) for stage, cue in found]))
+    return [panel for panel in panels if panel]
 
 
 def run_cues(labels: Sequence[str]) -> list[Cue]:
@@ -472,40 +458,33 @@ def baseline_cue(run: Run, stage: str) -> Cue:
     return Cue(stage_label(stage), series_role(index), MARKERS[index % len(MARKERS)])
 
 
-def _line(stage: StageResult, key: str, cue: Cue, against: str = "tokens") -> Series | None:
+def _line(stage: StageResult, key: str, cue: Cue, against: str = _TOKENS) -> Series | None:
     """`None` if `stage` logged fewer than two values of `key`, or no tokens to draw them against."""
     steps, tokens, values = stage.column(key)
-    x = tokens if against == "tokens" else steps
+    x = tokens if against == _TOKENS else steps
     if len(values) < 2 or x[-1] <= x[0]:
         return None
     return Series(cue.label, x, values, cue.role, cue.marker)
 
 
-def _add(
-    panels: list[Panel],
-    title: str,
-    unit: str,
-    lines: Sequence[Series | None],
-    axis: Axis,
-    caption: str,
-    x_label: str = "student tokens",
-) -> None:
-    """Append the chart of those `lines` that exist; a log axis drops what it cannot show."""
-    drawn = [_positive(line) if axis.log else line for line in lines if line]
-    drawn = [line for line in drawn if len(line.y) > 1]
+def _lines(spec: ChartSpec, asked: Sequence[tuple[StageResult, str, Cue]]) -> Panel | None:
+    """Draw metrics of stages, each by its key and how it looks; `None` if none was logged."""
+    return _panel(spec, [line for one in asked if (line := _line(*one, spec.against))])
+
+
+def _panel(spec: ChartSpec, lines: Sequence[Series]) -> Panel | None:
+    """Draw `lines`, `None` where there is nothing to draw; a log axis drops what it cannot show."""
+    axis = spec.axis
+    drawn = [line for line in (_positive(line) if axis.log else line for line in lines) if len(line.y) > 1]
     if not drawn:
-        return
+        return None
     if all(_constant(line, axis) for line in drawn):
-        values = {axis.write(line.end[0]) for line in drawn}
-        each = (
-            values.pop()
-            if len(values) == 1
-            else listing([f"{x.label} {axis.write(x.end[0])}" for x in drawn])
-        )
-        panels.append(Panel(title, unit, "", each))
-        return
+        ends = [axis.write(line.end[0]) for line in drawn]
+        each = [f"{line.label} {end}" for line, end in zip(drawn, ends, strict=True)]
+        return Panel(spec.title, spec.unit, "", ends[0] if len({*ends}) == 1 else listing(each))
     told = _ends(drawn, axis)
-    panels.append(Panel(title, unit, line_chart(title, drawn, axis, x_label, told), f"{caption} {told}"))
+    svg = line_chart(spec.title, drawn, axis, spec.against, told)
+    return Panel(spec.title, spec.unit, svg, f"{spec.caption} {told}")
 
 
 def _constant(line: Series, axis: Axis) -> bool:
@@ -532,9 +511,6 @@ def _is_specialist(stage: StageResult) -> bool:
     return kind_of(stage.name) == "specialist"
 
 
-_TAUGHT = ("base", "sft", "specialist")
-"""Stages that may have learnt from demonstrations."""
-
-
-def _short(stage: str) -> str:
-    return stage.partition("-")[2] or stage
+def _cue(cues: Cues, stage: StageResult) -> Cue:
+    """Return how the domain of a stage looks, or the stage where it has none."""
+    return cues.of(stage_model(stage.name).partition(":")[2] or stage.name)

@@ -1,7 +1,8 @@
 """Pages of runs while they train: each run by itself, and several in the same charts.
 
-A page is the report's: its style, its charts, nothing from elsewhere. Its one script, known to the browser by
-its digest, asks for the page's inside again and puts in what has changed; without it the page reloads itself.
+A page is the report's: its style, its charts, its times, nothing from elsewhere. Its one script, known to the
+browser by its digest, asks for the page's inside again and puts in what has changed; without it the page
+reloads itself.
 """
 
 from __future__ import annotations
@@ -13,66 +14,30 @@ from base64 import b64encode
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from html import escape
 from pathlib import Path
 
-from opd.foreign import visible
+from markupsafe import Markup
+
 from opd.pipelines.evaluation.statistics import at_the_end
-from opd.pipelines.report import figures
-from opd.pipelines.report.figures import Cue, Cues
-from opd.pipelines.report.live import BrokenRule, LiveRun, LiveStage, Response, ShownPrompt
-from opd.pipelines.report.page import beside, captioned, document, figure, grid, legend, section
-from opd.pipelines.report.tables import cell
+from opd.pipelines.report import figures, page
+from opd.pipelines.report.figures import ChartGroup, Cues
+from opd.pipelines.report.load import LiveRun
+from opd.pipelines.report.results import RedFlag, Response, Run, StageResult
+from opd.pipelines.report.tables import Table, plain_table
 from opd.pipelines.report.words import amount, duration, stage_label
-from opd.redact import redact
 
 SECONDS = 2
 """Between two looks of a page that is open."""
 SHARE = 0.05
 """Of a core's time that goes into drawing, at most: the run needs it."""
 FLAGS_SHOWN = 20
-SCRIPT = """
-const main = document.querySelector("main"), said = document.querySelector("#said");
-let seen = "";
-function put(fresh) {
-  if (fresh.length !== main.children.length) { main.replaceChildren(...fresh); return; }
-  fresh.forEach((part, place) => {
-    const old = main.children[place];
-    if (old.outerHTML === part.outerHTML) return;
-    const open = [...old.querySelectorAll("details")].map((one) => one.open);
-    part.querySelectorAll("details").forEach((one, index) => { one.open = open[index] === true; });
-    if (old.outerHTML !== part.outerHTML) old.replaceWith(part);
-  });
-}
-async function look() {
-  if (!document.hidden) {
-    try {
-      const headers = {"If-None-Match": seen};
-      const answer = await fetch(location.pathname + "?part", {cache: "no-store", headers});
-      if (answer.status === 200) {
-        const inside = new DOMParser().parseFromString(await answer.text(), "text/html");
-        put([...inside.body.children]);
-        seen = answer.headers.get("ETag");
-      }
-      said.textContent = answer.ok || answer.status === 304 ? "" : "The page could not be drawn anew.";
-    } catch (error) {
-      said.textContent = "opd watch does not answer: this is how it was. Start it again to go on.";
-    }
-  }
-  setTimeout(look, SECONDS);
-}
-setTimeout(look, SECONDS);
-""".replace("SECONDS", str(1000 * SECONDS))
+SCRIPT = (page.TEMPLATES / "live.js").read_text("utf-8").replace("SECONDS", str(1000 * SECONDS))
 _DIGEST = b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
 POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none';"
     f" script-src 'sha256-{_DIGEST}'; connect-src 'self'"
 )
 """What a browser lets a page do: be drawn, run that script, and ask where it came from."""
-_AFTER = (
-    f'<p id="said" role="status"></p>\n<script>{SCRIPT}</script>\n'
-    f'<noscript><meta http-equiv="refresh" content="{5 * SECONDS}"></noscript>\n'
-)
 _KEYS = (
     ("reward/mean", "Reward"),
     ("kl/mean", "KL"),
@@ -90,7 +55,9 @@ class _Drawn:
     """Charts as they were drawn last."""
 
     version: int
-    html: str
+    curves: Markup
+    charts: Markup
+    """What stands at the end of the page."""
     at: float
     seconds: float
 
@@ -114,8 +81,8 @@ class Board:
         self._clock, self._spent = clock, spent
         self._looked = -1.0
         self._drawn: dict[int | None, _Drawn] = {}
-        self._above: dict[int | None, tuple[int, str]] = {}
-        """What stands above the charts, and of which version of the runs."""
+        self._told: dict[int | None, tuple[int, Markup, Markup]] = {}
+        """What stands above the curves and below them, and of which version of the runs."""
 
     def look(self) -> None:
         """Read on, once a second at most, or while there is more to read."""
@@ -127,40 +94,55 @@ class Board:
     def page(self, number: int | None) -> str:
         """The whole page of run `number`, or of all of them."""
         label = "several runs" if number is None else self.runs[number].label
-        return document(visible(redact(f"{label}, live")), self.part(number), POLICY, _AFTER)
+        told = {"title": page.clean(f"{label}, live"), "policy": POLICY, "script": SCRIPT, "seconds": SECONDS}
+        return page.fill("live.html", part=self.part(number), **told)
 
-    def part(self, number: int | None) -> str:
-        """The inside of that page."""
+    def part(self, number: int | None) -> Markup:
+        """Draw the inside of that page: curves first."""
         self.look()
         shown = self.runs if number is None else [self.runs[number]]
-        version = sum(run.version for run in shown)
-        if self._above.get(number, (-1, ""))[0] != version:
-            parts = [self._header(number), _flags(shown), *map(_stages, shown)]
-            parts += [_samples(run) for run in shown if number is not None]
-            self._above[number] = version, _clean("".join(parts))
-        return self._above[number][1] + self._charts(number, version)
+        version, runs = sum(run.version for run in shown), [run.run() for run in shown]
+        if number not in self._told or self._told[number][0] != version:
+            self._told[number] = version, *self._draw_told(number, shown, runs)
+        (_, head, told), drawn = self._told[number], self._charts(number, version, runs)
+        return head + drawn.curves + told + drawn.charts
 
-    def _header(self, number: int | None) -> str:
-        shown = self.runs if number is None else [self.runs[number]]
-        lines = "".join(f"<h1>{escape(headline(run))}</h1>" for run in shown)
-        links = ""
-        if len(self.runs) > 1:
-            pages = [("/", "All runs"), *((f"/{n}", run.label) for n, run in enumerate(self.runs))]
-            here = "/" if number is None else f"/{number}"
-            links = " \u00b7 ".join(
-                f"<strong>{escape(told)}</strong>" if to == here else f'<a href="{to}">{escape(told)}</a>'
-                for to, told in pages
-            )
-            links = f'<nav class="kicker">{links}</nav>'
-        return f"<header><div>{links}{lines}</div></header>\n"
+    def _draw_told(
+        self, number: int | None, shown: Sequence[LiveRun], runs: Sequence[Run]
+    ) -> tuple[Markup, Markup]:
+        """Draw what stands above the curves and below them."""
+        pages = [("/", "All runs"), *((f"/{place}", run.label) for place, run in enumerate(self.runs))]
+        here, flags = "/" if number is None else f"/{number}", flags_of(shown)
+        links, lines = pages if len(self.runs) > 1 else [], [headline(run) for run in shown]
+        head = page.draw("live_head.html", links=links, here=here, headlines=lines, flags=flags)
+        tools = {"measured": measured, "last_steps": last_steps, "every_number": every_number}
+        told = {"flags": flags, "shown": FLAGS_SHOWN, "runs": runs, "told_reward": told_reward}
+        return head, page.draw("live_numbers.html", **told, **tools)
 
-    def _charts(self, number: int | None, version: int) -> str:
+    def _charts(self, number: int | None, version: int, runs: Sequence[Run]) -> _Drawn:
         known, now, spent = self._drawn.get(number), self._clock(), self._spent()
-        if known is not None and (version == known.version or now - known.at < known.seconds / SHARE):
-            return known.html
-        html = _clean(_several(self.runs) if number is None else _one(self.runs[number]))
-        self._drawn[number] = _Drawn(version, html, self._clock(), self._spent() - spent)
-        return html
+        if known is None or (version != known.version and now - known.at >= known.seconds / SHARE):
+            curves, charts = draw_charts(runs, several=number is None)
+            known = _Drawn(version, curves, charts, self._clock(), self._spent() - spent)
+            self._drawn[number] = known
+        return known
+
+
+def draw_charts(runs: Sequence[Run], *, several: bool) -> tuple[Markup, Markup]:
+    """Draw the curves, and the charts at the end of the page: of one run, or of several beside each other."""
+    if several:
+        panels = figures.overlaid([(run.name, run) for run in runs])
+        first = [
+            ChartGroup("The runs beside each other", panels, figures.run_cues([run.name for run in runs]))
+        ]
+        rest, timed = [], [(f"{run.name}: time and memory", run) for run in runs]
+    else:
+        learning, *rest = figures.groups(runs[0], Cues(runs[0]))
+        first, timed = [learning], [("Time and memory", runs[0])]
+    return (
+        page.draw("live_charts.html", groups=first, timed=[]),
+        page.draw("live_charts.html", groups=rest, timed=timed),
+    )
 
 
 def opened(paths: Sequence[Path]) -> list[LiveRun]:
@@ -170,33 +152,44 @@ def opened(paths: Sequence[Path]) -> list[LiveRun]:
     return [LiveRun(path, label) for path, label in zip(paths, labels, strict=True)]
 
 
-def headline(run: LiveRun) -> str:
+def headline(live: LiveRun) -> str:
     """Where a run is, in a sentence."""
-    stage = run.current
-    if not run.there:
-        return f"{run.label}: there is no run in {run.path} yet"
+    stage = live.run().current
+    if not live.there:
+        return f"{live.label}: there is no run in {live.path} yet"
     if stage is None:
-        return f"{run.label}: no step is written yet"
+        return f"{live.label}: no step is written yet"
     doing = "done" if stage.done else f"at step {stage.step}"
-    rest = run.unread
+    rest = live.unread
     reading = f" (reading, {amount(rest)}B are left)" if rest > 1 << 20 else ""
-    return f"{run.label}: {stage_label(stage.name)}, {doing}{reading}"
+    return f"{live.label}: {stage_label(stage.name)}, {doing}{reading}"
 
 
-def numbers(stage: LiveStage) -> list[tuple[str, str]]:
+def numbers(stage: StageResult) -> list[tuple[str, str]]:
     """(what, number) of the last step that the table of stages shows."""
     return [(told, f"{value:.3g}") for key, told in _KEYS if (value := stage.last(key)) is not None]
 
 
-def flags_of(runs: Sequence[LiveRun]) -> list[tuple[str, BrokenRule]]:
+def time_told(stage: StageResult) -> str:
+    """Say how long it took, or has taken so far; "" where that is not known."""
+    return duration(stage.seconds) if stage.rows or "seconds" in stage.record else ""
+
+
+def flags_of(runs: Sequence[LiveRun]) -> list[tuple[str, RedFlag]]:
     """(where, flag) of all runs, those of the stage that runs first, and the newest first."""
     found = []
-    for run in runs:
-        current = run.current
-        order = sorted(run.ordered, key=lambda stage: stage is not current)
-        where = f"{run.label}, " if len(runs) > 1 else ""
+    for live in runs:
+        run = live.run()
+        order = sorted(run.stages, key=lambda stage: stage is not run.current)
+        where = f"{live.label}, " if len(runs) > 1 else ""
         found += [(f"{where}{stage_label(s.name)}", flag) for s in order for flag in reversed(s.flags)]
     return found
+
+
+def measured(flag: RedFlag) -> str:
+    """Say which number broke the rule."""
+    value, bound = ("-" if number is None else f"{number:.4g}" for number in (flag.value, flag.bound))
+    return f"{flag.metric} {value}, bound {bound}"
 
 
 def told_reward(response: Response) -> str:
@@ -208,129 +201,28 @@ def told_reward(response: Response) -> str:
     return f"{reward}{f' ({parts})' if parts else ''}{cut}, {response.tokens} tokens{teacher}"
 
 
-def _clean(page: str) -> str:
-    return visible(redact(page))
+def last_steps(run: Run) -> Table | None:
+    """Tabulate where each stage is, and the numbers of its last step."""
+    rows = []
+    for stage in run.stages:
+        when = _clock_time(stage.changed) if stage.changed else ""
+        told = [str(stage.step or ""), amount(stage.student_tokens) if stage.student_tokens else ""]
+        told += [time_told(stage), f"done {when}".strip() if stage.done else when]
+        values = dict(numbers(stage))
+        rows.append([stage_label(stage.name), *told, *(values.get(what, "") for _, what in _KEYS)])
+    return plain_table(["Stage", "Step", "Tokens", "Time", "Last step", *(what for _, what in _KEYS)], rows)
 
 
-def _flags(runs: Sequence[LiveRun]) -> str:
-    found = flags_of(runs)
-    if not found:
-        return section("Red flags", '<p class="note">None.</p>')
-    items = "".join(
-        f"<li><strong>{escape(where)}, step {flag.step}: {escape(flag.rule)}</strong> "
-        f'<span class="wrong">{escape(flag.action)}</span><br>{escape(flag.sentence)} '
-        f'<span class="unit">{escape(_measured(flag))}</span></li>'
-        for where, flag in found[:FLAGS_SHOWN]
-    )
-    more = len(found) - FLAGS_SHOWN
-    rest = f'<p class="note">And {more} more in flags.jsonl of the stages.</p>' if more > 0 else ""
-    return section("Red flags", f'<ul class="flags">{items}</ul>{rest}')
+def every_number(run: Run) -> Table | None:
+    """Tabulate every number of the stage that was written to last, for what no chart shows."""
+    curves = {} if run.current is None else run.current.curves
+    found = [(key, curves[key].column()[2]) for key in sorted(curves)]
+    rows = [[key, f"{values[-1]:.6g}", f"{at_the_end(values)[0]:.6g}"] for key, values in found]
+    return plain_table(["Metric", "Last step", "Mean of the last steps"], rows)
 
 
-def _measured(flag: BrokenRule) -> str:
-    value, bound = ("-" if number is None else f"{number:.4g}" for number in (flag.value, flag.bound))
-    return f"{flag.metric} {value}, bound {bound}"
-
-
-def _stages(run: LiveRun) -> str:
-    known = [stage for stage in run.ordered if stage.steps or stage.done]
-    if not known:
-        return section(run.label, '<p class="note">The page shows steps as soon as there are some.</p>')
-    heads = ("Stage", "Step", "Tokens", "Time", "Last step", *(told for _, told in _KEYS))
-    heads = "".join(f'<th scope="col">{told}</th>' for told in heads)
-    rows = "".join(_row(stage) for stage in known)
-    table = f"<table><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table>"
-    table = f'<div class="scroll" tabindex="0">{table}</div>'
-    lost = sum(stage.unreadable for stage in known)
-    note = "Each number is that of the last step."
-    note += f" {lost} lines of metrics cannot be read and are left out." if lost else ""
-    return section(run.label, captioned(table, note) + _every(run))
-
-
-def _row(stage: LiveStage) -> str:
-    when = _clock(stage.changed) if stage.changed else ""
-    cells = [str(stage.step or ""), amount(stage.tokens) if stage.tokens else "", duration(stage.seconds)]
-    cells += [f"done {when}".strip() if stage.done else when]
-    values = dict(numbers(stage))
-    cells += [values.get(told, "") for _, told in _KEYS]
-    told = "".join(f"<td>{escape(cell)}</td>" for cell in cells)
-    return f'<tr><th scope="row">{escape(stage_label(stage.name))}</th>{told}</tr>'
-
-
-def _clock(seconds: float) -> str:
+def _clock_time(seconds: float) -> str:
     """A time of the day; empty for one that no calendar has, as a file may be given any."""
     with contextlib.suppress(ValueError, OverflowError, OSError):
         return datetime.fromtimestamp(seconds).strftime("%H:%M:%S")
     return ""
-
-
-def _every(run: LiveRun) -> str:
-    """Every number of the stage that was written to last, for what no chart shows."""
-    stage = run.current
-    if stage is None:
-        return ""
-    rows = ""
-    for key in sorted(stage.curves):
-        values = stage.curves[key].column()[2]
-        rows += (
-            f'<tr><th scope="row">{escape(key)}</th><td>{values[-1]:.6g}</td>'
-            f"<td>{at_the_end(values)[0]:.6g}</td></tr>"
-        )
-    heads = "".join(
-        f'<th scope="col">{told}</th>' for told in ("Metric", "Last step", "Mean of the last steps")
-    )
-    head = f"<thead><tr>{heads}</tr></thead>"
-    table = f'<div class="scroll" tabindex="0"><table>{head}<tbody>{rows}</tbody></table></div>'
-    label = escape(stage_label(stage.name))
-    return f'<details class="every"><summary>Every number: {label}</summary>{table}</details>'
-
-
-def _samples(run: LiveRun) -> str:
-    stage = run.current
-    if stage is None or not stage.samples:
-        return ""
-    asked = "".join(_asked(one) for one in stage.samples)
-    note = (
-        f"{stage_label(stage.name)}, step {stage.samples_step}: some of its prompts, with the responses that"
-        " were rewarded best and worst. Long ones are cut."
-    )
-    return section(
-        "Samples of the last step", f'<p class="note">{escape(note)}</p><div class="answers">{asked}</div>'
-    )
-
-
-def _asked(asked: ShownPrompt) -> str:
-    cells = [cell("Prompt", asked.prompt), cell("Label", asked.label)]
-    cells += [cell(told_reward(one), one.text) for one in asked.shown]
-    of = f", {len(asked.shown)} of {asked.responses} responses" if asked.responses > len(asked.shown) else ""
-    return f'<h4>{escape(asked.domain)}{of}</h4><dl class="answer">{"".join(cells)}</dl>\n'
-
-
-def _one(live: LiveRun) -> str:
-    run = live.run()
-    if not run.stages:
-        return ""
-    cues = Cues(run)
-    extra = [Cue("merge", "ink", "o")] if run.stage("merge") else []
-    trained = [Cue(x.label, x.role, x.marker) for x in figures.merge_and_baselines(run, cues)[1:]]
-    html = ""
-    for title, panels, known in (
-        ("Learning curves", figures.learning(run, cues), [*cues.all(), *extra, *trained]),
-        ("Teachers", figures.teachers(run, cues), cues.all()),
-        ("Lengths and training health", figures.health(run, cues), [*cues.all(), *extra]),
-    ):
-        html += section(title, grid(panels, known)) if panels else ""
-    timed = figures.time_per_phase(run)
-    return html + (section("Time by phase", figure(timed, legend(figures.phase_cues(run)))) if timed else "")
-
-
-def _several(runs: Sequence[LiveRun]) -> str:
-    shown = [(run.label, run.run()) for run in runs]
-    panels = figures.overlaid(shown)
-    cues = figures.run_cues([run.label for run in runs])
-    html = section("The runs beside each other", grid(panels, cues)) if panels else ""
-    for label, run in shown:
-        timed = figures.time_per_phase(run)
-        if timed:
-            html += section(f"{label}: time by phase", beside(timed, "", figures.phase_cues(run)))
-    return html

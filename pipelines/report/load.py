@@ -1,178 +1,47 @@
-"""Reads a run folder into the few typed records the report is drawn from."""
+"""Reads a run folder into the records the pages are drawn from.
+
+`load_run` reads a whole one: each byte is compared with what was written, and what is damaged is an error.
+`LiveRun` reads on whenever it is asked to, in bounded memory: it trusts no file, and leaves out what is no
+plain file of the run, too long, or of another form. Both fill the same records.
+"""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+import os
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from opd.errors import RunFolderError, reason_of
+from opd.foreign import read_document
 from opd.metrics import FILE_NAME as METRICS
+from opd.metrics import FLAGS
 from opd.pipelines.evaluation.statistics import Count, Interval
-from opd.pipelines.records.layout import DONE
+from opd.pipelines.records.layout import CONFIG, DONE, LAST_SAMPLES
 from opd.pipelines.records.run_folder import RunFolder
-from opd.pipelines.records.settings import Recorded
-from opd.pipelines.records.stage_names import KINDS, kind_of
+from opd.pipelines.report.appended import LONGEST_LINE, Appended, Replaced
+from opd.pipelines.report.results import (
+    LONGEST_NAME,
+    DomainAccuracy,
+    ModelResult,
+    RedFlag,
+    Response,
+    Run,
+    ShownPrompt,
+    StageResult,
+    is_number,
+    stage_order,
+)
 
-
-@dataclass(frozen=True, slots=True)
-class DomainAccuracy:
-    """Right answers of one model on one domain's held-out prompts."""
-
-    count: Count
-    interval: Interval
-
-
-@dataclass(frozen=True, slots=True)
-class ModelResult:
-    """One evaluated model."""
-
-    name: str
-    kind: str
-    """`base`, `specialist` (a teacher trained by the run), `teacher` (one given), `merged` or `baseline`."""
-    sampled: dict[str, DomainAccuracy]
-    greedy: dict[str, DomainAccuracy]
-    mean_length: dict[str, float]
-    student_tokens: int = 0
-    """Tokens its own training sampled; 0 for a merge of weights."""
-    seconds: float = 0.0
-    settings: dict[str, Any] = field(default_factory=dict)
-    lengths: dict[str, dict[str, float]] = field(default_factory=dict)
-    """Quantiles of the sampled responses' tokens, by domain."""
-    elsewhere: str = ""
-    """Why its answers were not written by the recipe's engine, if they were not."""
-    sets: dict[str, DomainAccuracy] = field(default_factory=dict)
-    """Sampled, by evaluation set."""
-    several: dict[str, dict[str, Interval]] = field(default_factory=dict)
-    """Domain or set -> `pass@4`, `maj@4` and the like, where several answers to each prompt were measured."""
-    episodes: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Domain or set with an environment -> what `evaluation.measure.of_episodes` says."""
-
-    @property
-    def teaches(self) -> bool:
-        return self.kind in ("specialist", "teacher")
-
-    def counts(self, domains: Sequence[str]) -> list[Count]:
-        """Sampled counts of `domains`, in that order."""
-        return [self.sampled[domain].count for domain in domains]
-
-
-@dataclass(frozen=True, slots=True)
-class StageResult:
-    """One stage of the run."""
-
-    name: str
-    seconds: float
-    student_tokens: int
-    steps: int
-    peak_rss_mb: float | None
-    phases: dict[str, float]
-    """Seconds per phase (`rollout`, `score`, `train`, `sync`)."""
-    metrics: list[dict[str, Any]]
-    """One object per step; empty for a stage that logs none."""
-
-    def column(self, key: str) -> tuple[list[float], list[float], list[float]]:
-        """(steps, student tokens, values) of the steps that logged a finite `key`."""
-        rows = [row for row in self.metrics if _finite(row.get(key))]
-        steps = [float(row.get("step", index)) for index, row in enumerate(rows)]
-        tokens = [float(row.get("tokens/student", 0)) for row in rows]
-        return steps, tokens, [float(row[key]) for row in rows]
-
-    def names(self, prefix: str) -> list[str]:
-        """What follows `prefix` in the keys of the metrics, in order of appearance."""
-        keys = dict.fromkeys(key for row in self.metrics for key in row if key.startswith(prefix))
-        return [key.removeprefix(prefix) for key in keys]
-
-
-@dataclass(frozen=True, slots=True)
-class RedFlag:
-    """A rule of `watch` that fired."""
-
-    stage: str
-    step: int
-    rule: str
-    sentence: str
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """Everything the report shows."""
-
-    name: str
-    facts: dict[str, Any]
-    """`seed`, `version`, `created` and `machine`, where known."""
-    domains: list[str]
-    models: list[ModelResult]
-    recovery: dict[str, dict[str, Interval]]
-    stages: list[StageResult]
-    teachers: dict[str, dict[str, float]]
-    counters: dict[str, float]
-    config: dict[str, Any]
-    folders: dict[str, dict[str, str]] = field(default_factory=dict)
-    """Model -> its folder, digest, prompt format and loading lines, as far as each is known."""
-    answers: dict[str, Any] = field(default_factory=dict)
-    """Domain -> a few answers side by side, as `pipelines/evaluation/evaluate.py` gives them."""
-    contamination: dict[str, Any] = field(default_factory=dict)
-    """Of evaluation prompts in what was trained on, as `pipelines/evaluation/evaluate.py` gives it."""
-    difficulty: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Domain -> what its specialist has measured of its prompts (`pipelines/stages/difficulty.py`)."""
-    code_changes: list[dict[str, Any]] = field(default_factory=list)
-    """What changed in the user's own code during the run, as `RunFolder.code_changes` says it."""
-    setting_changes: list[Recorded] = field(default_factory=list)
-    """What the recipe has said otherwise since the run was started, oldest first."""
-    flags: list[RedFlag] = field(default_factory=list)
-    """Stage by stage, in the order in which they fired."""
-
-    @property
-    def confidence(self) -> float:
-        """Level of every interval, in (0, 1)."""
-        return float(self.config.get("evaluation", {}).get("confidence", 0.95))
-
-    def model(self, name: str) -> ModelResult | None:
-        return next((model for model in self.models if model.name == name), None)
-
-    def stage(self, name: str) -> StageResult | None:
-        return next((stage for stage in self.stages if stage.name == name), None)
-
-    @property
-    def trained_here(self) -> bool:
-        """Whether every specialist was trained in this run, and so began as its base."""
-        return not self.config.get("teachers")
-
-    @property
-    def teacher_word(self) -> str:
-        """What its teachers are called: "specialist" where the run trained all of them."""
-        return "teacher" if any(model.kind == "teacher" for model in self.models) else "specialist"
-
-    @property
-    def sets(self) -> list[str]:
-        """The evaluation sets that a model was measured on."""
-        return list(dict.fromkeys(name for model in self.models for name in model.sets))
-
-    def teachers_of(self, domain: str) -> list[ModelResult]:
-        """The evaluated teachers of `domain`."""
-        config = self.config.get("domains", {}).get(domain, {})
-        if (config.get("distill") or {}).get("kl_coef") == 0:
-            return []  # its reward alone counts
-        named = config.get("teacher") or domain
-        names = [named] if isinstance(named, str) else list(named)
-        found = [self.model(f"specialist:{name}") or self.model(f"teacher:{name}") for name in names]
-        return [model for model in found if model is not None and domain in model.sampled]
-
-    def teacher(self, domain: str) -> ModelResult | None:
-        """The evaluated teacher of `domain`; of several the one that is right most often there."""
-        found = self.teachers_of(domain)
-        return max(found, key=lambda model: model.sampled[domain].count.accuracy) if found else None
-
-    def best_of_several(self) -> dict[str, str]:
-        """Domain -> name of its best teacher, for the domains with several that were evaluated."""
-        return {
-            domain: best.name.partition(":")[2]
-            for domain in self.domains
-            if len(self.teachers_of(domain)) > 1 and (best := self.teacher(domain))
-        }
+AT_ONCE = 1 << 25
+"""Bytes of a run that are read at a look; the rest comes at the next ones."""
+STAGES, DOMAINS, FLAGS_KEPT = 64, 64, 100
+"""Of a run that is watched."""
+_SENTENCE, _TEXT = 1000, 8000
+"""Most characters of what is shown."""
+_UNUSABLE = (KeyError, TypeError, AttributeError, ValueError, OverflowError)
 
 
 def load_run(folder: Path) -> Run:
@@ -182,48 +51,153 @@ def load_run(folder: Path) -> Run:
     """
     run = RunFolder.attach(folder)
     results = run.read_results()
-    stages = {path.parent.name for path in folder.glob("stages/*/*") if path.name in (METRICS, DONE)}
-    metrics = {stage: run.read_metrics(stage) for stage in sorted(stages)}
-    if not results and not any(metrics.values()):
+    names = {path.parent.name for path in folder.glob("stages/*/*") if path.name in (METRICS, DONE)}
+    stages = {name: StageResult(name, run.read_metrics(name)) for name in sorted(names)}
+    if not results and not any(stage.rows for stage in stages.values()):
         raise RunFolderError(
             f"{folder} holds no results.json and no stages/*/metrics.jsonl: give the folder of a run that "
             "has started"
         )
+    for name, stage in stages.items():
+        stage.flags = _red_flags(run, name)
+        done = Replaced(run.place(name) / DONE)  # it is what was written: so say those who read the metrics
+        done.look()
+        stage.done, stage.record = done.there, _finished(done.take())
     try:
-        found = _assemble(results, run.read_config(), metrics, fallback=folder.name)
-        told = [stage.name for stage in found.stages if stage.name in metrics]
-        flags = [flag for stage in told for flag in _red_flags(run, stage)]
-        code, settings = run.code_changes, run.setting_changes
-        return replace(found, code_changes=code, setting_changes=settings, flags=flags)
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        found = _assemble(results, run.read_config(), stages, folder.name)
+    except _UNUSABLE as error:
         raise RunFolderError(
             f"{folder / 'results.json'} is malformed ({reason_of(error)}): write it again with"
             " `opd evaluate RECIPE --resume`"
         ) from error
+    return replace(found, code_changes=run.code_changes, setting_changes=run.setting_changes)
+
+
+class LiveRun:
+    """A run folder, whether it is there yet or not, and what the looks have found in it."""
+
+    def __init__(self, path: Path, label: str) -> None:
+        self.path, self.label = path, label
+        self._stages: dict[str, _LiveStage] = {}
+        self._config = Replaced(path / CONFIG)
+        self._asked: dict[str, Any] = {}
+        self.version = 0
+        """Grows when a look finds something new."""
+
+    @property
+    def there(self) -> bool:
+        """Whether there is something of a run."""
+        return bool(self._stages or self._asked)
+
+    @property
+    def unread(self) -> int:
+        """Bytes that later looks will read."""
+        return sum(stage.metrics.unread for stage in self._stages.values())
+
+    def look(self) -> None:
+        """Read on, `AT_ONCE` bytes at most."""
+        news = self._config.look()
+        if news:
+            self._asked = _settings(self._config.take())
+        found = _stage_folders(self.path / "stages")
+        if list(self._stages) != [folder.name for folder in found]:
+            self._stages = {path.name: self._stages.get(path.name) or _LiveStage(path) for path in found}
+            news = True
+        left = AT_ONCE
+        for stage in self._stages.values():
+            news |= stage.look(left if left > LONGEST_LINE else 0)
+            left -= stage.metrics.read
+        self.version += news
+
+    def run(self) -> Run:
+        """Return what was found, with the stages that have begun in the order in which they run."""
+        begun = [live.stage for live in self._stages.values() if live.stage.rows or live.stage.done]
+        begun.sort(key=lambda stage: stage_order(stage.name))
+        domains = list(self._asked.get("domains", ()))
+        return Run(self.label, {}, domains, [], {}, begun, {}, {}, self._asked)
+
+
+class _LiveStage:
+    """The files of a stage, and what was read of them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.stage = StageResult(folder.name, bounded=True)
+        self.metrics, self._flags = Appended(folder / METRICS), Appended(folder / FLAGS)
+        self._samples, self._done = Replaced(folder / LAST_SAMPLES), Replaced(folder / DONE)
+        self._flagged: deque[RedFlag] = deque(maxlen=FLAGS_KEPT)
+
+    def look(self, most: int) -> bool:
+        """Read on, `most` bytes of metrics; returns whether there is anything new."""
+        stage = self.stage
+        anew, lines = self.metrics.look(most)
+        if anew:
+            stage.begin()
+        for line in lines:
+            try:
+                stage.add(_row(line))
+            except _UNUSABLE:
+                stage.unreadable += 1
+        stage.changed = self.metrics.changed if stage.rows else 0.0
+        flags_anew, flags = self._flags.look(LONGEST_LINE + 1)
+        if flags_anew:
+            self._flagged.clear()
+        for flag in map(_readable_flag, flags):
+            if flag is not None and flag not in self._flagged:
+                self._flagged.append(flag)
+        # Without those of steps that a run which goes on repeats.
+        stage.flags = [flag for flag in self._flagged if flag.step <= stage.step + 1]
+        sampled, ended = self._samples.look(), self._done.look()
+        if sampled:
+            stage.samples_step, stage.samples = _shown_samples(self._samples.take())
+        if ended:
+            stage.done, stage.record = self._done.there, _finished(self._done.take())
+        return bool(anew or lines or flags_anew or flags or sampled or ended)
+
+
+def _row(line: bytes) -> dict[str, Any]:
+    """Return a line's object. Raises one of `_UNUSABLE` if it is none or has no step."""
+    row = read_document(line, LONGEST_LINE)
+    if type(row["step"]) is not int or not is_number(row["step"]):
+        raise ValueError("it has no step")
+    return row
+
+
+def _flag(row: Mapping[str, Any]) -> RedFlag:
+    value, bound = (_real(row.get(key)) for key in ("value", "bound"))
+    rule, metric, action = (_text(row.get(key), LONGEST_NAME) for key in ("rule", "metric", "action"))
+    return RedFlag(int(row["step"]), rule, _text(row["sentence"], _SENTENCE), metric, value, bound, action)
+
+
+def _readable_flag(line: bytes) -> RedFlag | None:
+    try:
+        return _flag(_row(line))
+    except _UNUSABLE:
+        return None
 
 
 def _red_flags(run: RunFolder, stage: str) -> list[RedFlag]:
     rows = run.read_flags(stage)
     try:
-        return [RedFlag(stage, int(row["step"]), str(row["rule"]), str(row["sentence"])) for row in rows]
-    except (KeyError, TypeError, ValueError) as error:
+        return [_flag(row) for row in rows]
+    except _UNUSABLE as error:
         raise RunFolderError(f"{run.flags(stage)} holds no flags ({reason_of(error)}): restore it") from error
 
 
-def _assemble(results: dict, config: dict, metrics: dict[str, list[dict]], fallback: str) -> Run:
-    models = [_model(entry) for entry in results.get("models", [])]
-    known = {entry["name"]: entry for entry in results.get("stages", [])}
-    order = [*known, *sorted((name for name in metrics if name not in known), key=stage_order)]
+def _assemble(results: dict, config: dict, stages: dict[str, StageResult], fallback: str) -> Run:
+    listed = {entry["name"]: entry for entry in results.get("stages", [])}
+    for name, entry in listed.items():
+        stages.setdefault(name, StageResult(name)).record = _record(entry)
+    order = [*listed, *sorted((name for name in stages if name not in listed), key=stage_order)]
     return Run(
         name=str(results.get("name") or config.get("name") or fallback),
         facts={key: results[key] for key in ("seed", "version", "created", "machine") if key in results},
         domains=list(results.get("domains") or config.get("domains", {})),
-        models=models,
+        models=[_model(entry) for entry in results.get("models", [])],
         recovery={
             model: {domain: _interval(value) for domain, value in values.items() if value}
             for model, values in results.get("recovery", {}).items()
         },
-        stages=[_stage(name, known.get(name, {}), metrics.get(name, [])) for name in order],
+        stages=[stages[name] for name in order],
         teachers=results.get("teachers", {}),
         counters=results.get("counters", {}),
         config=config,
@@ -232,6 +206,28 @@ def _assemble(results: dict, config: dict, metrics: dict[str, list[dict]], fallb
         contamination=results.get("contamination", {}),
         difficulty=results.get("difficulty", {}),
     )
+
+
+def _record(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a finished stage has recorded of time, tokens and memory. Raises one of `_UNUSABLE`."""
+    kinds = {"seconds": float, "student_tokens": int, "steps": int, "peak_rss_mb": float}
+    told: dict[str, Any] = {
+        key: kind(entry[key]) for key, kind in kinds.items() if entry.get(key) is not None
+    }
+    if entry.get("phases") is not None:
+        phases = entry["phases"].items()
+        told["phases"] = {_text(phase, LONGEST_NAME): float(seconds) for phase, seconds in phases}
+    return told
+
+
+def _finished(document: Any) -> dict[str, Any]:
+    """Return `_record` of a `done.json`, and nothing where it cannot be drawn."""
+    try:
+        told = _record(document)
+    except _UNUSABLE:
+        return {}
+    numbers = [value for key, value in told.items() if key != "phases"] + [*told.get("phases", {}).values()]
+    return told if len(numbers) < 99 and all(map(is_number, numbers)) else {}
 
 
 def _model(entry: dict) -> ModelResult:
@@ -273,29 +269,67 @@ def _interval(entry: dict) -> Interval:
     return Interval(float(entry["value"]), float(entry["low"]), float(entry["high"]))
 
 
-def _stage(name: str, entry: dict, metrics: list[dict]) -> StageResult:
-    """A stage that is still running has no entry yet: its numbers are then taken from its metrics."""
-    last = metrics[-1] if metrics else {}
-    phases = entry.get("phases")
-    if phases is None:
-        keys = dict.fromkeys(key for row in metrics for key in row if key.startswith("time/"))
-        phases = {key.removeprefix("time/"): sum(row.get(key, 0.0) for row in metrics) for key in keys}
-    return StageResult(
-        name=name,
-        seconds=float(entry.get("seconds", last.get("time", 0.0))),
-        student_tokens=int(entry.get("student_tokens", last.get("tokens/student", 0))),
-        steps=int(entry.get("steps", len(metrics))),
-        peak_rss_mb=entry.get("peak_rss_mb"),
-        phases={phase: float(seconds) for phase, seconds in phases.items()},
-        metrics=metrics,
-    )
+def _stage_folders(folder: Path) -> list[Path]:
+    """Folders of stages; a link may lead out of the run folder, and is none."""
+    if folder.is_symlink():
+        return []
+    try:
+        with os.scandir(folder) as entries:
+            names = sorted(entry.name for entry in entries if entry.is_dir(follow_symlinks=False))
+    except OSError:
+        return []
+    return [folder / name for name in names if len(name) <= LONGEST_NAME][:STAGES]
 
 
-def stage_order(name: str) -> tuple[int, str]:
-    """Sorts stages as they run."""
-    kind = kind_of(name)
-    return (KINDS.index(kind) if kind else len(KINDS)), name
+def _settings(config: Any) -> dict[str, Any]:
+    """What the charts ask of a recipe."""
+    if not isinstance(config, dict):
+        return {}
+    domains = config.get("domains")
+    distill = config.get("distill")
+    coef = distill.get("rl_coef") if isinstance(distill, dict) else None
+    names = list(domains)[:DOMAINS] if isinstance(domains, dict) else []
+    return {
+        "domains": {_text(name, LONGEST_NAME): {} for name in names},
+        "distill": {"rl_coef": float(coef) if is_number(coef) else 0.0},
+    }
 
 
-def _finite(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+def _shown_samples(document: Any) -> tuple[int, list[ShownPrompt]]:
+    if not isinstance(document, dict) or not isinstance(document.get("step"), int):
+        return 0, []
+    found = []
+    for told in _dicts(document.get("prompts"), 16):
+        shown = [
+            Response(
+                _text(one.get("text"), _TEXT),
+                _real(one.get("reward")),
+                {_text(k, LONGEST_NAME): float(v) for k, v in _items(one.get("parts")) if is_number(v)},
+                int(_real(one.get("tokens")) or 0),
+                one.get("cut") is True,
+                _text(one.get("teacher"), LONGEST_NAME),
+            )
+            for one in _dicts(told.get("shown"), 16)
+        ]
+        domain, prompt, label = (_text(told.get(key), _TEXT) for key in ("domain", "prompt", "label"))
+        found.append(
+            ShownPrompt(domain, prompt, label, int(_real(told.get("responses")) or len(shown)), shown)
+        )
+    return document["step"], found
+
+
+def _dicts(value: Any, most: int) -> Iterable[dict[str, Any]]:
+    return [one for one in value[:most] if isinstance(one, dict)] if isinstance(value, list) else []
+
+
+def _items(value: Any) -> list[tuple[str, Any]]:
+    return list(value.items())[:16] if isinstance(value, dict) else []
+
+
+def _text(value: Any, most: int) -> str:
+    text = value if isinstance(value, str) else "" if value is None else str(value)
+    return text if len(text) <= most else f"{text[:most]}\u2026"
+
+
+def _real(value: Any) -> float | None:
+    return float(value) if is_number(value) else None

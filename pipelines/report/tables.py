@@ -1,20 +1,18 @@
-"""The tables of the report, its counters in words, and answers side by side, as HTML.
-
-Every text that comes from a run is escaped here.
-"""
+"""The tables of the pages: what is in them, as text. `templates/macros.html` draws them."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
-from html import escape
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from opd.pipelines.evaluation.statistics import Interval, mean_accuracy
 from opd.pipelines.report.figures import Cues, own_domain
-from opd.pipelines.report.load import DomainAccuracy, ModelResult, Run
+from opd.pipelines.report.results import DomainAccuracy, ModelResult, Run
 from opd.pipelines.report.verdict import compare
 from opd.pipelines.report.words import (
+    DASH,
     NARROW,
     amount,
     bounds,
@@ -26,6 +24,60 @@ from opd.pipelines.report.words import (
     points,
     stage_label,
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """A text, and what stands small below it."""
+
+    text: str
+    small: str = ""
+    kind: str = ""
+    """Of the style sheet; `heat`: the more colour the higher the number, `text`: words, `code`: a name."""
+    title: str = ""
+
+
+EMPTY = Cell(DASH, kind="none")
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """The head of a column."""
+
+    name: str
+    kind: str = ""
+    role: str = ""
+    """Colour of a dot before the name; "" for none."""
+
+
+@dataclass(frozen=True, slots=True)
+class TableRow:
+    """A row behind its label."""
+
+    label: str
+    cells: Sequence[Cell]
+    kind: str = ""
+    role: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A table."""
+
+    columns: Sequence[Column]
+    rows: Sequence[TableRow]
+    first: str | None = ""
+    """What stands above the labels; `None`: the rows have none."""
+    kind: str = ""
+    groups: Sequence[tuple[str, int, str]] = field(default_factory=list)
+    """(name, columns, kind) of what stands above columns that belong together."""
+
+
+def plain_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Table | None:
+    """Make a table of texts, the first of each row its label; `None` where there is no row."""
+    told = [TableRow(label, [Cell(text) for text in texts]) for label, *texts in rows]
+    return Table([Column(name) for name in head[1:]], told, head[0]) if rows else None
+
 
 COUNTS = {
     "head_loads": "Heads loaded",
@@ -100,9 +152,6 @@ def _share_of_steps(run: Run, value: float) -> str:
     return f" ({percent(value / whole)} of the steps)" if whole > 0 else ""
 
 
-EMPTY = '<td class="none">\u2013</td>'
-
-
 def ordered(run: Run) -> list[ModelResult]:
     """Models as the report lists them: base, specialists, merged, then the baselines, the best first."""
     ranks = {"base": 0, "specialist": 1, "teacher": 1, "merged": 2}
@@ -116,263 +165,228 @@ def ordered(run: Run) -> list[ModelResult]:
     return sorted(run.models, key=place)
 
 
-def accuracy_table(run: Run, cues: Cues) -> str:
+def accuracy_table(run: Run, cues: Cues) -> Table:
     """Models x domains: sampled accuracy with its interval as a heat map, greedy accuracy beside it."""
     several = len(run.domains) > 1
-    span = len(run.domains) + several
     greedy = any(model.greedy for model in run.models)
-    names = [f"{_swatch(cues, domain)}{escape(domain)}" for domain in run.domains]
-    names += ["mean"] if several else []
-    groups = f'<th colspan="{span}" scope="colgroup">Sampled, % right</th>'
-    groups += f'<th colspan="{span}" scope="colgroup" class="gap">Greedy, % right</th>' if greedy else ""
-    columns = _columns(names) + (_columns(names, first="name gap") if greedy else "")
-    corner = '<td class="corner"></td>'
+    names = [Column(domain, "name", cues.of(domain).role) for domain in run.domains]
+    names += [Column("mean", "name")] if several else []
+    groups, columns = [("Sampled, % right", len(names), "")], list(names)
+    if greedy and names:
+        groups.append(("Greedy, % right", len(names), "gap"))
+        columns += [Column(names[0].name, "name gap", names[0].role), *names[1:]]
     rows = []
     for model in ordered(run):
-        cells = "".join(heat(model.sampled.get(d), run.teacher(d) is model) for d in run.domains)
-        cells += _mean(run, model.sampled, heat=True) if several else ""
+        cells = [_heat(model.sampled.get(d), " own" * (run.teacher(d) is model)) for d in run.domains]
+        cells += [_mean(run, model.sampled, _shaded)] if several else []
         if greedy:
-            cells += _greedy(run, model) + (_mean(run, model.greedy, heat=False) if several else "")
-        rows.append(row(model_label(model.name), cells, f"is-{model.kind}"))
-    return table(f"<tr>{corner}{groups}</tr><tr>{corner}{columns}</tr>", rows, "heat")
+            found = [model.greedy.get(domain) for domain in run.domains]
+            told = [_tenth(accuracy.interval) if accuracy else DASH for accuracy in found]
+            cells += [Cell(text, kind="gap" * (place == 0)) for place, text in enumerate(told)]
+            cells += [_mean(run, model.greedy, lambda mean: Cell(_tenth(mean)))] if several else []
+        rows.append(_of(model, cells))
+    return Table(columns, rows, kind="heat", groups=groups)
 
 
-def alternatives_table(run: Run) -> str:
+def alternatives_table(run: Run) -> Table | None:
     """Every other model beside the merged one: mean, gap to it, tokens, time, settings."""
-    merged = run.model("merged")
-    head = _head(
-        "Model",
-        "Mean sampled, %",
-        "Merged ahead by, points",
-        "Student tokens",
-        "Time",
-        "Settings",
-        prose="Settings",
-    )
-    rows = []
-    own = own_domain(run)
+    merged, rows = run.model("merged"), []
     for model in ordered(run):
         shared = [domain for domain in run.domains if domain in model.sampled]
         if model.teaches or not shared:
             continue
-        mean = mean_accuracy(model.counts(shared), run.confidence)
-        gap = compare(run, merged, model) if merged and model is not merged else None
-        cells = f"<td>{100 * mean.value:.1f}<small>{bounds(mean)}</small></td>"
-        cells += f"<td>{points(gap.gap.value)}<small>{point_bounds(gap.gap)}</small></td>" if gap else EMPTY
-        cells += f"<td>{amount(model.student_tokens)}</td>" if model.student_tokens else EMPTY
-        cells += f"<td>{duration(model.seconds)}</td>" if model.seconds else EMPTY
         settings = ", ".join(f"{key} {_setting(value)}" for key, value in model.settings.items())
-        cells += f'<td class="text">{escape(settings)}</td>'
-        rows.append(row(model_label(model.name), cells, f"is-{model.kind}"))
-    if own:
-        mean = mean_accuracy([accuracy.count for _, accuracy in own], run.confidence)
-        cells = f"<td>{100 * mean.value:.1f}<small>{bounds(mean)}</small></td>" + _specialist_gap(run)
-        cost = [model for model in run.models if model.teaches]
-        tokens, seconds = sum(m.student_tokens for m in cost), sum(m.seconds for m in cost)
-        cells += f"<td>{amount(tokens)}</td>" if tokens else EMPTY
-        cells += f"<td>{duration(seconds)}</td>" if seconds else EMPTY
-        rows.insert(
-            1,
-            row(
-                own_label(run.teacher_word),
-                cells + f'<td class="text">{"sum of all" if tokens else ""}</td>',
-                "is-specialist",
-            ),
+        cells = _beside_merged(run, model, shared, model is not merged)
+        rows.append(
+            _of(model, [*cells, *_cost(model.student_tokens, model.seconds), Cell(settings, kind="text")])
         )
-    return table(head, rows) if rows else ""
+    own = dict(own_domain(run))
+    if own:
+        teachers = [model for model in run.models if model.teaches]
+        tokens, seconds = (
+            sum(getattr(one, key) for one in teachers) for key in ("student_tokens", "seconds")
+        )
+        together = ModelResult(own_label(run.teacher_word), "specialist", own, {}, {})
+        whole = merged is not None and set(run.domains) <= set(merged.sampled)
+        cells = [*_beside_merged(run, together, run.domains, whole), *_cost(tokens, seconds)]
+        cells.append(Cell("sum of all" if tokens else "", kind="text"))
+        rows.insert(1, TableRow(together.name, cells, "is-specialist"))
+    names = ("Mean sampled, %", "Merged ahead by, points", "Student tokens", "Time")
+    return Table([*map(Column, names), Column("Settings", "text")], rows, "Model") if rows else None
 
 
-def recovery_table(run: Run, cues: Cues) -> str:
-    """(student - base) / (teacher - base) per model and domain; empty if nothing was measured."""
-    models = [model.name for model in ordered(run) if run.recovery.get(model.name)]
-    if not models:
-        return ""
-    columns = [f"{_swatch(cues, domain)}{escape(domain)}" for domain in run.domains]
+def _beside_merged(run: Run, model: ModelResult, domains: Sequence[str], gap: bool) -> list[Cell]:
+    """Return its mean over `domains`, and, with `gap`, how far the merged student is ahead."""
+    mean = mean_accuracy(model.counts(domains), run.confidence)
+    merged = run.model("merged")
+    found = compare(run, merged, model) if merged and gap else None
+    ahead = Cell(points(found.gap.value), point_bounds(found.gap)) if found else EMPTY
+    return [_of_interval(mean), ahead]
+
+
+def _cost(tokens: int, seconds: float) -> list[Cell]:
+    return [Cell(amount(tokens)) if tokens else EMPTY, Cell(duration(seconds)) if seconds else EMPTY]
+
+
+def recovery_table(run: Run, cues: Cues) -> Table | None:
+    """(student - base) / (teacher - base) per model and domain; `None` if nothing was measured."""
     rows = []
-    for name in models:
-        cells = ""
-        for domain in run.domains:
-            value = run.recovery[name].get(domain)
-            cells += f"<td>{100 * value.value:.1f}<small>{bounds(value)}</small></td>" if value else EMPTY
-        model = run.model(name)
-        rows.append(row(model_label(name), cells, f"is-{model.kind if model else 'baseline'}"))
-    return table(_head("Model", *columns, raw=True), rows)
+    for model in ordered(run):
+        found = run.recovery.get(model.name)
+        if found:
+            cells = [_of_interval(found[d]) if d in found else EMPTY for d in run.domains]
+            rows.append(_of(model, cells))
+    columns = [Column(domain, "name", cues.of(domain).role) for domain in run.domains]
+    return Table(columns, rows, "Model") if rows else None
 
 
-def teachers_table(run: Run, cues: Cues) -> str:
+def teachers_table(run: Run, cues: Cues) -> Table | None:
     """Final KL, token share and gradient share of each teacher."""
-    if not run.teachers:
-        return ""
     rows = []
     for name, values in run.teachers.items():
-        kl, tokens, gradient = (values.get(key) for key in ("kl", "token_share", "grad_share"))
-        cells = f"<td>{kl:.4f}</td>" if kl is not None else EMPTY
-        cells += "".join(f"<td>{100 * v:.1f}</td>" if v is not None else EMPTY for v in (tokens, gradient))
-        rows.append(row(f"{_swatch(cues, name)}{escape(name)}", cells, "name", raw=True))
-    return table(_head("Teacher", "KL, nats per token", "Tokens, %", "Gradient, %"), rows)
+        kl, *shares = (values.get(key) for key in ("kl", "token_share", "grad_share"))
+        cells = [EMPTY if kl is None else Cell(f"{kl:.4f}")]
+        cells += [EMPTY if share is None else Cell(f"{100 * share:.1f}") for share in shares]
+        rows.append(TableRow(name, cells, "name", cues.of(name).role))
+    names = ("KL, nats per token", "Tokens, %", "Gradient, %")
+    return Table([*map(Column, names)], rows, "Teacher") if rows else None
 
 
-def models_table(run: Run) -> str:
+def models_table(run: Run) -> Table | None:
     """Where each model lies, and the digest of its weights."""
     rows = []
     for name, told in run.folders.items():
         digest = told.get("digest", "")
-        cells = f'<td class="text"><code>{escape(told["folder"])}</code></td>'
-        cells += f'<td class="text" title="{escape(digest)}"><code>{escape(digest[:16])}</code></td>'
-        rows.append(row(model_label(name), cells))
-    return (
-        table('<tr><th></th><th class="text">Folder</th><th class="text">Digest</th></tr>', rows)
-        if rows
-        else ""
-    )
+        cells = [Cell(told["folder"], kind="text code"), Cell(digest[:16], kind="text code", title=digest)]
+        rows.append(TableRow(model_label(name), cells))
+    return Table([Column("Folder", "text"), Column("Digest", "text")], rows) if rows else None
 
 
-def stages_table(run: Run) -> str:
+def stages_table(run: Run) -> Table | None:
     """Time, steps, tokens and memory of each stage."""
-    if not run.stages:
-        return ""
     rows = []
     for stage in run.stages:
-        rate = stage.student_tokens / stage.seconds if stage.seconds > 0 else 0
-        cells = f"<td>{duration(stage.seconds)}</td>"
-        cells += f"<td>{stage.steps}</td>" if stage.steps else EMPTY
-        cells += f"<td>{amount(stage.student_tokens)}</td>" if stage.student_tokens else EMPTY
-        cells += f"<td>{amount(rate)}</td>" if rate else EMPTY
-        memory = stage.peak_rss_mb
-        cells += f"<td>{memory:,.0f}</td>".replace(",", NARROW) if memory else EMPTY
-        rows.append(row(stage_label(stage.name), cells))
-    return table(_head("Stage", "Time", "Steps", "Student tokens", "Tokens/s", "Peak memory, MB"), rows)
+        tokens, memory = stage.student_tokens, stage.peak_rss_mb
+        rate = tokens / stage.seconds if stage.seconds > 0 else 0
+        told = [
+            str(stage.steps) if stage.steps else "",
+            *(amount(one) if one else "" for one in (tokens, rate)),
+        ]
+        told.append(f"{memory:,.0f}".replace(",", NARROW) if memory else "")
+        cells = [Cell(duration(stage.seconds)), *(Cell(text) if text else EMPTY for text in told)]
+        rows.append(TableRow(stage_label(stage.name), cells))
+    names = ("Time", "Steps", "Student tokens", "Tokens/s", "Peak memory, MB")
+    return Table([*map(Column, names)], rows, "Stage") if rows else None
 
 
-def counters_table(run: Run) -> str:
+def counters_table(run: Run) -> Table | None:
     """Counters of the merge: teachers, stores, rollouts and their log."""
-    rows = [row(label, f"<td>{escape(value)}</td>") for label, value in counter_rows(run)]
-    return table(_head("Counter", "Value"), rows, "narrow") if rows else ""
+    return plain_table(["Counter", "Value"], list(counter_rows(run)))
 
 
-def _specialist_gap(run: Run) -> str:
-    merged = run.model("merged")
-    if merged is None or not set(run.domains) <= set(merged.sampled):
-        return EMPTY
-    own = dict(own_domain(run))
-    reference = ModelResult("specialists", "specialist", own, {}, {})
-    gap = compare(run, merged, reference)
-    return f"<td>{points(gap.gap.value)}<small>{point_bounds(gap.gap)}</small></td>" if gap else EMPTY
+def sets_table(run: Run) -> Table | None:
+    """Models x evaluation sets: sampled accuracy with its interval; `None` where there is no set."""
+    rows = [
+        _of(model, [_heat(model.sets.get(name)) for name in run.sets]) for model in ordered(run) if model.sets
+    ]
+    return Table([Column(name, "name") for name in run.sets], rows, kind="heat") if rows else None
 
 
-def _columns(names: Sequence[str], first: str = "") -> str:
-    kinds = [first, *[""] * (len(names) - 1)]
-    return "".join(
-        f'<th scope="col" class="{kind or "name"}">{name}</th>'
-        for kind, name in zip(kinds, names, strict=True)
-    )
+def several_tables(run: Run) -> Iterator[tuple[str, Table]]:
+    """For every domain and set with several answers to each prompt: models x pass@k and maj@k."""
+    for name in [*run.domains, *run.sets]:
+        measured = [model for model in ordered(run) if name in model.several]
+        keys = list(dict.fromkeys(key for model in measured for key in model.several[name]))
+        rows = []
+        for model in measured:
+            found = model.several[name]
+            rows.append(_of(model, [_shaded(found[key]) if key in found else EMPTY for key in keys]))
+        if keys:
+            yield name, Table([Column(key, "name") for key in keys], rows, kind="heat")
 
 
-def heat(accuracy: DomainAccuracy | None, own: bool = False) -> str:
-    """A cell of an accuracy; `own` frames it."""
-    return heat_cell(accuracy.interval, "own" if own else "") if accuracy else EMPTY
+_EPISODES = ("Success, %", "Turns", "Done, %", "Reward", "Calls", "Broken calls")
+_SINGLE = ("Task", "Right", "Turns", "End", "Reward of each turn", "Calls", "Broken calls")
+_TASK = 160
+"""Characters of a task that are shown beside its episode."""
 
 
-def heat_cell(value: Interval, kind: str = "") -> str:
-    """A cell of a share in %, the more colour the higher, with its interval."""
-    share = f"{100 * value.value:.1f}"
-    return f'<td{_class(kind)} style="--p:{share}%">{share}<small>{bounds(value)}</small></td>'
+def episodes_tables(run: Run) -> Iterator[tuple[str, Table, str, Table]]:
+    """For every domain and set with an environment: its name, models x what their episodes were like, and a
+    few of one model's, the merged student's if there is one, behind that model's name.
+    """
+    for name in [*run.domains, *run.sets]:
+        models = [model for model in ordered(run) if name in model.episodes]
+        if not models:
+            continue
+        last = next((one for one in models if one.name == "merged"), models[-1])
+        rows = [_of(one, _means(one, name)) for one in models]
+        single = [TableRow("", _single(episode)) for episode in last.episodes[name]["shown"]]
+        yield (
+            name,
+            Table([Column(told, "name") for told in _EPISODES], rows, kind="heat"),
+            model_label(last.name),
+            Table([Column(told, "text") for told in _SINGLE], single, first=None),
+        )
 
 
-def _mean(run: Run, accuracies: dict[str, DomainAccuracy], heat: bool) -> str:
+def _means(model: ModelResult, name: str) -> list[Cell]:
+    told, right = model.episodes[name], (model.sampled | model.sets)[name].count
+    done = 100 * told["ended"]["done"] / told["count"]
+    values = (100 * right.accuracy, told["turns"], done, told["reward"], told["calls"], told["broken_calls"])
+    return [Cell(f"{value:.{1 if place < 3 else 2}f}") for place, value in enumerate(values)]
+
+
+def _single(told: Mapping[str, Any]) -> list[Cell]:
+    asked = str(told["prompt"])
+    asked = asked if len(asked) <= _TASK else f"{asked[:_TASK]} \u2026"
+    rewards = " ".join(f"{float(one):g}" for one in told["rewards"]) or DASH
+    cells = (asked, "yes" if told["right"] else "no", told["turns"], told["ended"], rewards)
+    return [Cell(str(cell), kind="text") for cell in (*cells, told["calls"], told["broken_calls"])]
+
+
+def contamination_table(run: Run) -> Table | None:
+    """Domain or set -> evaluation prompts that stand in training texts, with an example of each; `None` where
+    nothing was compared.
+    """
+    rows = []
+    for name, found in run.contamination.get("found", {}).items():
+        count, prompts = int(found["contaminated"]), int(found["prompts"])
+        cells = [Cell(f"{prompts}"), Cell(f"{count}")]
+        cells.append(Cell(f"{100 * count / prompts:.1f}") if prompts else EMPTY)
+        example = found["examples"][0] if found["examples"] else None
+        told = f"\u201c{example['shared']}\u201d: {example['where']}" if example else ""
+        rows.append(TableRow(name, [*cells, Cell(told, kind="text")]))
+    columns = [*map(Column, ("Prompts", "Found", "%")), Column("Example, and where it stands", "text")]
+    return Table(columns, rows) if rows else None
+
+
+def _of(model: ModelResult, cells: Sequence[Cell]) -> TableRow:
+    return TableRow(model_label(model.name), cells, f"is-{model.kind}")
+
+
+def _heat(accuracy: DomainAccuracy | None, kind: str = "") -> Cell:
+    return _shaded(accuracy.interval, kind) if accuracy else EMPTY
+
+
+def _shaded(value: Interval, kind: str = "") -> Cell:
+    """Return a share in %, the more colour the higher, with its interval."""
+    return Cell(_tenth(value), bounds(value), f"heat{kind}")
+
+
+def _of_interval(value: Interval) -> Cell:
+    return Cell(_tenth(value), bounds(value))
+
+
+def _tenth(value: Interval) -> str:
+    return f"{100 * value.value:.1f}"
+
+
+def _mean(run: Run, accuracies: dict[str, DomainAccuracy], told: Callable[[Interval], Cell]) -> Cell:
     if not set(run.domains) <= set(accuracies):
         return EMPTY
-    mean = mean_accuracy([accuracies[domain].count for domain in run.domains], run.confidence)
-    return heat_cell(mean) if heat else f"<td>{100 * mean.value:.1f}</td>"
-
-
-def _greedy(run: Run, model: ModelResult) -> str:
-    found = [model.greedy.get(domain) for domain in run.domains]
-    texts = [f"{100 * accuracy.interval.value:.1f}" if accuracy else "\u2013" for accuracy in found]
-    return "".join(f"<td{_class('' if index else 'gap')}>{text}</td>" for index, text in enumerate(texts))
+    return told(mean_accuracy([accuracies[domain].count for domain in run.domains], run.confidence))
 
 
 def _setting(value: object) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def _swatch(cues: Cues, name: str) -> str:
-    return f'<i class="dot" style="background:var(--{cues.of(name).role})"></i>'
-
-
-def _head(*names: str, raw: bool = False, prose: str = "") -> str:
-    """A header row; `prose` names the column of words, aligned to the left."""
-    kinds = ["text" if name == prose else "name" if raw else "" for name in names]
-    cells = "".join(
-        f'<th scope="col"{_class(kind)}>{name if raw else escape(name)}</th>'
-        for kind, name in zip(kinds, names, strict=True)
-    )
-    return f"<tr>{cells}</tr>"
-
-
-def row(label: str, cells: str, kind: str = "", raw: bool = False) -> str:
-    """A row of `cells`, which are HTML, behind its label; a `raw` one is HTML too."""
-    return f'<tr{_class(kind)}><th scope="row">{label if raw else escape(label)}</th>{cells}</tr>'
-
-
-def table(head: str, rows: Sequence[str], kind: str = "") -> str:
-    """A table that scrolls where it is too wide."""
-    columns = max(row.count("<td") for row in rows) if rows else 0
-    hint = '<p class="hint" aria-hidden="true">The table scrolls sideways \u2192</p>' if columns > 3 else ""
-    return (
-        f'{hint}<div class="scroll" tabindex="0"><table{_class(kind)}><thead>{head}</thead>'
-        f"<tbody>{''.join(rows)}</tbody></table></div>"
-    )
-
-
-def _class(kind: str) -> str:
-    return f' class="{escape(kind)}"' if kind else ""
-
-
-KINDS = {
-    "wins": ("Wins", "wrong in the base, right in the merged student"),
-    "losses": ("Losses", "right in the teacher, wrong in the merged student"),
-    "regressions": ("Regressions", "right in the base, wrong in the merged student"),
-}
-SIDES = {"base": "Base", "teacher": "Teacher", "merged": "Merged student"}
-
-
-def answers(run: Run) -> str:
-    """A block a domain; empty if the evaluation kept no answers."""
-    return "".join(
-        _domain_answers(name, found, run.teacher_word)
-        for name, found in run.answers.items()
-        if found.get("compared")
-    )
-
-
-def _domain_answers(name: str, found: dict[str, Any], teacher: str) -> str:
-    counts = ", ".join(f"{found[kind]['count']} {KINDS[kind][0].lower()}" for kind in KINDS)
-    note = f"First sampled answers to {found['compared']} held-out prompts: {counts}."
-    sides = SIDES | {"teacher": teacher.capitalize()}
-    rows = "".join(
-        f"<h4>{label}: {escape(what.replace('teacher', teacher))}</h4>"
-        + "".join(_example(row, sides) for row in found[kind]["shown"])
-        for kind, (label, what) in KINDS.items()
-        if found[kind]["shown"]
-    )
-    return f'<div class="answers"><h3>{escape(name)}</h3><p class="note">{escape(note)}</p>{rows}</div>\n'
-
-
-def _example(row: dict[str, Any], sides: dict[str, str]) -> str:
-    cells = [cell("Prompt", row["prompt"]), cell("Label", row["label"])]
-    cells += [_answer(label, row[side]) for side, label in sides.items() if row.get(side)]
-    return f'<dl class="answer">{"".join(cells)}</dl>\n'
-
-
-def _answer(label: str, told: dict[str, Any]) -> str:
-    sign, word = ("\u2713", "right") if told["right"] else ("\u2717", "wrong")
-    ended = ", cut at the length limit" if told["cut"] else ""
-    mark = f' <span class="{word}">{sign} {word}{ended}</span>'
-    return cell(label, told["text"], mark)
-
-
-def cell(label: str, text: str, mark: str = "") -> str:
-    """A text under its name, beside others; `mark` is HTML."""
-    shown = escape(str(text)) or '<i class="none">(empty)</i>'
-    return f"<div><dt>{escape(label)}{mark}</dt><dd>{shown}</dd></div>"

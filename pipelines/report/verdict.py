@@ -1,6 +1,5 @@
-"""The verdict: what the run's numbers say about the merge, in plain sentences computed from them, and what
-they do not show, printed wherever its results are. What a command says when it ends: the verdict, a few lines
-of numbers, and where things are.
+"""The verdict: what the run's numbers say about the merge, in plain sentences computed from them. What a
+command says when it ends: the verdict, a few lines of numbers, and where things are.
 """
 
 from __future__ import annotations
@@ -20,7 +19,8 @@ from opd.pipelines.evaluation.statistics import (
 )
 from opd.pipelines.records.inputs import changed_files
 from opd.pipelines.records.stage_names import kind_of
-from opd.pipelines.report.load import DomainAccuracy, ModelResult, Run, load_run
+from opd.pipelines.report.load import load_run
+from opd.pipelines.report.results import DomainAccuracy, ModelResult, Run
 from opd.pipelines.report.words import (
     NARROW,
     amount,
@@ -236,8 +236,8 @@ def _cost_points(run: Run) -> list[tuple[str, str]]:
     merge = run.stage("merge")
     parts = []
     if merge and merge.steps:
-        whose = "followed its teachers over" if _follows(run) else "sampled"
-        kind = "of their tokens" if _follows(run) else "student tokens"
+        whose = "followed its teachers over" if follows(run) else "sampled"
+        kind = "of their tokens" if follows(run) else "student tokens"
         parts.append(f"the merge {whose} {amount(merge.student_tokens)} {kind} in {duration(merge.seconds)}")
     if specialists:
         tokens, seconds = (sum(getattr(s, key) for s in specialists) for key in ("student_tokens", "seconds"))
@@ -249,85 +249,13 @@ def _cost_points(run: Run) -> list[tuple[str, str]]:
     return [("Cost.", f"{sentence[0].upper()}{sentence[1:]}.")]
 
 
-def _follows(run: Run) -> bool:
-    """Whether the merge learnt from answers of its teachers."""
+def follows(run: Run) -> bool:
+    """Tell whether the merge learnt from answers of its teachers."""
     return run.config.get("distill", {}).get("prefixes") == "teacher"
 
 
 def _domains(count: int) -> str:
     return f"{count} domains" if count > 1 else "one domain"
-
-
-CLAIM = "What is claimed is quality per merge token, and that teachers trained apart can be joined later."
-
-
-def caveats(run: Run) -> list[str]:
-    """Sentences that bound the claims of this run, drawn from what it did and did not measure."""
-    merged = run.model("merged")
-    sentences = [
-        f"One training seed{_seed(run)}. The intervals hold the evaluation\u2019s sampling noise only; where "
-        "training is unstable, another seed moves a row by more. Compare several seeds before ranking "
-        "methods that are close."
-    ]
-    if merged and _follows(run):
-        sentences.append(
-            "The merge is off-policy (distill.prefixes: teacher): the answers that it learnt from were "
-            "written by the teachers of their domains, before the first step. It is what the merge on the "
-            "student\u2019s own answers is compared with, and says nothing of that one."
-        )
-    if merged:
-        sentences.append(_token_budget(run))
-    if run.model("off_policy"):
-        sentences.append(
-            "Where each prompt has one right answer, imitating teacher samples loses little: such domains "
-            "flatter off-policy distillation and leave on-policy data less room to help than long or "
-            "open-ended answers do."
-        )
-    if run.config.get("base"):
-        right = run.config["base"].get("right", 0.3)
-        sentences.append(
-            f"The base was warmed up on demonstrations of which {percent(right, 0)} are right. It can "
-            "already write right answers, so part of what training gains is choosing them more often, "
-            "not a new skill."
-        )
-    if any(model.greedy for model in run.models):
-        sentences.append(
-            "Greedy accuracy saturates early and can hide a damaged distribution, so the verdict rests on "
-            "sampled accuracy."
-        )
-    if any(run.model(name) for name in ("task_arithmetic", "ties", "dare")):
-        sentences.append(
-            "Weight merges were tuned over a few coefficients on training prompts. A finer search may gain a "
-            "little; experts that moved further from a shared base may lose a lot."
-        )
-    sentences.append(
-        "Times are of one machine and one model size. They say how this run spent its time, not what a "
-        "larger model, a longer answer or another accelerator would cost."
-    )
-    return sentences
-
-
-def _seed(run: Run) -> str:
-    return f" ({run.facts['seed']})" if "seed" in run.facts else ""
-
-
-def _token_budget(run: Run) -> str:
-    merged, other = run.model("merged"), run.model("mixed_grpo_all")
-    specialists = sum(model.student_tokens for model in run.models if model.kind == "specialist")
-    start = "\u201cEqual student tokens\u201d counts the merge alone"
-    start += f"; its specialists sampled {amount(specialists)} more before it. " if specialists else ". "
-    comparison = compare(run, merged, other) if merged and other else None
-    if comparison is None:
-        return (
-            f"{start}Mixed-domain GRPO on the whole budget was not measured here and may draw level. {CLAIM}"
-        )
-    gap = comparison.gap
-    ahead = {"ahead": "is still ahead of it by", "behind": "is behind it by", "level": "is level with it:"}
-    value = points(gap.value if comparison.outcome == "level" else abs(gap.value)).lstrip("+")
-    return (
-        f"{start}Given all of these tokens, mixed-domain GRPO is the fair rival: the merged student "
-        f"{ahead[comparison.outcome]} {value} points ({point_bounds(gap)}). {CLAIM}"
-    )
 
 
 LINES = 5

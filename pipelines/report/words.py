@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from opd.pipelines.evaluation.statistics import Interval
+from opd.pipelines.records.stage_names import kind_of, stage_model
 
 NARROW = "\u202f"
 MINUS = "\u2212"
@@ -47,11 +48,11 @@ def in_sentence(label: str) -> str:
 
 def stage_label(name: str) -> str:
     """Display name of a stage."""
-    kind, _, rest = name.partition("-")
-    if kind in ("specialist", "sft") and rest:
-        return f"{'Specialist' if kind == 'specialist' else 'Demonstrations'}, {rest}"
-    if kind == "baseline" and rest:
-        return MODELS.get(rest, rest)
+    kind, own = kind_of(name), stage_model(name)
+    if kind == "sft" and ":" in own:
+        return f"Demonstrations, {own.partition(':')[2]}"
+    if kind == "baseline" or own.startswith("specialist:"):
+        return model_label(own) or name
     return STAGES.get(name, name)
 
 

@@ -14,9 +14,13 @@ import pytest
 
 from opd.metrics import MetricsWriter
 from opd.pipelines.evaluation.statistics import at_the_end
-from opd.pipelines.report import live, live_page
-from opd.pipelines.report.live import POINTS, RECENT, Appended, Curve, LiveRun
+from opd.pipelines.report import appended as files
+from opd.pipelines.report import live_page, load, write_report
+from opd.pipelines.report.appended import Appended
 from opd.pipelines.report.live_page import SCRIPT, SHARE, Board, flags_of, headline, opened
+from opd.pipelines.report.load import LiveRun
+from opd.pipelines.report.results import POINTS, RECENT, Curve, Run, StageResult
+from opd.storage.files import write_sealed
 
 from .conftest import metrics, write_lines
 
@@ -56,6 +60,12 @@ def seen(path: Path) -> LiveRun:
     run = LiveRun(path, path.name)
     run.look()
     return run
+
+
+def merge_of(run: LiveRun) -> StageResult:
+    found = run.run().stage("merge")
+    assert found is not None
+    return found
 
 
 class Page(HTMLParser):
@@ -129,7 +139,7 @@ def test_what_is_no_plain_file_of_the_run_is_not_read(tmp_path, kind):
 
 
 def test_a_line_without_an_end_is_passed_over(tmp_path, monkeypatch):
-    monkeypatch.setattr(live, "LONGEST_LINE", 64)
+    monkeypatch.setattr(files, "LONGEST_LINE", 64)
     path = tmp_path / "lines"
     path.write_bytes(b"a\n" + b"x" * 1000 + b"\nb\n")
     appended, found = Appended(path), []
@@ -170,7 +180,7 @@ def test_a_run_that_comes_grows_resumes_and_goes(tmp_path):
     assert [found.step for _, found in flags_of([run])] == [7, 3]
     writer.truncate(4)  # as a resumed stage does
     run.look()
-    assert run.stages["merge"].curves["reward/mean"].column()[2] == [1, 2, 3, 4]
+    assert merge_of(run).column("reward/mean")[2] == [1, 2, 3, 4]
     assert [found.step for _, found in flags_of([run])] == [3]
     (folder / "stages" / "merge" / "done.json").touch()
     run.look()
@@ -212,9 +222,10 @@ def test_what_cannot_be_read_is_left_out_and_counted(tmp_path, line):
     (folder / "stages" / "merge" / "last_samples.json").write_bytes(line)
     (folder / "config.json").write_bytes(line)
     run = seen(folder)
-    assert (run.stages["merge"].step, run.stages["merge"].unreadable) == (4, 1)
-    assert [found.step for found in run.stages["merge"].flags] == [1, 4]
-    assert run.stages["merge"].samples == []
+    merge = merge_of(run)
+    assert (merge.step, merge.unreadable) == (4, 1)
+    assert [found.step for found in merge.flags] == [1, 4]
+    assert merge.samples == []
     assert "1 lines of metrics cannot be read" in Board([run]).part(0)
 
 
@@ -230,7 +241,7 @@ def test_values_of_another_form_are_no_values(tmp_path, value):
     (place / "last_samples.json").write_text(json.dumps({"step": 3, "prompts": value}))
     (folder / "config.json").write_text(json.dumps({"domains": value, "distill": value, "name": value}))
     run = seen(folder)
-    assert list(run.stages["merge"].curves) == ["b"]
+    assert list(merge_of(run).curves) == ["b"]
     assert "Red flags" in Board([run]).part(0)
     told["prompts"][0] |= dict.fromkeys(("domain", "prompt", "label", "responses"), value)
     told["prompts"][0]["shown"][0] = dict.fromkeys(told["prompts"][0]["shown"][0], value)
@@ -242,10 +253,10 @@ def test_a_link_leads_out_of_no_run(tmp_path):
     make(tmp_path / "other")
     (tmp_path / "run" / "stages").mkdir(parents=True)
     (tmp_path / "run" / "stages" / "merge").symlink_to(tmp_path / "other" / "stages" / "merge")
-    assert not seen(tmp_path / "run").stages
+    assert not seen(tmp_path / "run").there
     shutil.rmtree(tmp_path / "run" / "stages")
     (tmp_path / "run" / "stages").symlink_to(tmp_path / "other" / "stages")
-    assert not seen(tmp_path / "run").stages
+    assert not seen(tmp_path / "run").there
 
 
 @pytest.mark.slow
@@ -275,7 +286,7 @@ def test_no_text_of_a_run_becomes_part_of_its_page(tmp_path):
 
 SHOWN = [
     "Merge, at step 30", "Samples of the last step", "Merge: KL to each teacher", "Gradient share",
-    "Time by phase", "reward 1 (x 0.5), cut at the length limit, 3 tokens", "1 of 9 responses",
+    "Time per phase", "reward 1 (x 0.5), cut at the length limit, 3 tokens", "1 of 9 responses",
 ]  # fmt: skip
 
 
@@ -288,6 +299,51 @@ def test_a_page_has_what_the_run_shows(tmp_path):
     assert [part for part in SHOWN if part not in page] == []
     assert [f"S{n}." in page for n in (25, 6, 5)] == [True, True, False]
     assert "And 5 more in flags.jsonl" in page
+
+
+def record(folder: Path, stage: str, seconds: float) -> None:
+    """Of a stage that writes no steps: a merge of weights, the evaluation."""
+    own = {"stage": stage, "run": "", "files": {}, "from": {}}
+    told = {"seconds": seconds, "student_tokens": 0, "steps": 0, "peak_rss_mb": 9.0, "phases": {}}
+    write_sealed(folder / "stages" / stage / "done.json", own | told)
+
+
+def times(page: str) -> dict[str, str]:
+    """Stage -> time, of the table of stages."""
+    section = page.partition("<h2>Time and memory</h2>")[2].partition("</section>")[0]
+    return dict(re.findall(r'<th scope="row">([^<]*)</th><td>([^<]*)</td>', section))
+
+
+def test_curves_come_first_and_times_are_the_reports(tmp_path):
+    """Those of merges of weights and of the evaluation, too."""
+    folder = make(tmp_path / "run", steps=12)
+    record(folder, "baseline-ties", 2.1)
+    record(folder, "evaluate", 75.0)
+    page, report = Board([seen(folder)]).page(0), write_report(folder).read_text("utf-8")
+    heads = re.findall("<h2>(.*?)</h2>", page)
+    assert heads[:3] == ["Learning curves", "Red flags", "run"]
+    assert page.index('role="img"') < page.index("<table")
+    narrow = "\u202f"
+    assert times(page) == {
+        "Merge": f"1.9{narrow}s", "TIES": f"2.1{narrow}s", "Evaluation": f"1{narrow}min 15{narrow}s",
+    }  # fmt: skip
+    assert times(report) == times(page)
+
+
+@pytest.mark.parametrize(
+    "told", ["[1]", "{", '{"seconds": "x"}', '{"seconds": 1e200}', '{"phases": [1]}', '{"steps": [0]}', "",
+             '{"seconds": 3, "phases": {"a": "b"}}', f'{{"seconds": 1{"0" * 400}}}',
+             '{"seconds": true, "student_tokens": NaN}'],
+)  # fmt: skip
+def test_a_record_of_another_form_tells_no_time(tmp_path, told):
+    folder = make(tmp_path / "run", steps=12)
+    (folder / "stages" / "merge" / "done.json").write_text(told)
+    (folder / "stages" / "evaluate").mkdir()
+    (folder / "stages" / "evaluate" / "done.json").write_text(told)
+    run = seen(folder)
+    assert "Merge, done" in headline(run)
+    assert merge_of(run).seconds == pytest.approx(0.16 * 12)
+    assert "Evaluation" in Board([run]).page(0)
 
 
 def test_several_runs_are_lines_of_one_chart(tmp_path):
@@ -303,12 +359,12 @@ def test_charts_are_drawn_anew_when_there_is_something_new_and_time_for_it(tmp_p
     folder = make(tmp_path / "run")
     board = Board(opened([folder]), lambda: now[0], lambda: now[0])
 
-    def draw(run: LiveRun) -> str:
+    def draw(runs: list[Run], *, several: bool) -> tuple[str, str]:
         now[0] += 0.5
-        drawn.append(run.stages["merge"].step)
-        return f"<section>{len(drawn)}</section>"
+        drawn.append(runs[0].stages[0].step)
+        return ("several" if several else "one", "")
 
-    monkeypatch.setattr(live_page, "_one", draw)
+    monkeypatch.setattr(live_page, "draw_charts", draw)
     for wait, more in ((0.0, False), (60.0, False), (0.0, True), (0.5 / SHARE - 3, True), (5.0, False)):
         now[0] += wait
         if more:
@@ -322,17 +378,18 @@ def test_charts_are_drawn_anew_when_there_is_something_new_and_time_for_it(tmp_p
 
 
 def test_the_page_goes_on_while_a_long_file_is_read(tmp_path, monkeypatch):
-    monkeypatch.setattr(live, "LONGEST_LINE", 1 << 12)
-    monkeypatch.setattr(live, "AT_ONCE", 1 << 14)
+    monkeypatch.setattr(files, "LONGEST_LINE", 1 << 12)
+    monkeypatch.setattr(load, "LONGEST_LINE", 1 << 12)
+    monkeypatch.setattr(load, "AT_ONCE", 1 << 14)
     path = make(tmp_path / "run", steps=3) / "stages" / "merge" / "metrics.jsonl"
     write_lines(path, metrics("merge", 3000))
     run, looks = seen(tmp_path / "run"), 1
     assert re.search(r"at step \d+", headline(run))
-    while run.unread:
-        assert run.stages["merge"].read <= 1 << 14
+    while left := run.unread:
         run.look()
+        assert left - run.unread <= 1 << 14
         looks += 1
-    assert run.stages["merge"].step == 3000
+    assert merge_of(run).step == 3000
     assert looks > 20
 
 
@@ -351,5 +408,5 @@ def test_a_million_lines_are_kept_in_bounded_memory(tmp_path):
         run.look()
     kept, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert run.stages["merge"].step == 10**6
+    assert merge_of(run).step == 10**6
     assert kept < 2 << 16, kept  # two curves

@@ -20,7 +20,9 @@ from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.report import write_report
 from opd.pipelines.report.charts import ROLES, SERIES, Axis
 from opd.pipelines.report.figures import Cues, gaps, learning, teachers
-from opd.pipelines.report.load import Run, StageResult, load_run
+from opd.pipelines.report.load import load_run
+from opd.pipelines.report.page import TEMPLATES
+from opd.pipelines.report.results import Run, StageResult
 from opd.pipelines.report.tables import ordered, teachers_table
 
 from .conftest import DOMAINS, RunMaker, metrics, results, write_lines, write_run
@@ -256,6 +258,13 @@ def test_text_of_the_run_is_escaped(make_run: RunMaker) -> None:
     Outline(page)
 
 
+def test_a_template_takes_only_the_projects_own_text_as_it_is() -> None:
+    texts = [path.read_text("utf-8") for path in TEMPLATES.glob("*.html")]
+    found = {name for text in texts for name in re.findall(r"([\w.\[\]]+)\s*\|\s*safe", text)}
+    assert found == {"policy", "script", "panel.svg", "shapes[cue.marker]"}
+    assert not [text for text in texts if "autoescape" in text]
+
+
 def test_steps_with_missing_or_unusable_values_are_skipped(make_run: RunMaker) -> None:
     folder = make_run(results())
     rows = [
@@ -275,7 +284,7 @@ def test_one_number_stands_for_the_end_of_a_curve(values: list[float], seed: int
     end, steps = at_the_end(values)
     assert steps == min(20, max(1, len(values) // 4))
     rows = [{"step": i + 1, "tokens/student": 9 * i + seed, "kl/sort": v} for i, v in enumerate(values)]
-    merge = StageResult("merge", 1.0, 9, len(rows), None, {}, rows)
+    merge = StageResult("merge", rows)
     with TemporaryDirectory() as name:
         place = RunFolder(Path(name), None)
         write_lines(place.metrics("merge"), [{**row, "token_share/sort": 1.0} for row in rows])
@@ -286,7 +295,9 @@ def test_one_number_stands_for_the_end_of_a_curve(values: list[float], seed: int
     shown = Axis(log=True).write(end)
     what = "At the last step" if steps == 1 else f"Mean of the last {steps} steps"
     assert (f"{what}: sort\u00a0{shown}." in panel.caption) if panel.svg else panel.caption == shown
-    assert f"<td>{end:.4f}</td>" in teachers_table(run, Cues(run))
+    table = teachers_table(run, Cues(run))
+    assert table is not None
+    assert table.rows[0].cells[0].text == f"{end:.4f}"
 
 
 def test_a_half_written_last_line_is_ignored(make_run: RunMaker) -> None:

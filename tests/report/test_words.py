@@ -43,3 +43,7 @@ def test_names_inside_a_sentence() -> None:
     )
     assert words.model_label("specialist:sort") == "Specialist, sort"
     assert words.stage_label("baseline-dare") == "DARE"
+    names = ["base", "sft-sort", "specialist-a-b", "merge", "evaluate", "mine", "sft"]
+    assert [words.stage_label(name) for name in names] == [
+        "Base", "Demonstrations, sort", "Specialist, a-b", "Merge", "Evaluation", "mine", "sft",
+    ]  # fmt: skip

@@ -1,0 +1,126 @@
+"""Files of a run that is being written: what was appended since the last look, and what was replaced.
+
+Nothing here trusts a file: what is no plain file, or too long, is not read. Files may be there later, be cut
+short in the middle of a line, go away, or be written anew by a run that resumes: then they are read from
+their beginning.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+from typing import Any
+
+from opd.foreign import read_document
+from opd.storage.files import open_plain
+
+LONGEST_LINE = 1 << 22
+_SMALL = 1 << 22
+"""Bytes of a file that is replaced as a whole."""
+_GUARD = 64
+"""Bytes before the place that was reached, by which a file that was written anew is told from one that grew:
+a line of metrics ends with a digest of all lines up to it.
+"""
+
+
+class Appended:
+    """The lines that are appended to the file at `path`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.read, self.unread = 0, 0
+        """Bytes that the last look has read, and that it has left: a line without its end among them."""
+        self.changed = 0.0
+        """When the file was written last, in seconds since the epoch."""
+        self._file: tuple[int, int] | None = None
+        self._at = 0
+        self._guard = b""
+        self._long = False
+
+    def look(self, most: int) -> tuple[bool, list[bytes]]:
+        """Whether what was read so far no longer counts, and the new whole lines within `most` bytes."""
+        try:
+            descriptor = open_plain(self.path)
+        except OSError:
+            anew = self._at > 0
+            self._reset(None)
+            self.read = self.unread = 0
+            return anew, []
+        try:
+            known = os.fstat(descriptor)
+            anew = False
+            if (known.st_dev, known.st_ino) != self._file or not self._continues(descriptor, known.st_size):
+                anew = self._at > 0
+                self._reset((known.st_dev, known.st_ino))
+            data = os.pread(descriptor, max(0, min(most, known.st_size - self._at)), self._at)
+        except OSError:  # a disk that fails: another look may read it
+            return False, []
+        finally:
+            os.close(descriptor)
+        self.changed, self.read = known.st_mtime, len(data)
+        lines = self._take(data)
+        self.unread = max(0, known.st_size - self._at)
+        return anew, lines
+
+    def _reset(self, file: tuple[int, int] | None) -> None:
+        self._file, self._at, self._guard, self._long = file, 0, b"", False
+
+    def _continues(self, descriptor: int, size: int) -> bool:
+        if size < self._at:
+            return False
+        return os.pread(descriptor, len(self._guard), self._at - len(self._guard)) == self._guard
+
+    def _take(self, data: bytes) -> list[bytes]:
+        end = data.rfind(b"\n") + 1
+        if not end:
+            if len(data) > LONGEST_LINE:  # a line that nobody wants: go on behind it
+                self._pass(data)
+                self._long = True
+            return []
+        self._pass(data[:end])
+        lines = data[: end - 1].split(b"\n")
+        if self._long:
+            self._long, lines[0] = False, b"?"
+        return lines
+
+    def _pass(self, data: bytes) -> None:
+        self._at += len(data)
+        self._guard = (self._guard + data[-_GUARD:])[-_GUARD:]
+
+
+class Replaced:
+    """The small JSON file at `path`, which is replaced as a whole."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._seen: tuple[int, ...] | None = None
+        self._document: Any = None
+
+    @property
+    def there(self) -> bool:
+        """Whether the last look has found it."""
+        return self._seen is not None
+
+    def take(self) -> Any:
+        """What it held at the last look, once; `None` if that cannot be read."""
+        document, self._document = self._document, None
+        return document
+
+    def look(self) -> bool:
+        """Whether it is another one than at the last look."""
+        seen, data = None, None
+        with contextlib.suppress(OSError):
+            descriptor = open_plain(self._path)
+            with os.fdopen(descriptor, "rb") as file:
+                known = os.fstat(descriptor)
+                seen = (known.st_dev, known.st_ino, known.st_size, known.st_mtime_ns)
+                if seen == self._seen:
+                    return False
+                data = file.read(_SMALL + 1)
+        changed = seen != self._seen
+        self._seen, self._document = seen, None
+        if data is not None:
+            with contextlib.suppress(ValueError):
+                self._document = read_document(data, _SMALL)
+        return changed

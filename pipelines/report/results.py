@@ -1,0 +1,348 @@
+"""What a run has shown so far, as the few typed records that the pages are drawn from."""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeGuard
+
+from opd.pipelines.evaluation.statistics import Count, Interval
+from opd.pipelines.records.settings import Recorded
+from opd.pipelines.records.stage_names import KINDS, kind_of
+
+POINTS, RECENT = 512, 80
+"""Points of a curve that are kept of a run that is watched, and how many of its last values as they were."""
+KEYS, PHASES = 300, 32
+"""Curves and phases of a stage that are kept of a run that is watched."""
+LONGEST_NAME = 200
+"""Characters of a key; a metric of a longer one is left out."""
+
+
+@dataclass(frozen=True, slots=True)
+class DomainAccuracy:
+    """Right answers of one model on one domain's held-out prompts."""
+
+    count: Count
+    interval: Interval
+
+
+@dataclass(frozen=True, slots=True)
+class ModelResult:
+    """One evaluated model."""
+
+    name: str
+    kind: str
+    """`base`, `specialist` (a teacher trained by the run), `teacher` (one given), `merged` or `baseline`."""
+    sampled: dict[str, DomainAccuracy]
+    greedy: dict[str, DomainAccuracy]
+    mean_length: dict[str, float]
+    student_tokens: int = 0
+    """Tokens its own training sampled; 0 for a merge of weights."""
+    seconds: float = 0.0
+    settings: dict[str, Any] = field(default_factory=dict)
+    lengths: dict[str, dict[str, float]] = field(default_factory=dict)
+    """Quantiles of the sampled responses' tokens, by domain."""
+    elsewhere: str = ""
+    """Why its answers were not written by the recipe's engine, if they were not."""
+    sets: dict[str, DomainAccuracy] = field(default_factory=dict)
+    """Sampled, by evaluation set."""
+    several: dict[str, dict[str, Interval]] = field(default_factory=dict)
+    """Domain or set -> `pass@4`, `maj@4` and the like, where several answers to each prompt were measured."""
+    episodes: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Domain or set with an environment -> what `evaluation.measure.of_episodes` says."""
+
+    @property
+    def teaches(self) -> bool:
+        return self.kind in ("specialist", "teacher")
+
+    def counts(self, domains: Sequence[str]) -> list[Count]:
+        """Sampled counts of `domains`, in that order."""
+        return [self.sampled[domain].count for domain in domains]
+
+
+class Curve:
+    """The values of one key: all of them while there are no more than `points`; then means over stretches of
+    equal length, and the last ones as they were, which stand for the end of the curve.
+    """
+
+    def __init__(self, points: int = POINTS) -> None:
+        self._points = points
+        self._sums = tuple(array("d") for _ in range(3))
+        """Of steps, student tokens and values, by stretch; the last one is open."""
+        self._stretch, self._open, self.count = 1, 0, 0
+        self._recent: deque[tuple[float, float, float]] = deque(maxlen=RECENT)
+
+    def add(self, step: float, tokens: float, value: float) -> None:
+        """One step's value."""
+        if self._open == 0:
+            if len(self._sums[0]) >= self._points:
+                self._halve()
+            for sums in self._sums:
+                sums.append(0.0)
+        for sums, number in zip(self._sums, (step, tokens, value), strict=True):
+            sums[-1] += number
+        self._open = (self._open + 1) % self._stretch
+        self._recent.append((step, tokens, value))
+        self.count += 1
+
+    def column(self) -> tuple[list[float], list[float], list[float]]:
+        """(steps, student tokens, values), as `StageResult.column` has them."""
+        if self._stretch == 1:
+            steps, tokens, values = (list(sums) for sums in self._sums)
+            return steps, tokens, values
+        closed = len(self._sums[0]) - (self._open > 0)
+        recent = list(self._recent)
+        points = [
+            tuple(sums[place] / self._stretch for sums in self._sums)
+            for place in range(closed)
+            if (place + 1) * self._stretch <= self.count - len(recent)
+        ]
+        points += recent
+        steps, tokens, values = (list(column) for column in zip(*points, strict=True))
+        return steps, tokens, values
+
+    @property
+    def last(self) -> float:
+        return self._recent[-1][2]
+
+    def _halve(self) -> None:
+        self._sums = tuple(
+            array("d", (a + b for a, b in zip(sums[::2], sums[1::2], strict=True))) for sums in self._sums
+        )
+        self._stretch *= 2
+
+
+@dataclass(frozen=True, slots=True)
+class RedFlag:
+    """A rule of `watch` that fired."""
+
+    step: int
+    rule: str
+    sentence: str
+    metric: str = ""
+    value: float | None = None
+    bound: float | None = None
+    action: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Response:
+    """One of the responses to a prompt of the last step."""
+
+    text: str
+    reward: float | None
+    parts: dict[str, float]
+    tokens: int
+    cut: bool
+    teacher: str
+
+
+@dataclass(frozen=True, slots=True)
+class ShownPrompt:
+    """A prompt of the last step, with some of the responses to it."""
+
+    domain: str
+    prompt: str
+    label: str
+    responses: int
+    shown: list[Response]
+
+
+class StageResult:
+    """One stage, as far as it is written: made of the rows of its metrics, and of its record once it is done.
+
+    Args:
+        bounded: Keep as little of it as a run that is watched for days can have.
+    """
+
+    def __init__(self, name: str, rows: Iterable[Mapping[str, Any]] = (), *, bounded: bool = False) -> None:
+        self.name = name
+        self.done = False
+        self.record: dict[str, Any] = {}
+        """What a finished stage left of `seconds`, `student_tokens`, `steps`, `peak_rss_mb` and `phases`."""
+        self.flags: list[RedFlag] = []
+        """In the order in which they fired."""
+        self.samples: list[ShownPrompt] = []
+        self.samples_step = 0
+        self.changed = 0.0
+        """When a step was written last, in seconds since the epoch; 0 before the first."""
+        self._bounded = bounded
+        self.begin()
+        for row in rows:
+            self.add(row)
+
+    def begin(self) -> None:
+        """Forget all rows."""
+        self.curves: dict[str, Curve] = {}
+        self.held: dict[str, dict[str, float]] = {}
+        """By phase the bytes of each kind, in the step in which they were the most together."""
+        self.step = self.rows = self.unreadable = 0
+        self._time = self._tokens = 0.0
+        self._phases: dict[str, float] = {}
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        """Add the metrics of a step. What is no number that can be drawn is left out."""
+        tokens, most = row.get("tokens/student", 0), KEYS if self._bounded else sys.maxsize
+        self._tokens = float(tokens) if is_number(tokens) else 0.0
+        self.step, self.rows = row["step"], self.rows + 1
+        self._time = float(row["time"]) if is_number(row.get("time")) else self._time
+        held: dict[str, dict[str, float]] = {}
+        for key, value in row.items():
+            if key in ("step", "time", "tokens/student") or not is_number(value) or len(key) > LONGEST_NAME:
+                continue
+            kind, _, rest = key.partition("/")
+            if kind == "time" and (rest in self._phases or len(self._phases) < PHASES):
+                self._phases[rest] = self._phases.get(rest, 0.0) + value
+            if key not in self.curves:
+                if len(self.curves) >= most:
+                    continue
+                self.curves[key] = Curve(POINTS if self._bounded else sys.maxsize)
+            self.curves[key].add(self.step, self._tokens, value)
+            if kind == "memory":
+                phase, _, part = rest.partition("/")
+                held.setdefault(phase, {})[part] = float(value)
+        for phase, parts in held.items():
+            if sum(parts.values()) > sum(self.held.get(phase, {}).values()):
+                self.held[phase] = parts
+
+    @property
+    def seconds(self) -> float:
+        return self.record.get("seconds", self._time)
+
+    @property
+    def student_tokens(self) -> int:
+        return self.record.get("student_tokens", int(self._tokens))
+
+    @property
+    def steps(self) -> int:
+        return self.record.get("steps", self.rows)
+
+    @property
+    def peak_rss_mb(self) -> float | None:
+        return self.record.get("peak_rss_mb")
+
+    @property
+    def phases(self) -> dict[str, float]:
+        """Seconds per phase (`rollout`, `score`, `train`, `sync`)."""
+        return self.record.get("phases", self._phases)
+
+    def column(self, key: str) -> tuple[list[float], list[float], list[float]]:
+        """(steps, student tokens, values) of the steps that logged `key`."""
+        curve = self.curves.get(key)
+        return ([], [], []) if curve is None else curve.column()
+
+    def names(self, prefix: str) -> list[str]:
+        """What follows `prefix` in the keys of the metrics, in order of appearance."""
+        return [key.removeprefix(prefix) for key in self.curves if key.startswith(prefix)]
+
+    def last(self, key: str) -> float | None:
+        """The latest value of a metric."""
+        return self.curves[key].last if key in self.curves else None
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Everything the report shows."""
+
+    name: str
+    facts: dict[str, Any]
+    """`seed`, `version`, `created` and `machine`, where known."""
+    domains: list[str]
+    models: list[ModelResult]
+    recovery: dict[str, dict[str, Interval]]
+    stages: list[StageResult]
+    teachers: dict[str, dict[str, float]]
+    counters: dict[str, float]
+    config: dict[str, Any]
+    folders: dict[str, dict[str, str]] = field(default_factory=dict)
+    """Model -> its folder, digest, prompt format and loading lines, as far as each is known."""
+    answers: dict[str, Any] = field(default_factory=dict)
+    """Domain -> a few answers side by side, as `pipelines/evaluation/evaluate.py` gives them."""
+    contamination: dict[str, Any] = field(default_factory=dict)
+    """Of evaluation prompts in what was trained on, as `pipelines/evaluation/evaluate.py` gives it."""
+    difficulty: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Domain -> what its specialist has measured of its prompts (`pipelines/stages/difficulty.py`)."""
+    code_changes: list[dict[str, Any]] = field(default_factory=list)
+    """What changed in the user's own code during the run, as `RunFolder.code_changes` says it."""
+    setting_changes: list[Recorded] = field(default_factory=list)
+    """What the recipe has said otherwise since the run was started, oldest first."""
+
+    @property
+    def confidence(self) -> float:
+        """Level of every interval, in (0, 1)."""
+        return float(self.config.get("evaluation", {}).get("confidence", 0.95))
+
+    def model(self, name: str) -> ModelResult | None:
+        return next((model for model in self.models if model.name == name), None)
+
+    def stage(self, name: str) -> StageResult | None:
+        return next((stage for stage in self.stages if stage.name == name), None)
+
+    @property
+    def flags(self) -> list[tuple[str, RedFlag]]:
+        """(stage, flag) of every rule that fired: stage by stage, in the order in which they fired."""
+        return [(stage.name, flag) for stage in self.stages for flag in stage.flags]
+
+    @property
+    def current(self) -> StageResult | None:
+        """The stage that was written to last; of a run that is done the merge."""
+        going = [stage for stage in self.stages if not stage.done and stage.rows]
+        if going:
+            return max(going, key=lambda stage: stage.changed)
+        with_samples = [stage for stage in self.stages if stage.samples]
+        merged = [stage for stage in with_samples if stage.name == "merge"]
+        return (merged or with_samples or [stage for stage in self.stages if stage.rows] or [None])[-1]
+
+    @property
+    def trained_here(self) -> bool:
+        """Whether every specialist was trained in this run, and so began as its base."""
+        return not self.config.get("teachers")
+
+    @property
+    def teacher_word(self) -> str:
+        """What its teachers are called: "specialist" where the run trained all of them."""
+        return "teacher" if any(model.kind == "teacher" for model in self.models) else "specialist"
+
+    @property
+    def sets(self) -> list[str]:
+        """The evaluation sets that a model was measured on."""
+        return list(dict.fromkeys(name for model in self.models for name in model.sets))
+
+    def teachers_of(self, domain: str) -> list[ModelResult]:
+        """The evaluated teachers of `domain`."""
+        config = self.config.get("domains", {}).get(domain, {})
+        if (config.get("distill") or {}).get("kl_coef") == 0:
+            return []  # its reward alone counts
+        named = config.get("teacher") or domain
+        names = [named] if isinstance(named, str) else list(named)
+        found = [self.model(f"specialist:{name}") or self.model(f"teacher:{name}") for name in names]
+        return [model for model in found if model is not None and domain in model.sampled]
+
+    def teacher(self, domain: str) -> ModelResult | None:
+        """The evaluated teacher of `domain`; of several the one that is right most often there."""
+        found = self.teachers_of(domain)
+        return max(found, key=lambda model: model.sampled[domain].count.accuracy) if found else None
+
+    def best_of_several(self) -> dict[str, str]:
+        """Domain -> name of its best teacher, for the domains with several that were evaluated."""
+        return {
+            domain: best.name.partition(":")[2]
+            for domain in self.domains
+            if len(self.teachers_of(domain)) > 1 and (best := self.teacher(domain))
+        }
+
+
+def stage_order(name: str) -> tuple[int, str]:
+    """Sorts stages as they run."""
+    kind = kind_of(name)
+    return (KINDS.index(kind) if kind else len(KINDS)), name
+
+
+def is_number(value: object) -> TypeGuard[int | float]:
+    """Whether it can be drawn: a finite number, and so is the sum of many."""
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return False
+    return abs(value) < 1e100  # not so: NaN, too
