@@ -84,7 +84,7 @@ def test_the_page_of_a_real_run(server, run):
     assert status == 200
     assert "run: Specialist, sort, done" in page
     for part in ("Samples of the last step", "4 of 6 responses", "&lt;sort&gt;", "Specialists: reward",
-                 "Time and memory", "No red flags.", "reward/sort"):  # fmt: skip
+                 "Time and memory", "Red flags", "reward/sort"):  # fmt: skip
         assert part in page
     written = json.loads((run / "stages" / "specialist-sort" / "last_samples.json").read_text())
     assert written["step"] == 3

@@ -28,7 +28,7 @@ if ! "$python" -c "import torch"; then
   echo "$python has no torch; set PYTHON to one that has" >&2
   exit 2
 fi
-if ! missing=$("$python" -c "import transformers, accelerate, safetensors, numpy, pydantic, yaml, fsspec, xxhash, lmdb, rich, matplotlib, pytest, hypothesis" 2>&1); then
+if ! missing=$("$python" -c "import transformers, accelerate, safetensors, numpy, pydantic, yaml, fsspec, xxhash, lmdb, rich, matplotlib, jinja2, pytest, hypothesis" 2>&1); then
   echo "this machine lacks packages (${missing##*$'\n'}); on one with a network: bash tests/gpu/accept.sh pack build/gpu," \
     "then bring build/gpu here" >&2
   exit 2
