@@ -17,14 +17,8 @@ from opd.pipelines.evaluation.measure import (
     length_quantiles,
     side_by_side,
 )
-<<<<<<< HEAD
-from opd.pipelines.report.load import Run
-from opd.pipelines.report.tables import answers
-=======
-from opd.pipelines.evaluation.measure import length_quantiles
 from opd.pipelines.report.page import draw
 from opd.pipelines.report.results import Run
->>>>>>> 49d4dbfd (Draw every page from templates and read a run once)
 from opd.types import Sample, Status
 
 TEXTS = st.text(st.characters(codec="utf-8"), max_size=20)

@@ -20,7 +20,7 @@ CEILINGS = {
     "kernels": (4_050, 13),
     "megatron": (1_150, 5),
     "models": (6_100, 21),
-    "pipelines": (25_200, 101),
+    "pipelines": (24_500, 101),
     "rewards": (3_550, 18),
     "rollout": (9_900, 31),
     "served": (2_050, 12),
