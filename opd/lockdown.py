@@ -12,7 +12,8 @@ import ctypes
 import os
 import resource
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 _MACHINES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}
 """Machine -> what seccomp calls it, and the column of `_REFUSED`."""
@@ -140,13 +141,28 @@ def restrict_files(read: Sequence[str], write: Sequence[str] = ()) -> bool:
         os.close(rules)
 
 
-def limit(seconds: int, memory: int, output: int, files: int = 64) -> None:
+def confine(job: Mapping[str, Any]) -> None:
+    """Take rights, resources and files from this process for good, as its `job` says. `refuse_calls` comes
+    last, because it keeps a process from much of this.
+    """
+    if job["uid"]:
+        become(job["uid"])
+    else:
+        drop_privileges()
+    if job["kind"] != "bubblewrap":  # which ends with its own parent, and all in it
+        end_with_parent()
+    limit(job["cpu_seconds"], job["memory"], job["disk"], job["open_files"])
+    if job["landlock"]:
+        restrict_files(job["reads"], job["writes"])
+
+
+def limit(seconds: int, memory: int, file: int, files: int) -> None:
     """Of this process and what it starts, each: seconds of processor time, bytes of memory, and of a file,
     and open files.
     """
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (output, output))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (file, file))
     resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 

@@ -18,11 +18,11 @@ from typing import Any
 from pydantic import ValidationError
 
 from opd.config.sandbox import SandboxConfig
-from opd.environments.sandbox.local import Sandboxes
-from opd.environments.sandbox.protocol import Limits, Outcome, Sandbox, SandboxError
 from opd.environments.trajectory import Command, LoggedCommand, LoggedEpisode, TrajectoryLog
 from opd.errors import StorageError
 from opd.foreign import shown, whole
+from opd.sandbox.local import Sandboxes
+from opd.sandbox.protocol import Limits, Outcome, Sandbox, SandboxError
 
 _log = logging.getLogger(__name__)
 Open = Callable[[str | None], Awaitable[Sandbox]]

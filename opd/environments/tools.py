@@ -21,14 +21,14 @@ from opd.config.sandbox import SandboxConfig
 from opd.config.schema import explain
 from opd.environments.protocol import Action, Message, Observation, Step, Task, ToolCall
 from opd.environments.recorded import RecordedSandbox, opening, settings_of
-from opd.environments.sandbox.local import Sandboxes
-from opd.environments.sandbox.owners import is_left, owner
-from opd.environments.sandbox.protocol import Limits, Outcome, Sandbox, SandboxError
-from opd.environments.sandbox.snapshots import SnapshotStore
-from opd.environments.sandbox.substrates import find_substrate
 from opd.environments.trajectory import Command, LoggedStep, TrajectoryLog
 from opd.errors import ConfigError
 from opd.foreign import shown
+from opd.sandbox.isolation import is_left, owner
+from opd.sandbox.local import Sandboxes
+from opd.sandbox.protocol import Limits, Outcome, Sandbox, SandboxError
+from opd.sandbox.snapshots import SnapshotStore
+from opd.sandbox.substrates import find_substrate
 from opd.storage.files import remove_tree
 
 MOST_CALLS = 4

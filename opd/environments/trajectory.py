@@ -27,10 +27,10 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Any, get_args
 
-from opd.environments.sandbox.protocol import KilledBy, Limits, Outcome
-from opd.environments.sandbox.snapshots import SnapshotStore
 from opd.errors import StorageError
 from opd.foreign import read_document, shown, whole
+from opd.sandbox.protocol import KilledBy, Limits, Outcome
+from opd.sandbox.snapshots import SnapshotStore
 from opd.storage.framed_log import Frame, FrameReport, LogIO, read_beside_writer
 from opd.storage.framed_log_writer import Content, LogPolicy, LogWriter, SyncPolicy
 

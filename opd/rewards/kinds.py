@@ -106,7 +106,7 @@ def check_labels(config: DomainConfig, name: str, prompts: Iterable[Prompt]) -> 
 
 def sandboxes(domains: Mapping[str, DomainConfig]) -> dict[str, str]:
     """Domain -> where on this machine the code of its answers runs, if it is run."""
-    from opd.rewards.sandbox import find_sandbox
+    from opd.sandbox.answers import find_sandbox
 
     return {
         name: find_sandbox(config.reward.sandbox).name

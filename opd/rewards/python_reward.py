@@ -17,17 +17,18 @@ from typing import Any
 
 from opd.config.rewards import PythonReward
 from opd.rewards.extract import extracted
-from opd.rewards.inside import OWN
-from opd.rewards.sandbox import AnswerLimits, find_sandbox, run_programs, run_tests
 from opd.rewards.verifier import Answered, Score, Verifier, is_missing, side_by_side
+from opd.sandbox.answers import answer_limits, find_sandbox, run_programs, run_tests
+from opd.sandbox.grader import OWN
+from opd.sandbox.protocol import Limits
 
 _WANTED = (
     "give tests as code, a list of such, {test, entry_point} or {inputs, outputs} with fn_name for calls"
 )
 
 
-def _limits(settings: PythonReward) -> AnswerLimits:
-    return AnswerLimits(settings.seconds, settings.memory_mb << 20, settings.output_mb << 20)
+def _limits(settings: PythonReward) -> Limits:
+    return answer_limits(settings.seconds, settings.memory_mb << 20, settings.output_mb << 20)
 
 
 def require(settings: PythonReward) -> None:
@@ -393,7 +394,7 @@ def score(settings: PythonReward, answers: Sequence[Answered]) -> list[Score]:
 
 def longest(settings: PythonReward) -> float:
     """Seconds that one answer can take, but for the number of its inputs."""
-    return _limits(settings).wall
+    return _limits(settings).seconds
 
 
 VERIFIER = Verifier(score, label_fault, require, longest)

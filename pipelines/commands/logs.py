@@ -22,10 +22,6 @@ from typing import Any
 
 from opd.config.sandbox import SandboxConfig
 from opd.environments.recorded import image_in, limits_in, opening
-from opd.environments.sandbox.local import Sandboxes
-from opd.environments.sandbox.protocol import Limits, Outcome
-from opd.environments.sandbox.snapshots import SnapshotStore
-from opd.environments.sandbox.substrates import KINDS, Kind, Substrate, find_substrate
 from opd.environments.tools import limits_of
 from opd.environments.trajectory import LoggedCommand, LoggedEpisode, LoggedStep, read_trajectories
 from opd.errors import StorageError

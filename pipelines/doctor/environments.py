@@ -13,12 +13,12 @@ from typing import Any
 
 from opd.config import Recipe
 from opd.config.environments import EnvironmentConfig
-from opd.environments.sandbox.containers import HOME
 from opd.errors import ConfigError
 from opd.foreign import shown
 from opd.own_code import calling
 from opd.pipelines.doctor.checks import Finding, attempt
 from opd.rollout.prompts import Domain
+from opd.sandbox.containers import HOME
 
 _SHOWN = 60
 _MEND = {
@@ -55,8 +55,8 @@ def _tools(domain: str, config: EnvironmentConfig) -> list[Finding]:
     if config.agent is not None:
         return []
     from opd.environments.kinds import environment_class
-    from opd.environments.sandbox.substrates import find_substrate
     from opd.environments.tools import MOST_CALLS, Tools
+    from opd.sandbox.substrates import find_substrate
 
     made, title = environment_class(config, domain), f"tools {domain}"
     if not (inspect.isclass(made) and issubclass(made, Tools)):

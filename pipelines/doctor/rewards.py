@@ -201,7 +201,7 @@ def check_sandbox(recipe: Recipe) -> list[Finding]:
 
 
 def _check_sandbox(name: str, reward: PythonReward) -> list[Finding]:
-    from opd.rewards.sandbox import find_sandbox
+    from opd.sandbox.answers import find_sandbox
 
     found = find_sandbox(reward.sandbox)
     if not found.open:

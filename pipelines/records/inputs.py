@@ -121,7 +121,7 @@ def _images(recipe: Recipe) -> dict[str, str]:
 
 
 def _image(name: str) -> str:
-    from opd.environments.sandbox.containers import digest_of_image
+    from opd.sandbox.containers import digest_of_image
 
     return digest_of_image(name)
 

@@ -43,7 +43,6 @@ from two_samples import kolmogorov_smirnov, same_lengths, same_mean
 from opd.config.environments import EnvironmentConfig
 from opd.environments.episodes import EPISODE, Episodes
 from opd.environments.protocol import Action, Step, Task
-from opd.environments.sandbox.substrates import find_substrate
 from opd.environments.tools import Tools
 from opd.environments.trajectory import Command, TrajectoryLog
 from opd.models.causal_lm import CausalLM
@@ -52,6 +51,7 @@ from opd.rollout.collect import EncodedPrompt, Generates
 from opd.rollout.fault_tolerant import FaultTolerantRollout
 from opd.rollout.streams import More, Streaming
 from opd.rollout.torch_engine import TorchEngine
+from opd.sandbox.substrates import find_substrate
 from opd.storage.framed_log import LogIO
 from opd.storage.wal import TokenWAL, read_log
 from opd.types import Chunk, RolloutRequest, Sample, SamplingParams, Status

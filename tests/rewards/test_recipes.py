@@ -13,9 +13,10 @@ from opd.config.rewards import VERIFIERS, FunctionReward, MathReward, PythonRewa
 from opd.errors import ConfigError
 from opd.pipelines.doctor.checks import check_domains
 from opd.pipelines.doctor.rewards import check_rewards, check_sandbox
-from opd.rewards import sandbox
 from opd.rewards.kinds import sandboxes, verifier_of
 from opd.rewards.verifier import Verifier
+from opd.sandbox import answers
+from opd.sandbox.substrates import Substrate
 
 SORT = {"source": "procedural:sort", "params": {"digits": 3}, "prompts": 20}
 
@@ -124,13 +125,13 @@ def test_the_doctor_names_the_row_of_a_label_that_cannot_be_used(tmp_path, label
 def test_the_doctor_says_which_sandbox_works(monkeypatch):
     recipe = sorting("python")
     assert check_sandbox(sorting("exact")) == []
-    best = sandbox.find_sandbox()
+    best = answers.find_sandbox()
     (found,) = check_sandbox(recipe)
     assert found.level == ("warning" if best.open else "ok")
     assert found.detail.startswith(best.name)
     assert sandboxes(recipe.domains) == {"sort": best.name}
-    weak = sandbox.AnswerSandbox("limits", {"processes": True, "reading": False, "writing": False})
-    monkeypatch.setattr(sandbox, "find_sandbox", lambda wanted: weak)
+    weak = Substrate("limits", {"processes": True, "reading": False, "writing": False})
+    monkeypatch.setattr(answers, "find_sandbox", lambda wanted: weak)
     (found,) = check_sandbox(recipe)
     assert found.level == "warning"
     assert "does not keep answers' code from reading and writing" in found.detail

@@ -8,10 +8,10 @@ import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-from opd.environments.sandbox.local import LocalSandbox, Sandboxes
-from opd.environments.sandbox.protocol import Limits
-from opd.environments.sandbox.snapshots import SnapshotStore
-from opd.environments.sandbox.substrates import Substrate, find_substrate
+from opd.sandbox.local import LocalSandbox, Sandboxes
+from opd.sandbox.protocol import Limits
+from opd.sandbox.snapshots import SnapshotStore
+from opd.sandbox.substrates import Substrate, find_substrate
 
 SMALL = Limits(
     seconds=300.0, cpu_seconds=200, memory=1 << 28, processes=24, disk=8 << 20, files=200, output=1000

@@ -27,10 +27,10 @@ from boxes import SMALL
 from kill_loop import DyingIO, fork, wait_for_death
 
 from opd.environments.recorded import RecordedSandbox
-from opd.environments.sandbox.local import LocalSandbox, Sandboxes
-from opd.environments.sandbox.protocol import Outcome
-from opd.environments.sandbox.substrates import find_substrate
 from opd.environments.trajectory import Command, TrajectoryLog, read_trajectories
+from opd.sandbox.local import LocalSandbox, Sandboxes
+from opd.sandbox.protocol import Outcome
+from opd.sandbox.substrates import find_substrate
 from opd.storage.framed_log import LogIO
 
 AGENTS, COMMANDS = 3, 6

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import images
 import pytest
 
-from opd.environments.sandbox.protocol import SandboxError
-from opd.environments.sandbox.substrates import KINDS, Substrate, find_substrate
+from opd.sandbox.protocol import SandboxError
+from opd.sandbox.substrates import KINDS, Substrate, find_substrate
 
 
 @pytest.fixture(scope="session")

@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from opd.bubblewrap import interpreter
+from opd.sandbox.isolation import interpreter
 
 PYTHON, SHELL = "opd-test/python:1", "opd-test/shell:1"
 """With Python and a shell's programs; with these alone."""

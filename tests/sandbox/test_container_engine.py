@@ -18,14 +18,14 @@ from recipes import tiny_recipe
 
 from opd.config.environments import EnvironmentConfig
 from opd.config.sandbox import SandboxConfig
-from opd.environments.sandbox import containers, engines
-from opd.environments.sandbox.containers import find_container
-from opd.environments.sandbox.local import Sandboxes
-from opd.environments.sandbox.protocol import SandboxError
-from opd.environments.sandbox.snapshots import SnapshotStore
-from opd.environments.sandbox.substrates import find_substrate
 from opd.errors import RunFolderError
 from opd.pipelines.records.run_folder import RunFolder
+from opd.sandbox import containers
+from opd.sandbox.containers import find_container
+from opd.sandbox.local import Sandboxes
+from opd.sandbox.protocol import SandboxError
+from opd.sandbox.snapshots import SnapshotStore
+from opd.sandbox.substrates import find_substrate
 
 
 class Engine:
@@ -62,7 +62,7 @@ class Engine:
 def engine(tmp_path, monkeypatch):
     """None is installed yet; no other is found."""
     monkeypatch.setenv("PATH", f"{tmp_path}/bin")
-    monkeypatch.setattr(engines, "ANSWERING", 20.0)
+    monkeypatch.setattr(containers, "ANSWERING", 20.0)
     find_substrate.cache_clear()
     yield Engine(tmp_path)
     find_substrate.cache_clear()
@@ -108,8 +108,8 @@ def test_no_variable_but_the_engines_own_reaches_its_client(engine, monkeypatch)
     for name in ("HF_TOKEN", "http_proxy", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.setenv(name, "secret")
     monkeypatch.setenv("DOCKER_HOST", "unix:///run/docker.sock")
-    assert "secret" not in engines.environment().values()
-    assert engines.environment()["DOCKER_HOST"] == "unix:///run/docker.sock"
+    assert "secret" not in containers.environment().values()
+    assert containers.environment()["DOCKER_HOST"] == "unix:///run/docker.sock"
 
 
 def test_podman_comes_first_and_docker_where_podman_has_no_such_image_or_does_not_work(engine):
@@ -133,13 +133,13 @@ def test_podman_comes_first_and_docker_where_podman_has_no_such_image_or_does_no
 
 def hurry(monkeypatch, word: str) -> None:
     """The engine has a second to answer this question, which it never does, and long to answer others."""
-    ask = engines.ask
+    ask = containers.ask
 
     def asked(program, words):
-        monkeypatch.setattr(engines, "ANSWERING", 1.0 if words[0] == word else 20.0)
+        monkeypatch.setattr(containers, "ANSWERING", 1.0 if words[0] == word else 20.0)
         return ask(program, words)
 
-    monkeypatch.setattr(engines, "ask", asked)
+    monkeypatch.setattr(containers, "ask", asked)
 
 
 @pytest.mark.some(4)
@@ -196,7 +196,7 @@ KILLED = """
 import asyncio, sys
 from pathlib import Path
 from boxes import opened
-from opd.environments.sandbox.substrates import find_substrate
+from opd.sandbox.substrates import find_substrate
 from opd.errors import RunFolderError
 from opd.pipelines.records.run_folder import RunFolder
 
@@ -230,7 +230,7 @@ def test_what_watches_removes_the_container_of_a_process_that_is_killed(engine, 
 
 def test_what_killed_processes_have_left_is_removed_and_nobody_elses(engine):
     engine.install("docker")
-    own = engines.new_name()
+    own = containers.new_name()
     place, user, pid, started, word = own.removeprefix("opd-").split("-")
     killed = f"opd-{place}-{user}-{pid}-{int(started) + 1}-{word}"
     ended = f"opd-{place}-{user}-4194304-1-{word}"

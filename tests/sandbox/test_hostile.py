@@ -14,7 +14,7 @@ from dataclasses import replace
 import pytest
 from boxes import SMALL, gone, opened
 
-from opd.environments.sandbox.protocol import SandboxError
+from opd.sandbox.protocol import SandboxError
 
 
 def run_python(tmp_path, substrate, code, *words, limits=SMALL, after=("echo", "on")):

@@ -16,10 +16,11 @@ from pathlib import Path
 import pytest
 from boxes import SMALL, gone, named, opened, running
 
-from opd.environments.sandbox import inside, substrates
-from opd.environments.sandbox.protocol import HomeEntry, SandboxError
-from opd.environments.sandbox.substrates import find_substrate
+from opd import lockdown
 from opd.errors import StorageError
+from opd.sandbox import supervisor
+from opd.sandbox.protocol import HomeEntry, SandboxError
+from opd.sandbox.substrates import find_substrate
 
 
 def test_a_command_has_input_output_status_and_says_which_files_it_changed(tmp_path, substrate):
@@ -199,8 +200,8 @@ def test_commands_end_with_the_process_that_runs_them(tmp_path, substrate):
 
 
 def test_without_bubblewrap_one_warning_says_what_is_not_kept_apart(caplog, monkeypatch):
-    monkeypatch.setattr("opd.bubblewrap.bubblewrap", lambda: None)
-    monkeypatch.setattr(substrates.lockdown, "landlock_version", lambda: 0)
+    monkeypatch.setattr("opd.sandbox.isolation.bubblewrap", lambda: None)
+    monkeypatch.setattr(lockdown, "landlock_version", lambda: 0)
     find_substrate.cache_clear()
     try:
         with caplog.at_level(logging.WARNING):
@@ -251,8 +252,8 @@ def test_folders_that_are_named_can_be_read_and_not_written(tmp_path, substrate)
     place = tmp_path / "shared"
 
     async def steps():
-        from opd.environments.sandbox.local import Sandboxes
-        from opd.environments.sandbox.snapshots import SnapshotStore
+        from opd.sandbox.local import Sandboxes
+        from opd.sandbox.snapshots import SnapshotStore
 
         store = SnapshotStore(tmp_path / "store")
         boxes = Sandboxes(tmp_path / "boxes", store, SMALL, substrate=substrate, reads=[str(place)])
@@ -297,7 +298,7 @@ def test_no_folder_hides_files_from_the_quota(hidden):
         (place / "large").write_bytes(bytes(8 << 20))
         if hidden == "names alone":
             place.chmod(0o400)
-        return int(inside.CommandUsage(QUOTA | {"filled": [str(home)]})._too_much())
+        return int(supervisor.CommandUsage(QUOTA | {"filled": [str(home)]})._too_much())
 
     with tempfile.TemporaryDirectory() as folder:  # which nobody can reach
         os.chmod(folder, 0o777)

@@ -23,10 +23,6 @@ from opd.config.sandbox import SandboxConfig
 from opd.environments import trajectory
 from opd.environments.kinds import tools_of
 from opd.environments.protocol import Action, Task, ToolCall
-from opd.environments.sandbox import owners
-from opd.environments.sandbox.owners import own_user, owner
-from opd.environments.sandbox.protocol import Limits, Outcome, SandboxError
-from opd.environments.sandbox.substrates import find_substrate
 from opd.environments.tools import Tools, _remove_left, limits_of, schema
 from opd.environments.trajectory import Command, TrajectoryLog, read_trajectories
 from opd.errors import ConfigError, StorageError
@@ -34,6 +30,10 @@ from opd.pipelines.cli import main
 from opd.pipelines.doctor.checks import Finding
 from opd.pipelines.doctor.environments import check_environments
 from opd.rollout.prompts import Domain, Prompt
+from opd.sandbox import isolation
+from opd.sandbox.isolation import own_user, owner
+from opd.sandbox.protocol import Limits, Outcome, SandboxError
+from opd.sandbox.substrates import find_substrate
 
 USUAL = asdict(limits_of(SandboxConfig()))
 TABLE = "town,people\nUlm,126000\nBonn,330000\n"
@@ -433,8 +433,8 @@ def test_homes_of_another_pid_namespace_are_not_taken_for_left(tmp_path, monkeyp
 
 def test_commands_at_the_same_time_are_users_of_their_own(tmp_path, monkeypatch):
     """Of ids that no other process of this machine takes meanwhile."""
-    monkeypatch.setattr(owners, "_FIRST_USER", 10_000_000 + os.getpid())
-    monkeypatch.setattr(owners, "_USERS", 50)
+    monkeypatch.setattr(isolation, "_FIRST_USER", 10_000_000 + os.getpid())
+    monkeypatch.setattr(isolation, "_USERS", 50)
     with contextlib.ExitStack() as stack:
         users = [stack.enter_context(own_user(tmp_path)) for _ in range(50)]
         assert len(set(users)) == 50

@@ -10,13 +10,13 @@ import pytest
 from boxes import SMALL
 
 from opd.environments.recorded import RecordedSandbox
-from opd.environments.sandbox.home import Home
-from opd.environments.sandbox.local import Sandboxes
-from opd.environments.sandbox.protocol import Limits, Outcome, SandboxError
-from opd.environments.sandbox.snapshots import SnapshotStore
-from opd.environments.sandbox.substrates import find_substrate
 from opd.environments.trajectory import Command, LoggedStep, TrajectoryLog, read_trajectories
 from opd.errors import StorageError
+from opd.sandbox.home import Home
+from opd.sandbox.local import Sandboxes
+from opd.sandbox.protocol import Limits, Outcome, SandboxError
+from opd.sandbox.snapshots import SnapshotStore
+from opd.sandbox.substrates import find_substrate
 
 SETTINGS = {"type": "test"}
 

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from opd.errors import RewardError
-from opd.rewards import sandbox
-from opd.rewards.sandbox import AnswerLimits, find_sandbox, run_programs, run_tests
+from opd.sandbox import answers
+from opd.sandbox.answers import answer_limits, find_sandbox, run_programs, run_tests
 
-SHORT = AnswerLimits(seconds=1, spare=0.0)
+SHORT = answer_limits(seconds=1, spare=0.0)
 KINDS = ("bubblewrap", "landlock")
 
 
@@ -75,7 +75,7 @@ def test_what_code_may_not_do_fails_and_the_answer_goes_on(place):
         TRIED.format(number=number, line=line) for number, line in enumerate(REFUSED.values())
     )
     tests = [f"assert f{number}() == 'refused'" for number in range(len(REFUSED))]
-    verdicts = run_tests(place, source, tests, "", AnswerLimits())
+    verdicts = run_tests(place, source, tests, "", answer_limits())
     assert dict(zip(REFUSED, verdicts, strict=True)) == dict.fromkeys(REFUSED, True)
 
 
@@ -99,7 +99,7 @@ def other(path, mode):
         f"assert other({str(outside)!r}, 'w') == 'refused'",
         f"assert other({str(labels)!r}, 'r') == 'refused'",
     ]
-    assert run_tests(place, source, tests, "", AnswerLimits()) == [True, True, True]
+    assert run_tests(place, source, tests, "", answer_limits()) == [True, True, True]
     assert not outside.exists()
 
 
@@ -119,7 +119,7 @@ def by_another_call():
     return ctypes.CDLL(None).socket(2, 1, 0)
 """
         tests = ["assert f() == 'refused'", "assert by_another_call() == -1"]
-        assert run_tests(place, source, tests, "", AnswerLimits()) == [True, True]
+        assert run_tests(place, source, tests, "", answer_limits()) == [True, True]
         with contextlib.suppress(TimeoutError):
             heard.append(server.accept())
     assert heard == []
@@ -185,7 +185,7 @@ TESTS = [
 @pytest.mark.parametrize("what", FAKES)
 def test_success_cannot_be_faked(what):
     """In the sandbox that is taken here; the tests are elsewhere in all of them."""
-    assert not any(run_tests(find_sandbox(), FAKES[what], TESTS, "", AnswerLimits(seconds=2)))
+    assert not any(run_tests(find_sandbox(), FAKES[what], TESTS, "", answer_limits(seconds=2)))
 
 
 PROGRAMS = {
@@ -210,9 +210,9 @@ def test_a_program_that_does_not_answer_is_wrong(what):
 
 def test_output_is_cut_where_its_limit_is(place):
     source = "import sys\ntry:\n    while True: sys.stdout.write('x' * 10**5)\nexcept OSError: pass"
-    written = run_programs(place, source, ["", ""], AnswerLimits(seconds=5, output=1 << 20))
+    written = run_programs(place, source, ["", ""], answer_limits(seconds=5, output=1 << 20))
     assert [one if one is None else len(one) for one in written] in ([None, None], [1 << 20, 1 << 20])
-    assert run_programs(place, "print(input() * 2)", ["a", "b"], AnswerLimits()) == ["aa\n", "bb\n"]
+    assert run_programs(place, "print(input() * 2)", ["a", "b"], answer_limits()) == ["aa\n", "bb\n"]
 
 
 def test_what_comes_after_a_sleeper_has_no_time_left():
@@ -226,7 +226,7 @@ def running() -> set[int]:
     found = set()
     for entry in Path("/proc").glob("[0-9]*"):
         try:
-            if b"opd/rewards/inside.py" in (entry / "cmdline").read_bytes():
+            if b"opd/sandbox/grader.py" in (entry / "cmdline").read_bytes():
                 found.add(int(entry.name))
         except OSError:
             pass
@@ -235,7 +235,7 @@ def running() -> set[int]:
 
 @pytest.mark.some(1)
 def test_nothing_of_it_is_left(place, tmp_path, monkeypatch):
-    monkeypatch.setattr(sandbox.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(answers.tempfile, "tempdir", str(tmp_path))
     source = (
         "import threading, time\nfor _ in range(5): threading.Thread(target=time.sleep, args=(1000,)).start()"
     )
@@ -273,19 +273,19 @@ def f():
 
 
 def test_a_folder_deeper_than_any_path_is_removed_and_ends_no_run(place, tmp_path, monkeypatch):
-    monkeypatch.setattr(sandbox.tempfile, "tempdir", str(tmp_path))
-    assert run_tests(place, DEEP, ["f()"], "", AnswerLimits(spare=60.0)) == [True]
+    monkeypatch.setattr(answers.tempfile, "tempdir", str(tmp_path))
+    assert run_tests(place, DEEP, ["f()"], "", answer_limits(spare=60.0)) == [True]
     assert os.listdir(tmp_path) == []
 
 
 def test_without_namespaces_and_landlock_the_limits_hold_and_what_does_not_is_said(monkeypatch):
-    monkeypatch.setattr("opd.bubblewrap.bubblewrap", lambda: None)
-    monkeypatch.setattr(sandbox.lockdown, "landlock_version", lambda: 0)
-    found = sandbox.find_sandbox.__wrapped__("auto")
+    monkeypatch.setattr("opd.sandbox.isolation.bubblewrap", lambda: None)
+    monkeypatch.setattr(answers.lockdown, "landlock_version", lambda: 0)
+    found = find_sandbox.__wrapped__("auto")
     assert found.kind == "limits"
     assert {"reading", "writing"} <= set(found.open)
     source = "def f(): return bytearray(10**10)\ndef g(): return 1"
-    assert run_tests(found, source, ["f()", "assert g() == 1"], "", AnswerLimits()) == [False, True]
+    assert run_tests(found, source, ["f()", "assert g() == 1"], "", answer_limits()) == [False, True]
     for kind in KINDS:
         with pytest.raises(RewardError, match=f"the sandbox {kind} does not work here"):
-            sandbox.find_sandbox.__wrapped__(kind)
+            find_sandbox.__wrapped__(kind)

@@ -1,71 +1,81 @@
 """What keeps a command apart: bubblewrap where user namespaces work, else a process within limits; or a
 container, where an image is named (`containers.py`).
 
-Each command is a process tree of its own, which begins and ends with it: `inside.py` beside it watches over
-its quotas, kills all of it, and reports. What a command leaves is files. Who is root is exempt from the limit
-of processes: without bubblewrap commands run as a user of their own, and in it a control group counts where
-one can be made, else whoever watches does.
+Each command is a process tree of its own, which begins and ends with it: `supervisor.py` beside it watches
+over its quotas, kills all of it, and reports. What a command leaves is files. Who is root is exempt from the
+limit of processes: without bubblewrap commands run as a user of their own, and in it a control group counts
+where one can be made, else whoever watches does.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import json
 import logging
 import os
-import select
 import socket
 import subprocess
 import tempfile
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Event
 from typing import Any, Literal
 
-from opd import lockdown
-from opd.bubblewrap import DEVICES, interpreter, isolated, library
-from opd.environments.sandbox import containers, engines
-from opd.environments.sandbox.containers import HOME, SHARED, TEMPORARY, VARIABLES, Container, ContainerPlace
-from opd.environments.sandbox.inside import LENGTH
-from opd.environments.sandbox.owners import is_left, own_user, owner
-from opd.environments.sandbox.protocol import Limits, Outcome, SandboxError
 from opd.foreign import decoding, read_document, shown, whole
+from opd.sandbox import containers
+from opd.sandbox.containers import HOME, SHARED, TEMPORARY, VARIABLES, Container, ContainerPlace
+from opd.sandbox.isolation import (
+    Kind,
+    command_line,
+    confinement,
+    counting_group,
+    interpreter,
+    own_processes,
+    own_user,
+    read_until,
+    remove_left_groups,
+    started,
+)
+from opd.sandbox.protocol import Limits, Outcome, SandboxError
+from opd.sandbox.supervisor import LENGTH
 from opd.storage.files import remove_tree
 
-Kind = Literal["bubblewrap", "process", "container"]
 KINDS: tuple[Kind, ...] = ("bubblewrap", "process", "container")
 _AUTO: tuple[Kind, ...] = ("bubblewrap", "process")
 _log = logging.getLogger(__name__)
-_INSIDE = Path(__file__).with_name("inside.py")
-_AROUND = Path(__file__).parents[2]
-_PROGRAMS = (_INSIDE, _AROUND / "lockdown.py")
-_THERE = "/opd"
 _PATIENCE = 30.0
 """Seconds beyond its time in which what watches a command must have ended it."""
 _REPORT = 1 << 16
+_COMMANDS_KEPT = ("network", "reading", "writing", "signals")
 _WATCHING = 2
 """Processes beside a command's: bubblewrap, and what watches."""
 
 
 @dataclass(frozen=True, slots=True)
 class Substrate:
-    """One way to keep commands apart."""
+    """One way to keep commands, or the code of answers, apart."""
 
     kind: Kind
     keeps: Mapping[str, bool]
-    """What was tried in it -> whether it was refused: `network`, `reading` and `writing` elsewhere, `signals`
-    to others; of a container also `privileges`, and whether control groups hold `memory` and `processes`.
+    """What was tried in it -> whether it was refused: `reading` and `writing` elsewhere; of commands also
+    `network` and `signals` to others, of a container's `privileges`, and whether control groups hold `memory`
+    and `processes`; of answers `processes` and `sockets`.
     """
     container: Container | None = None
+    seccomp: bool = False
+    """Of answers: whether calls are refused."""
+
+    @property
+    def name(self) -> str:
+        """For people: `bubblewrap and seccomp`."""
+        return f"{self.kind} and seccomp" if self.seccomp else self.kind
 
     @property
     def open(self) -> list[str]:
-        """What it does not keep commands from."""
+        """What it does not keep them from."""
         return [what for what, kept in self.keeps.items() if not kept]
 
 
@@ -90,27 +100,17 @@ def run(
         uid = stack.enter_context(_user(kind, place))
         job = _job(kind, place, command, uid)
         job |= {"seconds": seconds, "stdin": given.fileno(), "report": tell.fileno(), "alive": alive.fileno()}
-        asked = stack.enter_context(tempfile.TemporaryFile())
-        asked.write(json.dumps(job).encode())
-        asked.seek(0)
-        kept = (asked.fileno(), given.fileno(), tell.fileno(), alive.fileno())
-        patience = _PATIENCE if kind != "container" else containers.STARTING + 3 * engines.ANSWERING
-        counted = stack.enter_context(_counted(kind, place.limits.processes))
-        process = subprocess.Popen(
-            [*counted, *_argv(kind, place), str(asked.fileno())],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            pass_fds=kept,
-            cwd="/",
-            env={"PATH": os.defpath},
-            start_new_session=True,
-        )
+        patience = _PATIENCE if kind != "container" else containers.STARTING + 3 * containers.ANSWERING
+        words = _argv(kind, place)
+        if kind != "container":
+            words = [*stack.enter_context(counting_group(place.limits.processes + _WATCHING)), *words]
+        kept = (given.fileno(), tell.fileno(), alive.fileno())
+        process = stack.enter_context(started(words, job, kept))
         tell.close()
         alive.close()
         try:
             most = LENGTH.size + _REPORT + 2 * place.limits.output
-            data = _read(report.fileno(), most, seconds + patience, cancelled)
+            data = read_until(report.fileno(), most, seconds + patience, cancelled)
         finally:
             hold.close()  # what watches ends everything at once, and then itself
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -119,26 +119,12 @@ def run(
             process.wait()
             if kind == "container" and process.returncode != 0:
                 with contextlib.suppress(SandboxError):  # most often it is gone
-                    engines.ask(job["remove"][0], job["remove"][1:])
+                    containers.ask(job["remove"][0], job["remove"][1:])
     return _outcome(data, place)
 
 
-def _read(place: int, most: int, seconds: float, cancelled: Event) -> bytes:
-    """What comes until the end; what came, after so many seconds, or `cancelled`."""
-    found, until = bytearray(), time.monotonic() + seconds
-    waiting = select.poll()
-    waiting.register(place, select.POLLIN | select.POLLHUP)
-    while len(found) < most and (left := until - time.monotonic()) > 0 and not cancelled.is_set():
-        if waiting.poll(min(200.0, 1000 * left)):
-            data = os.read(place, min(1 << 16, most - len(found)))
-            if not data:
-                break
-            found += data
-    return bytes(found)
-
-
 def _outcome(data: bytes, place: ContainerPlace) -> Outcome:
-    """What `inside.py` reports; where it does not, that. Raises `SandboxError` where a container's engine
+    """What `supervisor.py` reports; where it does not, that. Raises `SandboxError` where a container's engine
     failed.
     """
     limits = place.limits
@@ -177,26 +163,21 @@ def _user(kind: Kind, place: ContainerPlace) -> Iterator[int]:
 
 
 def _job(kind: Kind, place: ContainerPlace, command: Sequence[str], uid: int) -> dict[str, Any]:
-    """What `inside.py` is told, but for how long. `uid`: whose the command is."""
+    """What `supervisor.py` is told, but for how long. `uid`: whose the command is."""
     words = [*command]
     if not words or any("\0" in word for word in words):
         raise SandboxError("a command is a program and its arguments, without NUL characters")
-    usual = {**asdict(place.limits), "token": ""}
     if place.container is not None:
-        return usual | containers.job(place, words, uid)
-    bubble, landlock = kind == "bubblewrap", bool(lockdown.landlock_version())
+        return containers.job(place, words, uid)
+    bubble = kind == "bubblewrap"
     home, temporary = (HOME, "/tmp") if bubble else (str(place.home), str(place.temporary))
-    return usual | {
-        "kind": kind,
+    apart = confinement(kind, place.limits, (home, temporary), ("/etc/alternatives", *place.reads), uid)
+    return apart | {
+        "token": "",
         "command": words,
         "home": home,
         "filled": [home] if bubble else [home, temporary],
-        "others": 1 if bubble or uid else _own_processes(),
-        "uid": uid,
-        "landlock": not bubble and landlock,
-        "seccomp": not bubble,
-        "reads": [*library(), "/etc/alternatives", *DEVICES, *place.reads],
-        "writes": [home, temporary, "/dev/null"],
+        "others": 1 if bubble or uid else own_processes(),
         "environment": {
             "PATH": os.pathsep.join([os.path.dirname(interpreter()), "/usr/local/bin", "/usr/bin", "/bin"]),
             "HOME": home,
@@ -207,72 +188,13 @@ def _job(kind: Kind, place: ContainerPlace, command: Sequence[str], uid: int) ->
 
 
 def _argv(kind: Kind, place: ContainerPlace) -> list[str]:
-    python = [interpreter(), "-I", "-S"]
-    if kind != "bubblewrap":
-        return [*python, str(_INSIDE)]
     reads = [word for path in place.reads for word in ("--ro-bind", path, path)]
-    inside = [(file, f"{_THERE}/{file.relative_to(_AROUND)}") for file in _PROGRAMS]
-    return [
-        *isolated(inside, ("/etc/alternatives",)), "--disable-userns", "--as-pid-1",
-        "--hostname", "sandbox", "--proc", "/proc", "--remount-ro", "/proc", "--dev", "/dev",
-        "--size", str(SHARED), "--tmpfs", "/dev/shm", "--remount-ro", "/dev",
-        "--size", str(TEMPORARY), "--tmpfs", "/tmp", *reads, "--bind", str(place.home), HOME,
-        "--remount-ro", "/", "--chdir", HOME, *python, f"{_THERE}/{_INSIDE.relative_to(_AROUND)}",
+    options = [
+        "--disable-userns", "--as-pid-1", "--hostname", "sandbox", "--proc", "/proc", "--remount-ro", "/proc",
+        "--dev", "/dev", "--size", str(SHARED), "--tmpfs", "/dev/shm", "--remount-ro", "/dev",
+        "--size", str(TEMPORARY), "--tmpfs", "/tmp", *reads, "--bind", str(place.home), HOME, "--chdir", HOME,
     ]  # fmt: skip
-
-
-_GROUPS = ("/sys/fs/cgroup/pids", "/sys/fs/cgroup")
-_names = itertools.count()
-
-
-@contextlib.contextmanager
-def _counted(kind: Kind, processes: int) -> Iterator[list[str]]:
-    """Words before a command that puts it where the kernel counts root's processes too; none where no control
-    group can be made, for who is not root, whose processes it counts anyway, and for a container, whose
-    engine sees to it.
-    """
-    group = None
-    for above in _GROUPS if os.getuid() == 0 and kind != "container" else ():
-        made = f"{above}/opd-{owner()}-{next(_names)}"
-        with contextlib.suppress(OSError):
-            os.mkdir(made)
-            group = made
-            with open(f"{made}/pids.max", "w") as file:
-                file.write(str(processes + _WATCHING))
-            break
-        if group is not None:
-            os.rmdir(group)
-            group = None
-    if group is None:
-        yield []
-        return
-    try:
-        yield ["/bin/sh", "-c", 'echo $$ > "$0" && exec "$@"', f"{group}/cgroup.procs"]
-    finally:
-        for _ in range(100):  # what was killed takes a moment to go
-            with contextlib.suppress(OSError):
-                os.rmdir(group)
-                break
-            time.sleep(0.01)
-
-
-def _remove_left_groups() -> None:
-    """Those of processes that were killed: an empty control group is all that can be removed."""
-    for above in _GROUPS if os.getuid() == 0 else ():
-        for path in Path(above).glob("opd-*-*"):
-            if is_left(path.name.removeprefix("opd-").rpartition("-")[0]):
-                with contextlib.suppress(OSError):
-                    path.rmdir()
-
-
-def _own_processes() -> int:
-    """Processes and threads that this user has now: the limit counts them too."""
-    count, own = 0, os.getuid()
-    for entry in os.scandir("/proc"):
-        with contextlib.suppress(OSError):
-            if entry.name.isdecimal() and entry.stat().st_uid == own:
-                count += len(os.listdir(f"/proc/{entry.name}/task"))
-    return count
+    return command_line(kind, "supervisor.py", options, ("/etc/alternatives",))
 
 
 def _emptied(folder: Path) -> None:
@@ -280,23 +202,42 @@ def _emptied(folder: Path) -> None:
     folder.mkdir()
 
 
-_PROBE = """
-import contextlib, os, socket, sys
-path, victim, kernel = sys.argv[1], int(sys.argv[2]), "/proc/sys/kernel/core_pattern"
-def tried(attempt):
-    try:
-        attempt()
-    except (OSError, ProcessLookupError):
-        return "1"
-    return "0"
-print(
-    tried(lambda: socket.create_connection(("127.0.0.1", int(sys.argv[3])), timeout=2)),
-    tried(lambda: open(path).read()),
-    min(tried(lambda: open(path, "a").write("x")), tried(lambda: open(kernel, "r+").close())),
-    tried(lambda: os.kill(victim, 0)),
-    open("note", "w").write("written"),
-)
+PROBE = """
+import json, os, socket, sys
+asked, kernel = json.load(sys.stdin), "/proc/sys/kernel/core_pattern"
+def refused(*attempts):
+    for attempt in attempts:
+        try:
+            attempt()
+        except OSError:
+            continue
+        return False
+    return True
+print(json.dumps({
+    "network": refused(lambda: socket.create_connection(("127.0.0.1", asked["port"]), timeout=2)),
+    "sockets": refused(socket.socket),
+    "processes": refused(lambda: os.fork() or os._exit(0)),
+    "reading": refused(lambda: open(asked["secret"]).read()),
+    "writing": refused(lambda: open(asked["secret"], "a").write("x"), lambda: open(kernel, "r+").close()),
+    "signals": refused(lambda: os.kill(asked["process"], 0)),
+    "calls": refused(lambda: os.chmod(".", 0o700)),
+}))
+open("note", "w").write("written")
 """
+"""What Python can try, told as JSON: each name, and whether it was refused."""
+
+
+@contextlib.contextmanager
+def probe_input() -> Iterator[tuple[Path, str]]:
+    """A new folder with a `secret`, and what `PROBE` reads: things of this process's that can be reached."""
+    with (
+        tempfile.TemporaryDirectory(prefix="opd-sandbox-") as folder,
+        socket.create_server(("127.0.0.1", 0)) as server,
+    ):
+        secret = Path(folder, "secret")
+        secret.write_text("nothing for a sandbox\n")
+        asked = {"secret": str(secret), "process": os.getpid(), "port": server.getsockname()[1]}
+        yield Path(folder), json.dumps(asked)
 
 
 @functools.cache
@@ -309,7 +250,7 @@ def find_substrate(wanted: Kind | Literal["auto"] = "auto", image: str | None = 
     if wanted == "container":
         return _find_container(image)
     why = "tried none"
-    _remove_left_groups()
+    remove_left_groups()
     for kind in _AUTO if wanted == "auto" else (wanted,):
         try:
             found = _tried(kind)
@@ -360,31 +301,26 @@ def _find_container(image: str | None) -> Substrate:
 
 def _tried(kind: Kind, container: Container | None = None) -> Substrate:
     """What this kind keeps a command from, tried. Raises `SandboxError` or `OSError` if it does not work."""
-    with (
-        tempfile.TemporaryDirectory(prefix="opd-sandbox-") as folder,
-        socket.create_server(("127.0.0.1", 0)) as server,
-    ):
-        base, limits = Path(folder), Limits(seconds=60.0)
-        secret = base / "secret"
+    with probe_input() as (base, asked):
+        limits = Limits(seconds=60.0)
         place = ContainerPlace(base / "home", base / "tmp", limits, container=container)
-        secret.write_text("nothing for a sandbox\n")
         place.home.mkdir()
         place.temporary.mkdir()
-        words = [str(secret), str(os.getpid()), str(server.getsockname()[1])]
-        command = [interpreter(), "-I", "-S", "-c", _PROBE, *words]
+        command = [interpreter(), "-I", "-S", "-c", PROBE]
         if container is not None:
             counts = [str(limits.memory), str(limits.processes + 1)]
-            command = ["/bin/sh", "-c", containers.PROBE, "sh", str(secret), *counts]
-        outcome = run(kind, place, command, b"", limits.seconds, Event())
-        said, note = outcome.stdout.split(), place.home / "note"
+            command = ["/bin/sh", "-c", containers.PROBE, "sh", str(base / "secret"), *counts]
+        outcome = run(kind, place, command, asked.encode(), limits.seconds, Event())
+        note = place.home / "note"
         if outcome.exit != 0 or not note.is_file() or note.read_text() != "written":
             raise SandboxError(_refusal(outcome, container))
         if container is not None:
+            said = outcome.stdout.split()
             return _contained(container, dict(zip(said[::2], said[1::2], strict=False)))
-        if len(said) != 5:
-            raise SandboxError(_refusal(outcome, container))
-        kept = [word == b"1" for word in said[:4]]
-        return Substrate(kind, dict(zip(("network", "reading", "writing", "signals"), kept, strict=True)))
+        with decoding(lambda cause: SandboxError(_refusal(outcome, container))):
+            found = read_document(outcome.stdout, _REPORT)
+            return Substrate(kind, {what: found[what] is True for what in _COMMANDS_KEPT})
+    raise AssertionError
 
 
 def _refusal(outcome: Outcome, container: Container | None) -> str:

@@ -21,10 +21,10 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from opd.environments.sandbox.home import Home, Node, parts_of
-from opd.environments.sandbox.protocol import Limits, SandboxError
 from opd.errors import StorageError, way_out
 from opd.foreign import decoding, read_document, shown, whole
+from opd.sandbox.home import Home, Node, parts_of
+from opd.sandbox.protocol import Limits, SandboxError
 from opd.storage.files import atomic_file, open_plain, remove_tree
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")

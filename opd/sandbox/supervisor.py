@@ -25,7 +25,7 @@ from collections.abc import Mapping
 from typing import Any
 
 if __name__ == "__main__":  # where it is imported, a folder of opd must not stand before packages of its name
-    sys.path.append(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
+    sys.path.append(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     import lockdown  # pyright: ignore[reportMissingImports]
 
 LENGTH = struct.Struct("<I")
@@ -224,19 +224,11 @@ def _start(job: Mapping[str, Any], output: int, error: int) -> int:
             _start_client(job)
         os.chdir(job["home"])
         os.umask(0o022)
-        if job["kind"] == "process":
-            if job["uid"]:
-                for path in job["writes"][:2]:
-                    _give(path, job["uid"])
-                lockdown.become(job["uid"])
-            else:
-                lockdown.drop_privileges()
-            lockdown.end_with_parent()
-        lockdown.limit(job["cpu_seconds"], job["memory"], job["disk"], job["open_files"])
+        for path in job["writes"][:2] if job["uid"] else ():
+            _give(path, job["uid"])
+        lockdown.confine(job)
         lockdown.limit_processes(job["processes"] + job["others"])
-        if job["landlock"]:
-            lockdown.restrict_files(job["reads"], job["writes"])
-        if job["seccomp"]:
+        if job["kind"] == "process":
             lockdown.refuse_calls(processes=True)
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
         signal.signal(signal.SIGXFSZ, signal.SIG_DFL)

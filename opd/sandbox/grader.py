@@ -131,6 +131,18 @@ _CHANGED = (list, dict, set)
 """Arguments that a function may change: what it leaves in them is told, too."""
 
 
+def _asks(does: str, result: Callable[[Any], Any] | None = None, own: bool = False) -> Any:
+    """A method that has it done over there. `result`: what makes the value a plain one; `own`: with other
+    objects of the answer's alone.
+    """
+
+    def method(self: RemoteObject, *others: Any) -> Any:
+        value = _asked(self, does, *(map(_of_the_answer, others) if own else others))
+        return value if result is None else result(value)
+
+    return method
+
+
 class RemoteObject:
     """In the tests: an object of the answer's. It is asked over there, but for what would let it judge
     itself: it equals only what is of the answer's too, and what it contains is looked through here.
@@ -140,20 +152,11 @@ class RemoteObject:
         object.__setattr__(self, "_number", number)
         object.__setattr__(self, "_ask", ask)
 
-    def __getattr__(self, name: str) -> Any:
-        return _asked(self, "get", name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        _asked(self, "set", name, value)
-
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         return _asked(self, "call", *arguments, **named)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, RemoteObject) and bool(_asked(self, "eq", other))
-
-    def __hash__(self) -> int:
-        return hash(_asked(self, "hash"))
 
     def __contains__(self, wanted: Any) -> bool:
         return any(wanted == item for item in self)
@@ -175,63 +178,17 @@ class RemoteObject:
     def __instancecheck__(self, instance: Any) -> bool:
         return isinstance(instance, RemoteObject) and bool(_asked(self, "isinstance", instance))
 
-    def __len__(self) -> int:
-        return int(_asked(self, "len"))
-
-    def __bool__(self) -> bool:
-        return bool(_asked(self, "bool"))
-
-    def __getitem__(self, key: Any) -> Any:
-        return _asked(self, "getitem", key)
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        _asked(self, "setitem", key, value)
-
-    def __enter__(self) -> Any:
-        return _asked(self, "enter")
-
     def __exit__(self, *raised: object) -> None:
         """End the block, whatever the test raised in it: that is not the answer's to hide."""
         _asked(self, "exit")
 
-    def __str__(self) -> str:
-        return str(_asked(self, "str"))
-
-    def __repr__(self) -> str:
-        return str(_asked(self, "repr"))
-
-    def __lt__(self, other: Any) -> bool:
-        return bool(_asked(self, "lt", _of_the_answer(other)))
-
-    def __le__(self, other: Any) -> bool:
-        return bool(_asked(self, "le", _of_the_answer(other)))
-
-    def __ge__(self, other: Any) -> bool:
-        return bool(_asked(self, "ge", _of_the_answer(other)))
-
-    def __gt__(self, other: Any) -> bool:
-        return bool(_asked(self, "gt", _of_the_answer(other)))
-
-    def __add__(self, other: Any) -> Any:
-        return _asked(self, "add", _of_the_answer(other))
-
-    def __sub__(self, other: Any) -> Any:
-        return _asked(self, "sub", _of_the_answer(other))
-
-    def __mul__(self, other: Any) -> Any:
-        return _asked(self, "mul", other)
-
-    def __neg__(self) -> Any:
-        return _asked(self, "neg")
-
-    def __abs__(self) -> Any:
-        return _asked(self, "abs")
-
-    def __int__(self) -> int:
-        return int(_asked(self, "int"))
-
-    def __float__(self) -> float:
-        return float(_asked(self, "float"))
+    __getattr__, __getitem__, __enter__, __neg__ = map(_asks, ("get", "getitem", "enter", "neg"))
+    __setattr__, __setitem__, __mul__, __abs__ = map(_asks, ("set", "setitem", "mul", "abs"))
+    __add__, __sub__ = _asks("add", own=True), _asks("sub", own=True)
+    __lt__, __le__, __ge__, __gt__ = (_asks(does, bool, own=True) for does in ("lt", "le", "ge", "gt"))
+    __len__, __int__, __float__ = _asks("len", int), _asks("int", int), _asks("float", float)
+    __bool__, __str__, __repr__ = _asks("bool", bool), _asks("str", str), _asks("repr", str)
+    __hash__ = _asks("hash", hash)
 
 
 def _of_the_answer(other: Any) -> Any:
@@ -421,7 +378,7 @@ def programs(job: Mapping[str, Any]) -> None:
         child = os.fork()
         if child == 0:
             _program(job, given, left)
-        succeeded = _ended(child, job["wall"])
+        succeeded = _ended(child, job["seconds"])
         size = min(os.fstat(left).st_size, job["output"])
         outputs.write(SIZE.pack(size if succeeded else -1))
         if succeeded:
@@ -464,49 +421,21 @@ def _ended(child: int, seconds: float) -> bool:
     return os.waitpid(child, 0)[1] == 0
 
 
-def confine() -> bool:
+def confine() -> None:
     """The last word before code that nobody trusts."""
-    refused = lockdown.refuse_calls()
-    if not refused:
+    if not lockdown.refuse_calls():
         lockdown.limit_processes()
-    return refused
-
-
-def probe(job: Mapping[str, Any]) -> None:
-    """What this sandbox keeps code from, tried: JSON on the standard output."""
-    said = os.fdopen(os.dup(1), "wb")
-    found: dict[str, Any] = {"seccomp": confine(), "read": ""}
-    tries: dict[str, Callable[[], Any]] = {
-        "processes": lambda: os.fork() or os._exit(0),
-        "sockets": lambda: import_module("socket").socket().close(),
-    }
-    for name, attempt in tries.items():
-        try:
-            attempt()
-            found[name] = False
-        except OSError:
-            found[name] = True
-    with suppress(OSError), open(job["secret"], encoding="utf-8") as file:
-        found["read"] = file.read()
-    with suppress(OSError), open(job["secret"], "a", encoding="utf-8") as file:
-        file.write("written")
-    _say(said, found)
 
 
 def main() -> None:
-    """Do the job on the standard input, confined as it says."""
-    job = json.loads(sys.stdin.buffer.read())
+    """Do the job in the descriptor that the last word names, confined as it says."""
+    with os.fdopen(int(sys.argv.pop()), "rb") as file:  # what is tested may read the words of its program
+        job = json.load(file)
     sys.set_int_max_str_digits(0)  # processor time is limited as it is
-    lockdown.drop_privileges()
-    lockdown.limit(job["seconds"], job["memory"], job["output"])
-    if job["landlock"]:
-        lockdown.end_with_parent()
-        lockdown.restrict_files(job["reads"], job["writes"])
-    elif job["plain"]:
-        lockdown.end_with_parent()
-    if job["mode"] in ("serve", "test"):
+    lockdown.confine(job)
+    if job["mode"] != "programs":  # each of which is confined once it has been started
         confine()
-    {"serve": serve, "test": test, "programs": programs, "probe": probe}[job["mode"]](job)
+    {"serve": serve, "test": test, "programs": programs}[job["mode"]](job)
 
 
 if __name__ == "__main__":

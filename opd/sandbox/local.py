@@ -13,12 +13,12 @@ from pathlib import Path
 from threading import Event
 from typing import TypeVar
 
-from opd.environments.sandbox.containers import ContainerPlace
-from opd.environments.sandbox.home import Home, Node, changes
-from opd.environments.sandbox.protocol import HomeEntry, Limits, Outcome, SandboxError
-from opd.environments.sandbox.snapshots import SnapshotStore
-from opd.environments.sandbox.substrates import Substrate, find_substrate, run
 from opd.errors import StorageError
+from opd.sandbox.containers import ContainerPlace
+from opd.sandbox.home import Home, Node, changes
+from opd.sandbox.protocol import HomeEntry, Limits, Outcome, SandboxError
+from opd.sandbox.snapshots import SnapshotStore
+from opd.sandbox.substrates import Substrate, find_substrate, run
 from opd.storage.files import remove_tree
 
 _log = logging.getLogger(__name__)

@@ -17,8 +17,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from opd.environments.sandbox.protocol import HomeEntry, Limits, SandboxError
 from opd.foreign import shown
+from opd.sandbox.protocol import HomeEntry, Limits, SandboxError
 from opd.storage.files import remove_tree
 
 DEEPEST = 64

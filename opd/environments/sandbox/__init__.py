@@ -1,1 +1,0 @@
-"""Where the tools of agents run."""

