@@ -1,4 +1,4 @@
-"""What scores answers: `domains.NAME.reward`. The code of a kind is `opd/rewards/TYPE_reward.py`."""
+"""What scores answers: `domains.NAME.reward`. The code of a kind is in `opd/rewards`."""
 
 from __future__ import annotations
 

@@ -15,8 +15,14 @@ from urllib.parse import urlsplit
 from opd.config.rewards import JSONSchemaReward
 from opd.errors import MissingExtraError, RewardError
 from opd.foreign import shown
-from opd.rewards.extract import extracted
-from opd.rewards.verifier import Answered, Score, Verifier, compared, is_missing
+from opd.rewards.verifier import (
+    Answered,
+    Score,
+    Verifier,
+    compared,
+    extracted,
+    is_missing,
+)
 
 
 def require(settings: JSONSchemaReward) -> None:
@@ -261,4 +267,4 @@ def _no_constant(name: str) -> Any:
     raise ValueError(f"{name} is no number of JSON")
 
 
-VERIFIER = Verifier(score, label_fault, require, lambda settings: settings.seconds)
+KINDS = {"json_schema": Verifier(score, label_fault, require, lambda settings: settings.seconds)}

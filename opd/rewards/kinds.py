@@ -1,7 +1,7 @@
-"""The built-in rewards: `domains.NAME.reward: TYPE`, each of one file, and what a domain is scored by.
+"""The built-in rewards: `domains.NAME.reward: TYPE`, and what a domain is scored by.
 
-The settings of a kind are a class of `opd.config.rewards`; its code is the `VERIFIER` of
-`opd/rewards/TYPE_reward.py`.
+The settings of a kind are a class of `opd.config.rewards`; its code is the `KINDS["TYPE"]` of
+`opd/rewards/TYPE_reward.py`, or of a file that several share.
 """
 
 from __future__ import annotations
@@ -18,10 +18,17 @@ from opd.rewards.verifier import Answered, Verifier, is_missing
 from opd.rollout.prompts import Domain, Prompt
 from opd.rollout.rewards import RewardFunction, RewardSample, checker_reward, load_reward
 
+_SHARED = {
+    **dict.fromkeys(("choice", "exact", "f1", "regex"), "text_rewards"),
+    **dict.fromkeys(("judge", "scorer"), "served_rewards"),
+}
+"""Kinds whose code shares a file -> its name."""
+
 
 def verifier_of(settings: VerifierSettings) -> Verifier:
     """The reward whose settings these are."""
-    return import_module(f"opd.rewards.{settings.type}_reward").VERIFIER
+    file = _SHARED.get(settings.type, f"{settings.type}_reward")
+    return import_module(f"opd.rewards.{file}").KINDS[settings.type]
 
 
 def own_reward(config: DomainConfig) -> RewardFunction | None:

@@ -12,7 +12,6 @@ from typing import Any
 
 from opd.config.rewards import MathReward
 from opd.errors import MissingExtraError
-from opd.rewards.extract import answered, boxes, extracted
 from opd.rewards.formulas import (
     as_latex,
     brackets,
@@ -21,12 +20,24 @@ from opd.rewards.formulas import (
     is_open,
     measured,
     other_units,
+    renoted,
     same_residue,
     trimmed,
     typed,
+    union,
+    without_remarks,
 )
-from opd.rewards.notation import renoted, union, without_remarks
-from opd.rewards.verifier import Answered, Score, Verifier, compared, is_missing, written_number
+from opd.rewards.verifier import (
+    Answered,
+    Score,
+    Verifier,
+    answered,
+    boxes,
+    compared,
+    extracted,
+    is_missing,
+    written_number,
+)
 from opd.rollout.prompts import plain_label
 
 _MOST = 4000
@@ -311,4 +322,4 @@ def _apart(right: Sequence[Any], given: Sequence[Any], digits: int) -> bool:
     return bool(0 < least < 10.0**-digits and most - least > most * 10.0**-digits)
 
 
-VERIFIER = Verifier(score, label_fault, require, lambda settings: settings.seconds)
+KINDS = {"math": Verifier(score, label_fault, require, lambda settings: settings.seconds)}

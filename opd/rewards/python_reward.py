@@ -16,8 +16,14 @@ from contextlib import suppress
 from typing import Any
 
 from opd.config.rewards import PythonReward
-from opd.rewards.extract import extracted
-from opd.rewards.verifier import Answered, Score, Verifier, is_missing, side_by_side
+from opd.rewards.verifier import (
+    Answered,
+    Score,
+    Verifier,
+    extracted,
+    is_missing,
+    side_by_side,
+)
 from opd.sandbox.answers import answer_limits, find_sandbox, run_programs, run_tests
 from opd.sandbox.grader import OWN
 from opd.sandbox.protocol import Limits
@@ -397,4 +403,4 @@ def longest(settings: PythonReward) -> float:
     return _limits(settings).seconds
 
 
-VERIFIER = Verifier(score, label_fault, require, longest)
+KINDS = {"python": Verifier(score, label_fault, require, longest)}

@@ -20,8 +20,8 @@ from opd.redact import hide
 from opd.retry import Retry
 from opd.rewards import endpoint
 from opd.rewards.endpoint import Replies
-from opd.rewards.judge_reward import read_number
 from opd.rewards.kinds import check_labels, own_reward, scored_by, verifier_of
+from opd.rewards.served_rewards import read_number
 from opd.rewards.verifier import Answered
 from opd.rollout.prompts import Prompt
 from opd.rollout.rewards import Job, RewardSample

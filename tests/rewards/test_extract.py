@@ -2,7 +2,7 @@
 
 import pytest
 
-from opd.rewards.extract import extracted
+from opd.rewards.verifier import extracted
 
 CASES = [
     ("boxed", r"first \boxed{1}, then \boxed{\frac{1}{2}}.", r"\frac{1}{2}"),

@@ -1,4 +1,7 @@
-"""`reward: judge`: a language model behind chat completions says a number, which is read from its words."""
+"""`reward: judge` and `scorer`: models behind HTTP.
+
+A judge says a number, which is read from its words; a reward model gives one for each of many texts.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,10 @@ import json
 import logging
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from opd.config.rewards import JudgeReward
+from opd.config.rewards import JudgeReward, ScorerReward
 from opd.foreign import decoding, shown
 from opd.redact import redact
 from opd.rewards.endpoint import (
@@ -18,12 +21,12 @@ from opd.rewards.endpoint import (
     EndpointForm,
     ask,
     filled,
+    finite,
     label_fault,
     require,
     seconds,
 )
-from opd.rewards.extract import answered
-from opd.rewards.verifier import Answered, Score, Verifier, compared
+from opd.rewards.verifier import Answered, Score, Verifier, answered, matched
 from opd.served.http_client import UnavailableError
 
 _log = logging.getLogger(__name__)
@@ -40,7 +43,7 @@ _told: set[str] = set()
 """Settings of which a reply without a number was shown."""
 
 
-def score(settings: JudgeReward, answers: Sequence[Answered]) -> list[Score]:
+def judge_score(settings: JudgeReward, answers: Sequence[Answered]) -> list[Score]:
     """The judge's number for each answer, in [0, 1] where the settings have a range; with a fallback, in
     parts: `reward`, and `unreadable` 0 or 1.
     """
@@ -94,8 +97,10 @@ def _numbers(settings: JudgeReward, replies: Sequence[str | None]) -> list[float
     texts = ["" if reply is None else answered(reply) for reply in replies]
     if settings.pattern is None:
         return [read_number(text) for text in texts]
-    requests = [{"text": text, "pattern": settings.pattern} for text in texts]
-    return [_float(said.get("found")) for said in compared(__name__, requests, _PATTERN_SECONDS)]
+    group = "score" if "score" in re.compile(settings.pattern).groupindex else 0
+    count = len(texts)
+    said = matched([settings.pattern] * count, texts, [group] * count, _PATTERN_SECONDS)
+    return [_float(one.get("caught")) for one in said]
 
 
 def read_number(text: str) -> float | None:
@@ -138,18 +143,107 @@ def _tell(settings: JudgeReward, missing: Sequence[str | None], asked: int) -> N
         _log.warning("%s; they count as %g, and as the part `unreadable`", said, settings.unreadable)
 
 
-def prepare() -> None:
-    """In the process that looks: nothing to import."""
+_NUMBER_BYTES = 1024
+"""Bytes of JSON for one number and what else a server says of its text."""
 
 
-def answer(asked: Mapping[str, Any]) -> dict[str, Any]:
-    """In the process that looks: what the last match of the pattern holds."""
-    found = None
-    for found in re.finditer(asked["pattern"], asked["text"]):  # noqa: B007 - the last one
-        pass
-    if found is None:
-        return {}
-    return {"found": found["score"] if "score" in found.re.groupindex else found[0]}
+def scorer_score(settings: ScorerReward, answers: Sequence[Answered]) -> list[Score]:
+    """The model's number for each answer; with `sigmoid` in [0, 1]."""
+    body, numbers = _APIS[settings.api]
+
+    def asked(questions: list[dict[str, Any]]) -> dict[str, Any]:
+        model = {} if settings.model is None else {"model": settings.model}
+        return model | body(questions)
+
+    def read(reply: Any, count: int) -> list[Any]:
+        with decoding(_unreadable):
+            return _checked(numbers(reply), count)
+
+    form = EndpointForm("", settings.batch, asked, read, _NUMBER_BYTES, float)
+    found = ask(settings, form, [_scored_question(settings, answer) for answer in answers])
+    return [_sigmoid(value) for value in found] if settings.sigmoid else found
 
 
-VERIFIER = Verifier(score, label_fault, require, seconds, answer=lambda settings, text: None)
+def _scored_question(settings: ScorerReward, answer: Answered) -> dict[str, Any]:
+    """What is sent of an answer, and so what its number is kept under."""
+    own = {"api": settings.api, "model": settings.model, "text": filled(settings.template, answer)}
+    if settings.api == "score":
+        return own | {"text": answer.text, "prompt": answer.prompt}
+    if settings.api == "openrlhf":
+        return own | {"prompt": answer.context, "label": answer.label}
+    return own
+
+
+def _column(questions: list[dict[str, Any]], name: str) -> list[Any]:
+    return [question[name] for question in questions]
+
+
+def _unreadable(cause: str) -> UnavailableError:
+    return UnavailableError(f"the answer has another form than it should have ({cause})", answered=True)
+
+
+def _checked(values: Sequence[Any], count: int) -> list[Any]:
+    if len(values) != count:
+        raise UnavailableError(f"{len(values)} numbers came for {count} texts", answered=True)
+    return [finite(value) for value in values]
+
+
+def _single(value: Any) -> Any:
+    """The number in lists of one; a model with several outputs is no reward model."""
+    while isinstance(value, list):
+        if len(value) != 1:
+            raise ValueError(f"{len(value)} numbers came for one text, where a reward is one")
+        value = value[0]
+    return value
+
+
+def _plain(reply: Any) -> list[Any]:
+    values = reply["rewards" if "rewards" in reply else "scores"] if isinstance(reply, dict) else reply
+    if not isinstance(values, list):
+        raise TypeError(f"it is a {type(values).__name__} and no list")
+    return [_single(value) for value in values]
+
+
+def _sglang(reply: Any) -> list[Any]:
+    return [_single(one["embedding"]) for one in (reply if isinstance(reply, list) else [reply])]
+
+
+def _vllm(reply: Any) -> list[Any]:
+    rows = {one["index"]: one for one in reply["data"]}
+    if sorted(rows) != list(range(len(reply["data"]))):
+        raise ValueError("its indices do not count its rows")
+    return [_single(_of_row(rows[place])) for place in range(len(rows))]
+
+
+def _of_row(row: Mapping[str, Any]) -> Any:
+    name = next((name for name in ("score", "probs", "data") if name in row), None)
+    if name is None:
+        raise ValueError("a row has no score, probs or data")
+    return row[name]
+
+
+_APIS: dict[str, tuple[Callable[[list[dict[str, Any]]], dict[str, Any]], Callable[[Any], list[Any]]]] = {
+    "plain": (lambda asked: {"texts": _column(asked, "text")}, _plain),
+    "sglang": (lambda asked: {"text": _column(asked, "text")}, _sglang),
+    "vllm": (lambda asked: {"input": _column(asked, "text")}, _vllm),
+    "score": (lambda asked: {"text_1": _column(asked, "prompt"), "text_2": _column(asked, "text")}, _vllm),
+    "openrlhf": (
+        lambda asked: {
+            "query": _column(asked, "text"),
+            "prompts": _column(asked, "prompt"),
+            "labels": _column(asked, "label"),
+        },
+        _plain,
+    ),
+}
+"""What each kind of server is sent, and the numbers in what it answers."""
+
+
+def _sigmoid(value: float) -> float:
+    return 1 / (1 + math.exp(-value)) if value >= 0 else math.exp(value) / (1 + math.exp(value))
+
+
+KINDS = {
+    "judge": Verifier(judge_score, label_fault, require, seconds, answer=lambda settings, text: None),
+    "scorer": Verifier(scorer_score, label_fault, require, seconds, answer=lambda settings, text: None),
+}
