@@ -1,6 +1,6 @@
 """Containers: each command in one of its own, made of an image that this machine has, by podman or docker.
 
-The engine's client is the command that `supervisor.py` watches from outside, as an image may hold no Python.
+The engine's client is the command that `warden.py` watches from outside, as an image may hold no Python.
 Process 1 of a container is the image's own `/bin/sh`, which says that the command begins, starts it and takes
 in its orphans; its end is the end of all. Images are named in a recipe, and run by the digest of what they
 are; nothing is fetched. A client's program is asked, no call of it waits without end, and whatever it answers
@@ -138,7 +138,7 @@ class Container:
     asks_groups: bool = True
     """Whether control groups are asked for."""
     grouped: bool = True
-    """Whether they hold memory and processes: else `supervisor.py` looks, and each process has a limit."""
+    """Whether they hold memory and processes: else `warden.py` looks, and each process has a limit."""
 
     def __str__(self) -> str:
         engine = self.engine
@@ -188,7 +188,7 @@ def digest_of_image(image: str) -> str:
 
 
 def job(place: ContainerPlace, words: Sequence[str], uid: int) -> dict[str, Any]:
-    """What `supervisor.py` is told of a command in the place's container; what its engine reads is put into
+    """What `warden.py` is told of a command in the place's container; what its engine reads is put into
     the temporary folder. `uid`: whose the command is; 0 for the engine's or this process's own user.
 
     Raises `SandboxError` for a path that no engine takes.

@@ -1,7 +1,7 @@
 """What this machine has to keep a process apart: bubblewrap, users and control groups; and a program's start.
 
 A program is a file of this folder that imports the standard library alone and runs with `python -I -S`:
-`supervisor.py` beside a command, `grader.py` with an answer's code. Its job is JSON in a descriptor, and says
+`warden.py` beside a command, `grader.py` with an answer's code. Its job is JSON in a descriptor, and says
 how it, or the command, is confined: `lockdown.confine` reads that. Who starts one says what can be written.
 """
 

@@ -1,7 +1,7 @@
 """What keeps a command apart: bubblewrap where user namespaces work, else a process within limits; or a
 container, where an image is named (`containers.py`).
 
-Each command is a process tree of its own, which begins and ends with it: `supervisor.py` beside it watches
+Each command is a process tree of its own, which begins and ends with it: `warden.py` beside it watches
 over its quotas, kills all of it, and reports. What a command leaves is files. Who is root is exempt from the
 limit of processes: without bubblewrap commands run as a user of their own, and in it a control group counts
 where one can be made, else whoever watches does.
@@ -40,7 +40,7 @@ from opd.sandbox.isolation import (
     started,
 )
 from opd.sandbox.protocol import Limits, Outcome, SandboxError
-from opd.sandbox.supervisor import LENGTH
+from opd.sandbox.warden import LENGTH
 from opd.storage.files import remove_tree
 
 KINDS: tuple[Kind, ...] = ("bubblewrap", "process", "container")
@@ -106,9 +106,9 @@ def run(
             words = [*stack.enter_context(counting_group(place.limits.processes + _WATCHING)), *words]
         kept = (given.fileno(), tell.fileno(), alive.fileno())
         process = stack.enter_context(started(words, job, kept))
-        tell.close()
-        alive.close()
         try:
+            tell.close()
+            alive.close()
             most = LENGTH.size + _REPORT + 2 * place.limits.output
             data = read_until(report.fileno(), most, seconds + patience, cancelled)
         finally:
@@ -124,7 +124,7 @@ def run(
 
 
 def _outcome(data: bytes, place: ContainerPlace) -> Outcome:
-    """What `supervisor.py` reports; where it does not, that. Raises `SandboxError` where a container's engine
+    """What `warden.py` reports; where it does not, that. Raises `SandboxError` where a container's engine
     failed.
     """
     limits = place.limits
@@ -163,7 +163,7 @@ def _user(kind: Kind, place: ContainerPlace) -> Iterator[int]:
 
 
 def _job(kind: Kind, place: ContainerPlace, command: Sequence[str], uid: int) -> dict[str, Any]:
-    """What `supervisor.py` is told, but for how long. `uid`: whose the command is."""
+    """What `warden.py` is told, but for how long. `uid`: whose the command is."""
     words = [*command]
     if not words or any("\0" in word for word in words):
         raise SandboxError("a command is a program and its arguments, without NUL characters")
@@ -194,7 +194,7 @@ def _argv(kind: Kind, place: ContainerPlace) -> list[str]:
         "--dev", "/dev", "--size", str(SHARED), "--tmpfs", "/dev/shm", "--remount-ro", "/dev",
         "--size", str(TEMPORARY), "--tmpfs", "/tmp", *reads, "--bind", str(place.home), HOME, "--chdir", HOME,
     ]  # fmt: skip
-    return command_line(kind, "supervisor.py", options, ("/etc/alternatives",))
+    return command_line(kind, "warden.py", options, ("/etc/alternatives",))
 
 
 def _emptied(folder: Path) -> None:

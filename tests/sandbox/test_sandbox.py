@@ -18,7 +18,7 @@ from boxes import SMALL, gone, named, opened, running
 
 from opd import lockdown
 from opd.errors import StorageError
-from opd.sandbox import supervisor
+from opd.sandbox import warden
 from opd.sandbox.protocol import HomeEntry, SandboxError
 from opd.sandbox.substrates import find_substrate
 
@@ -298,7 +298,7 @@ def test_no_folder_hides_files_from_the_quota(hidden):
         (place / "large").write_bytes(bytes(8 << 20))
         if hidden == "names alone":
             place.chmod(0o400)
-        return int(supervisor.CommandUsage(QUOTA | {"filled": [str(home)]})._too_much())
+        return int(warden.CommandUsage(QUOTA | {"filled": [str(home)]})._too_much())
 
     with tempfile.TemporaryDirectory() as folder:  # which nobody can reach
         os.chmod(folder, 0o777)
