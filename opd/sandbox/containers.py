@@ -146,7 +146,7 @@ class Container:
 
 
 @dataclass(frozen=True, slots=True)
-class ContainerPlace:
+class CommandPlace:
     """Where commands run, and what they may have there."""
 
     home: Path
@@ -187,7 +187,7 @@ def digest_of_image(image: str) -> str:
     return find_container(image).digest
 
 
-def job(place: ContainerPlace, words: Sequence[str], uid: int) -> dict[str, Any]:
+def job(place: CommandPlace, words: Sequence[str], uid: int) -> dict[str, Any]:
     """What `warden.py` is told of a command in the place's container; what its engine reads is put into
     the temporary folder. `uid`: whose the command is; 0 for the engine's or this process's own user.
 

@@ -14,7 +14,7 @@ from threading import Event
 from typing import TypeVar
 
 from opd.errors import StorageError
-from opd.sandbox.containers import ContainerPlace
+from opd.sandbox.containers import CommandPlace
 from opd.sandbox.home import Home, Node, changes
 from opd.sandbox.protocol import HomeEntry, Limits, Outcome, SandboxError
 from opd.sandbox.snapshots import SnapshotStore
@@ -54,7 +54,7 @@ class Sandboxes:
         if folder.exists():
             remove_tree(folder)
         container = self.substrate.container
-        place = ContainerPlace(folder / "home", folder / "tmp", self.limits, self.reads, container)
+        place = CommandPlace(folder / "home", folder / "tmp", self.limits, self.reads, container)
         for path in (place.home, place.temporary):
             path.mkdir(parents=True)
         return LocalSandbox(folder, place, self.substrate, self.store, self._threads)
@@ -70,7 +70,7 @@ class LocalSandbox:
     def __init__(
         self,
         folder: Path,
-        place: ContainerPlace,
+        place: CommandPlace,
         substrate: Substrate,
         store: SnapshotStore,
         threads: ThreadPoolExecutor,

@@ -26,7 +26,7 @@ from typing import Any, Literal
 
 from opd.foreign import decoding, read_document, shown, whole
 from opd.sandbox import containers
-from opd.sandbox.containers import HOME, SHARED, TEMPORARY, VARIABLES, Container, ContainerPlace
+from opd.sandbox.containers import HOME, SHARED, TEMPORARY, VARIABLES, CommandPlace, Container
 from opd.sandbox.isolation import (
     Kind,
     command_line,
@@ -80,7 +80,7 @@ class Substrate:
 
 
 def run(
-    kind: Kind, place: ContainerPlace, command: Sequence[str], stdin: bytes, seconds: float, cancelled: Event
+    kind: Kind, place: CommandPlace, command: Sequence[str], stdin: bytes, seconds: float, cancelled: Event
 ) -> Outcome:
     """One command, from its start to the end of all that it has started, or `cancelled`. Without the files it
     has changed.
@@ -123,7 +123,7 @@ def run(
     return _outcome(data, place)
 
 
-def _outcome(data: bytes, place: ContainerPlace) -> Outcome:
+def _outcome(data: bytes, place: CommandPlace) -> Outcome:
     """What `warden.py` reports; where it does not, that. Raises `SandboxError` where a container's engine
     failed.
     """
@@ -152,7 +152,7 @@ def _outcome(data: bytes, place: ContainerPlace) -> Outcome:
 
 
 @contextlib.contextmanager
-def _user(kind: Kind, place: ContainerPlace) -> Iterator[int]:
+def _user(kind: Kind, place: CommandPlace) -> Iterator[int]:
     """Who a command of root's is meanwhile; 0 where it need not be another. Raises as `own_user`."""
     same = kind == "bubblewrap" or (place.container is not None and place.container.engine.rootless)
     if same or os.getuid():
@@ -162,7 +162,7 @@ def _user(kind: Kind, place: ContainerPlace) -> Iterator[int]:
         yield uid
 
 
-def _job(kind: Kind, place: ContainerPlace, command: Sequence[str], uid: int) -> dict[str, Any]:
+def _job(kind: Kind, place: CommandPlace, command: Sequence[str], uid: int) -> dict[str, Any]:
     """What `warden.py` is told, but for how long. `uid`: whose the command is."""
     words = [*command]
     if not words or any("\0" in word for word in words):
@@ -187,7 +187,7 @@ def _job(kind: Kind, place: ContainerPlace, command: Sequence[str], uid: int) ->
     }
 
 
-def _argv(kind: Kind, place: ContainerPlace) -> list[str]:
+def _argv(kind: Kind, place: CommandPlace) -> list[str]:
     reads = [word for path in place.reads for word in ("--ro-bind", path, path)]
     options = [
         "--disable-userns", "--as-pid-1", "--hostname", "sandbox", "--proc", "/proc", "--remount-ro", "/proc",
@@ -303,7 +303,7 @@ def _tried(kind: Kind, container: Container | None = None) -> Substrate:
     """What this kind keeps a command from, tried. Raises `SandboxError` or `OSError` if it does not work."""
     with probe_input() as (base, asked):
         limits = Limits(seconds=60.0)
-        place = ContainerPlace(base / "home", base / "tmp", limits, container=container)
+        place = CommandPlace(base / "home", base / "tmp", limits, container=container)
         place.home.mkdir()
         place.temporary.mkdir()
         command = [interpreter(), "-I", "-S", "-c", PROBE]
