@@ -125,6 +125,27 @@ def by_another_call():
     assert heard == []
 
 
+def test_of_its_job_a_program_keeps_neither_a_word_nor_a_file(place):
+    source = """
+import os, stat, sys
+def files():
+    found = []
+    for number in range(64):
+        try:
+            found += [number] if stat.S_ISREG(os.fstat(number).st_mode) else []
+        except OSError:
+            pass
+    return found
+def words():
+    return sys.argv[1:]
+"""
+    own = "import sys\nassert sys.argv[1:] == []"
+    assert (
+        run_tests(place, source, ["assert files() == words() == []", own], "", answer_limits()) == [True] * 2
+    )
+    assert run_programs(place, "import sys\nprint(sys.argv[1:])", [""], answer_limits()) == ["[]\n"]
+
+
 FAKES = {
     "exits at once": "import os\nos._exit(0)",
     "exits politely": "raise SystemExit(0)",
