@@ -30,6 +30,10 @@ from opd.pipelines.commands.ending import PREEMPTED
 from opd.pipelines.doctor.checks import number_of
 from opd.pipelines.records.layout import DONE, EPISODES, KEPT
 from opd.redact import redact
+from opd.sandbox.local import Sandboxes
+from opd.sandbox.protocol import Limits, Outcome
+from opd.sandbox.snapshots import SnapshotStore
+from opd.sandbox.substrates import KINDS, Kind, Substrate, find_substrate
 from opd.storage.files import atomic_file
 from opd.storage.wal import LogReport, TokenWAL, read_log
 from opd.types import LoggedRequest

@@ -50,7 +50,7 @@ from opd.pipelines.doctor.models import (
 )
 from opd.pipelines.doctor.rewards import check_rewards, check_sandbox
 from opd.pipelines.doctor.servers import check_servers, check_shared, check_workers
-from opd.pipelines.evaluation.evaluate import said_of_set
+from opd.pipelines.evaluation.sets import said_of_set
 from opd.pipelines.records.run_folder import Accepted, default_path
 
 if TYPE_CHECKING:

@@ -1,14 +1,12 @@
 """Measure every model of a run, greedy and sampled, on the domains' held-out prompts and on evaluation sets.
 
-The sets are loaded here, and evaluation prompts that stand in what a run is trained on are counted. A few
-answers are kept to be read side by side: what base, teacher and student wrote to a prompt.
+Evaluation prompts that stand in what a run is trained on are counted. A few answers are kept to be read side
+by side: what base, teacher and student wrote to a prompt.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
@@ -19,11 +17,11 @@ from transformers import PreTrainedTokenizerBase
 from opd.config import Recipe
 from opd.data.contamination import Index, said, text_of, training_texts
 from opd.data.demonstrations import demonstrations
-from opd.data.load import load_domain
-from opd.errors import CheckpointError, OpdError
+from opd.errors import CheckpointError
 from opd.models.hf_folder import CHECKSUMS, check_folder
 from opd.pipelines.evaluation.engines import Engines
 from opd.pipelines.evaluation.measure import EvaluationPrompts, measure_model
+from opd.pipelines.evaluation.sets import load_sets, of_set
 from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.stages.context import StageContext, baseline_methods
 from opd.pipelines.stages.domains import DomainSet
@@ -34,44 +32,6 @@ from opd.progress import doing
 from opd.ranks import Ranks
 from opd.rollout.prompts import Domain
 from opd.storage.files import digest_of, file_digest, read_sealed, write_sealed
-
-
-def load_sets(recipe: Recipe) -> dict[str, Domain]:
-    """Every evaluation set of `recipe`, all its prompts held out, none to train on.
-
-    Raises `DataError` for a source that cannot be read or is empty.
-    """
-    sets = recipe.evaluation.sets
-    with of_set(sets):
-        return {
-            name: load_domain(name, config, seed=recipe.seed, held_out_prompts=sets[name].prompts)
-            for name, config in recipe.of_sets().domains.items()
-        }
-
-
-@contextmanager
-def of_set(names: Collection[str]) -> Iterator[None]:
-    """Sets go the way of domains; what is wrong with one is said of it, and not of a domain of its name."""
-    try:
-        yield
-    except OpdError as error:
-        told = said_of_set(str(error), names)
-        if told == str(error):
-            raise
-        fault = type(error)(told)
-        fault.of_own_code = error.of_own_code
-        raise fault from error.__cause__
-
-
-def said_of_set(text: str, names: Collection[str]) -> str:
-    """`text` with the names of sets in the place of domains of these names."""
-    for name in sorted(names, key=len, reverse=True):
-        told = re.escape(name)
-        text = re.sub(rf"\bdomains\.{told}(?=[\s.:,;]|$)", f"evaluation.sets.{name}", text)
-        text = re.sub(rf"\bdomain {told}(?=[\s.:,;)]|$)", f"evaluation set {name}", text)
-        if f"evaluation.sets.{name}" in text:
-            text = text.replace("evaluation.prompts_per_domain", f"evaluation.sets.{name}.prompts")
-    return text
 
 
 def contamination(

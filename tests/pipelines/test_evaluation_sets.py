@@ -12,7 +12,8 @@ from opd.data.load import load_domain
 from opd.errors import DataError, RewardError
 from opd.pipelines.doctor.examine import check_contamination, examine
 from opd.pipelines.evaluation import evaluate
-from opd.pipelines.evaluation.evaluate import contamination, load_sets
+from opd.pipelines.evaluation.evaluate import contamination
+from opd.pipelines.evaluation.sets import load_sets
 from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.report import write_report
 from opd.pipelines.run import run_stage

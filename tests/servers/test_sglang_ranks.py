@@ -18,7 +18,7 @@ from opd.metrics import read_metrics
 from opd.pipelines.launch.local import check_ranks
 from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.run import run_stage
-from opd.served import urls_file
+from opd.served import http_pool
 from opd.served.http_client import PoolOptions
 from opd.served.http_pool import HTTPPool, UrlsFile, check_distinct
 from opd.served.loop_thread import LoopThread
@@ -117,7 +117,7 @@ def test_one_server_given_twice_is_refused(sglang, served_models, tmp_path):
 
 
 def test_a_server_that_comes_under_another_url_is_left_out(sglang, tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(urls_file, "LOOK", 0.0)
+    monkeypatch.setattr(http_pool, "LOOK", 0.0)
     loop = LoopThread("test")
     with fault_proxy(("127.0.0.1", sglang.port)) as proxy:
         (tmp_path / "urls").write_text(f"{proxy.endpoint}\n")

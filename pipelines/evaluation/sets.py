@@ -1,0 +1,50 @@
+"""The evaluation sets of a recipe, loaded."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+
+from opd.config import Recipe
+from opd.data.load import load_domain
+from opd.errors import OpdError
+from opd.rollout.prompts import Domain
+
+
+def load_sets(recipe: Recipe) -> dict[str, Domain]:
+    """Every evaluation set of `recipe`, all its prompts held out, none to train on.
+
+    Raises `DataError` for a source that cannot be read or is empty.
+    """
+    sets = recipe.evaluation.sets
+    with of_set(sets):
+        return {
+            name: load_domain(name, config, seed=recipe.seed, held_out_prompts=sets[name].prompts)
+            for name, config in recipe.of_sets().domains.items()
+        }
+
+
+@contextmanager
+def of_set(names: Collection[str]) -> Iterator[None]:
+    """Sets go the way of domains; what is wrong with one is said of it, and not of a domain of its name."""
+    try:
+        yield
+    except OpdError as error:
+        told = said_of_set(str(error), names)
+        if told == str(error):
+            raise
+        fault = type(error)(told)
+        fault.of_own_code = error.of_own_code
+        raise fault from error.__cause__
+
+
+def said_of_set(text: str, names: Collection[str]) -> str:
+    """`text` with the names of sets in the place of domains of these names."""
+    for name in sorted(names, key=len, reverse=True):
+        told = re.escape(name)
+        text = re.sub(rf"\bdomains\.{told}(?=[\s.:,;]|$)", f"evaluation.sets.{name}", text)
+        text = re.sub(rf"\bdomain {told}(?=[\s.:,;)]|$)", f"evaluation set {name}", text)
+        if f"evaluation.sets.{name}" in text:
+            text = text.replace("evaluation.prompts_per_domain", f"evaluation.sets.{name}.prompts")
+    return text
