@@ -16,9 +16,9 @@ from functools import lru_cache, partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal
 
+from opd.child import LONGEST, LimitedProcess
 from opd.data.messages import THOUGHTS
 from opd.foreign import decoding, read_document, shown
-from opd.limited import LONGEST, LimitedProcess
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

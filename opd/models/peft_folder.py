@@ -27,9 +27,9 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from opd.child import LONGEST, LimitedProcess
 from opd.errors import CheckpointError, ModelError, reason_of
 from opd.foreign import is_unset, read_document, shown, whole
-from opd.limited import LONGEST, LimitedProcess
 from opd.models.hf_folder import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,

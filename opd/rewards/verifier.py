@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any, TypeVar
 
+from opd.child import LONGEST, LimitedProcess
 from opd.foreign import decoding, read_document
-from opd.limited import LONGEST, LimitedProcess
 
 Score = float | dict[str, float]
 

@@ -99,7 +99,7 @@ def test_what_ended_the_process_is_not_waited_for_again(monkeypatch):
     for _ in range(2):
         with pytest.raises(TemplateError, match="took more than"):
             render(tokenizer, MESSAGES, {})
-        assert chat_templates._renderer().process._process is None  # the second time none was started
+        assert chat_templates._renderer().process._child is None  # the second time none was started
 
 
 @pytest.mark.slow
@@ -108,15 +108,15 @@ def test_a_process_that_somebody_else_ended_is_not_the_templates_fault(at_work):
     tokenizer = tiny.tokenizer()
     tokenizer.chat_template = HONEST[0]
     expected = render(tokenizer, MESSAGES, {})
-    process = chat_templates._renderer().process._process
+    process = chat_templates._renderer().process._child
     assert process is not None
     if at_work:
         os.kill(process.pid, signal.SIGSTOP)  # it has the conversation, and is ended before it answers
-        threading.Timer(0.5, process.kill).start()
+        threading.Timer(0.5, process.send_signal, [signal.SIGKILL]).start()
     else:
         os.kill(process.pid, signal.SIGKILL)
     assert render(tokenizer, MESSAGES, {}) == expected
-    assert process.returncode == -signal.SIGKILL
+    assert process.status() == -signal.SIGKILL
 
 
 def test_templates_see_no_secret_and_their_process_ends_with_ours(monkeypatch):
@@ -125,14 +125,14 @@ def test_templates_see_no_secret_and_their_process_ends_with_ours(monkeypatch):
     tokenizer = tiny.tokenizer()
     tokenizer.chat_template = HONEST[0]
     render(tokenizer, MESSAGES, {})
-    process = chat_templates._renderer().process._process
+    process = chat_templates._renderer().process._child
     assert process is not None
     seen = Path(f"/proc/{process.pid}/environ").read_bytes()
     assert b"hf_secret" not in seen
     assert b"PATH=" in seen
     assert os.getpgid(process.pid) != os.getpgid(0)
     chat_templates._renderer().process.close()
-    assert process.returncode is not None
+    assert process.status() is not None
 
 
 @pytest.mark.slow

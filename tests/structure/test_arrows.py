@@ -71,7 +71,7 @@ def test_no_test_changes_where_modules_are_looked_for():
 
 def test_no_module_changes_where_modules_are_looked_for():
     """With a folder of opd among those places `import megatron` would find opd's."""
-    names = ("opd.sandbox.warden", "opd.sandbox.grader", "opd.limited")
+    names = ("opd.sandbox.warden", "opd.sandbox.grader", "opd.child")
     code = f"import sys; before = list(sys.path); import {', '.join(names)}; assert sys.path == before"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 

@@ -1,0 +1,267 @@
+"""Child processes: how one is started, what is said to and by it, and how it ends; and those within limits.
+
+Parent and child have an end each of a socket pair, on which a message is a line of JSON. What a child prints
+is no message. When the parent is gone, also after kill -9, its end is closed: whoever `listen`s ends by that.
+
+A `LimitedProcess` computes for us what nobody trusts, one request after another. A chat template, a formula
+or a regular expression may take hours or all memory, in the middle of what a library computes, where no
+thread can be stopped. Such a process has no secrets in its environment, so many seconds of processor time a
+request, and so much memory; what goes beyond ends it, and the next request starts another. Where the kernel
+can see to it, it changes no file, and starts and reaches nothing. What is computed is `answer(request)` of a
+module, which takes and returns what JSON can hold, after its `prepare()`: the imports, which count against no
+limit.
+
+This file is also the program of such a process, and an interpreter that has no `opd` loads it by its path: it
+imports nothing of `opd` before it has found it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import IO, Any
+
+PARENT = "OPD_PARENT"
+"""Variable of a child's environment: the descriptor of its end."""
+LONGEST = 1 << 24
+"""Bytes of an answer of a `LimitedProcess`."""
+_PASSED = ("PATH", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", "HOME", "LANG", "LC_ALL", "TZ", "TMPDIR")
+_PIECE = 1 << 16
+
+
+class Channel:
+    """One end of the socket pair between a parent and its child. Threads may speak side by side."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self._end, self._turn, self._heard = end, threading.Lock(), bytearray()
+
+    def say(self, message: Any, **options: Any) -> None:
+        """Send `message`. Raises `OSError` if nobody is there to hear it. `options`: of `json.dumps`."""
+        data = json.dumps(message, **options).encode() + b"\n"
+        with self._turn:
+            self._end.sendall(data)
+
+    def hear(self, seconds: float | None = None, most: int = 1 << 40) -> bytes | None:
+        """The next message as JSON that nobody has looked at; `None` if none is whole after `seconds`. Raises
+        `EOFError` once none can come any more, and where it has more than `most` bytes.
+        """
+        looked = 0
+        while (end := self._heard.find(b"\n", looked)) < 0:
+            looked = len(self._heard)
+            if seconds is not None and not self.stirs(seconds):
+                return None
+            with contextlib.suppress(OSError):  # a child that was killed before it had read all
+                self._heard += self._end.recv(_PIECE)
+            if len(self._heard) == looked or looked > most:
+                raise EOFError
+        line = bytes(self._heard[:end])
+        del self._heard[: end + 1]
+        return line
+
+    def stirs(self, seconds: float) -> bool:
+        """Whether something comes within `seconds`, or the other end is closed, by all who have it."""
+        poll = select.poll()  # `select.select` refuses descriptors from 1024 on
+        poll.register(self._end, select.POLLIN)
+        return bool(poll.poll(1000 * seconds))
+
+    def hang_up(self) -> None:
+        """Say no more: the other one hears the end, and may still speak."""
+        with contextlib.suppress(OSError):
+            self._end.shutdown(socket.SHUT_WR)
+
+    def close(self) -> None:
+        """Neither speak nor hear any more."""
+        self._end.close()
+
+
+class Child:
+    """A process that `command` begins, with nothing to read. Raises `OSError` if it cannot be begun.
+
+    Args:
+        command: Program and arguments.
+        environment: All of it; by default this process's own.
+        log: Where it prints; by default where this process does.
+        apart: In a session of its own: Ctrl-C is for this process alone.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str] | None = None,
+        log: IO[bytes] | int | None = None,
+        *,
+        apart: bool = False,
+    ) -> None:
+        ours, theirs = socket.socketpair()
+        self.channel = Channel(ours)
+        own = {**(os.environ if environment is None else environment), PARENT: str(theirs.fileno())}
+        try:
+            with theirs:
+                self._process = subprocess.Popen(
+                    command,
+                    env=own,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    pass_fds=[theirs.fileno()],
+                    start_new_session=apart,
+                )
+        except BaseException:
+            ours.close()
+            raise
+        self.pid = self._process.pid
+
+    def status(self) -> int | None:
+        """Its exit status; `None` while it runs."""
+        return self._process.poll()
+
+    def wait(self, seconds: float | None = None) -> int | None:
+        """Its exit status, once it has ended; `None` if it has not within `seconds`."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self._process.wait(seconds)
+        return None
+
+    def send_signal(self, number: int) -> None:
+        """Send it a signal, if it runs."""
+        if self.status() is None:
+            os.kill(self.pid, number)
+
+    def end(self) -> None:
+        """Kill it, if it runs, and wait until it is gone."""
+        self.send_signal(signal.SIGKILL)
+        self.channel.close()
+        self.wait()
+
+
+def parent_channel() -> Channel | None:
+    """To the process that started this one as its `Child`; `None` in any other. Children of this one do not
+    inherit it.
+    """
+    number = os.environ.pop(PARENT, None)
+    if number is None:
+        return None
+    os.set_inheritable(int(number), False)
+    return Channel(socket.socket(fileno=int(number)))
+
+
+def listen(
+    channel: Channel,
+    hear: Callable[[bytes], Any] = lambda message: None,
+    ended: Callable[[], Any] = lambda: os._exit(1),
+) -> None:
+    """Give `hear` what the parent says, in a thread. When that is gone, this process ends at once, in the
+    middle of whatever it does, unless `ended` does something else.
+    """
+
+    def attend() -> None:
+        with contextlib.suppress(EOFError):
+            while (message := channel.hear()) is not None:
+                hear(message)
+        ended()
+
+    threading.Thread(target=attend, daemon=True).start()
+
+
+class LimitedProcess:
+    """One such process, started at the first request and after one that ended it; threads take turns."""
+
+    def __init__(self, module: str, memory: int) -> None:
+        """`module`: the full name of the one with `answer` and `prepare`. `memory`: bytes beside what the
+        process takes once it is prepared.
+        """
+        self.owner = os.getpid()
+        self._module = module
+        self._memory = memory
+        self._lock = threading.Lock()
+        self._child: Child | None = None
+        atexit.register(self.close)
+
+    def ask(self, request: Mapping[str, Any], seconds: float) -> bytes | None:
+        """The answer, as JSON that nobody has looked at; `None` if the process ended over the request, or
+        would have answered with more than `LONGEST` bytes. `seconds` of processor time. One that somebody
+        else ended, such as the kernel where memory ran out, is started again, and asked once more.
+        """
+        with self._lock:
+            if self._child is not None and self._child.status() is not None:
+                self._end()
+            answer, killed = self._asked([seconds, request])
+            if answer is None and killed:
+                answer, _ = self._asked([seconds, request])
+            return answer
+
+    def _asked(self, message: list[Any]) -> tuple[bytes | None, bool]:
+        """The answer; and where there is none, whether the process was ended by another one."""
+        child = self._child or self._start()
+        with contextlib.suppress(EOFError, OSError):
+            child.channel.say(message)
+            return child.channel.hear(most=LONGEST), False
+        killed = child.wait(1.0) in (-signal.SIGKILL, -signal.SIGTERM)  # not one that answers with too much
+        self._end()
+        return None, killed
+
+    def _start(self) -> Child:
+        environment = {name: os.environ[name] for name in _PASSED if name in os.environ}
+        environment |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        around = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+        # -P: the modules beside this file are not the libraries of their names.
+        command = [sys.executable, "-P", __file__, around, self._module, str(self._memory)]
+        self._child = Child(command, environment, subprocess.DEVNULL, apart=True)
+        return self._child
+
+    def _end(self) -> None:
+        child, self._child = self._child, None
+        if child is not None:
+            child.end()
+
+    def close(self) -> None:
+        """End the process, if there is one; a later request starts another."""
+        if self.owner == os.getpid():  # a forked process ends nothing of its parent's
+            self._end()
+
+
+def _answer_within_limits(around: str, name: str, memory: int) -> None:
+    """Answer what comes until nobody is there to ask; the rest of the file is who asks."""
+    import importlib
+    import resource
+
+    channel = parent_channel()
+    assert channel is not None
+    sys.path.append(around)
+    module = importlib.import_module(name)
+    module.prepare()
+    with open("/proc/self/statm", encoding="ascii") as file:
+        pages = int(file.read().split()[0])
+    most = pages * resource.getpagesize() + memory
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (most if soft < 0 else min(soft, most), hard))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    from opd.lockdown import refuse_calls, restrict_files
+
+    restrict_files(["/"])
+    refuse_calls()
+    while (data := channel.hear()) is not None:
+        seconds, request = json.loads(data)
+        # Nothing answers this signal: it ends the process, in the middle of whatever a library computes.
+        signal.setitimer(signal.ITIMER_PROF, seconds)
+        try:
+            answer = module.answer(request)
+        except MemoryError:
+            answer = {"error": f"a MemoryError: it may take {memory >> 20} MiB"}
+        except Exception as error:  # what is asked raises what it likes
+            answer = {"error": f"{type(error).__name__}: {str(error)[:400]}".removesuffix(": ")}
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        channel.say(answer)
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(EOFError):  # who asked is gone
+        _answer_within_limits(sys.argv[1], sys.argv[2], int(sys.argv[3]))
