@@ -32,6 +32,8 @@ from typing import IO, Any
 
 PARENT = "OPD_PARENT"
 """Variable of a child's environment: the descriptor of its end."""
+MOST = 1 << 26
+"""Bytes of a message, unless who hears it says otherwise."""
 LONGEST = 1 << 24
 """Bytes of an answer of a `LimitedProcess`."""
 _PASSED = ("PATH", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", "HOME", "LANG", "LC_ALL", "TZ", "TMPDIR")
@@ -50,7 +52,7 @@ class Channel:
         with self._turn:
             self._end.sendall(data)
 
-    def hear(self, seconds: float | None = None, most: int = 1 << 40) -> bytes | None:
+    def hear(self, seconds: float | None = None, most: int = MOST) -> bytes | None:
         """The next message as JSON that nobody has looked at; `None` if none is whole after `seconds`. Raises
         `EOFError` once none can come any more, and where it has more than `most` bytes.
         """
@@ -132,8 +134,7 @@ class Child:
 
     def send_signal(self, number: int) -> None:
         """Send it a signal, if it runs."""
-        if self.status() is None:
-            os.kill(self.pid, number)
+        self._process.send_signal(number)
 
     def end(self) -> None:
         """Kill it, if it runs, and wait until it is gone."""
@@ -157,9 +158,9 @@ def listen(
     channel: Channel,
     hear: Callable[[bytes], Any] = lambda message: None,
     ended: Callable[[], Any] = lambda: os._exit(1),
-) -> None:
-    """Give `hear` what the parent says, in a thread. When that is gone, this process ends at once, in the
-    middle of whatever it does, unless `ended` does something else.
+) -> threading.Thread:
+    """Give `hear` what the other one says, in the thread that is returned. When that one is gone, this
+    process ends at once, in the middle of whatever it does, unless `ended` does something else.
     """
 
     def attend() -> None:
@@ -168,7 +169,9 @@ def listen(
                 hear(message)
         ended()
 
-    threading.Thread(target=attend, daemon=True).start()
+    thread = threading.Thread(target=attend, name="opd listens", daemon=True)
+    thread.start()
+    return thread
 
 
 class LimitedProcess:
@@ -248,7 +251,7 @@ def _answer_within_limits(around: str, name: str, memory: int) -> None:
 
     restrict_files(["/"])
     refuse_calls()
-    while (data := channel.hear()) is not None:
+    while (data := channel.hear(most=1 << 40)) is not None:
         seconds, request = json.loads(data)
         # Nothing answers this signal: it ends the process, in the middle of whatever a library computes.
         signal.setitimer(signal.ITIMER_PROF, seconds)

@@ -1,7 +1,7 @@
 """Environments in processes of their own, a few that act in many worlds each (`environment.processes`).
 
 A world of plain Python that computes would hold up the decoder, with which it shares an interpreter; here it
-does not. Worker and pool speak JSON, a line each way for each call. A worker that dies, or in which a call
+does not. A worker that dies, or in which a call
 takes too long and which is ended for that, fails the worlds that were in it; they are made anew elsewhere and
 brought to where they were, as any that fails (`opd.environments.world`).
 """
@@ -13,24 +13,23 @@ import atexit
 import contextlib
 import itertools
 import json
-import os
-import subprocess
+import signal
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict
+from queue import SimpleQueue
 from typing import Any
 
+from opd.child import Child, listen, parent_channel
 from opd.config.environments import BUILT_IN
 from opd.environments.protocol import Action, Step, Task, ToolCall
 from opd.errors import ConfigError
 from opd.imports import import_attribute
 
-MOST_LINE = 64 << 20
-"""Bytes of a call or an answer."""
 _ENDING = 5.0
-"""Seconds that a killed worker may take to be gone."""
+"""Seconds that a worker may take to be gone once it was killed, or says no more."""
 
 
 class WorkerError(Exception):
@@ -42,18 +41,14 @@ class Worker:
 
     def __init__(self, command: Sequence[str]) -> None:
         """Raises `OSError` if it cannot be begun."""
-        pipe = subprocess.PIPE
-        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe)
+        self._child = Child(command, log=2)
         self._waiting: dict[int, Future[Any]] = {}
         self._numbers = itertools.count()
         self._lock = threading.Lock()
-        self._pipe = threading.Lock()
-        """Whose turn it is to write. The reader does not wait for it: the worker may wait for the reader."""
         self.worlds = 0
         """Open in it."""
         self.dead = False
-        self._reader = threading.Thread(target=self._read, name="environments of a worker", daemon=True)
-        self._reader.start()
+        self._listener = listen(self._child.channel, self._hear, self._ended)
 
     async def call(self, world: int, what: str, given: Any, *, ends: bool = True) -> Any:
         """What the worker answers. Raises `WorkerError`; who stops waiting ends the worker, if it `ends`."""
@@ -63,8 +58,9 @@ class Worker:
             self._waiting[number] = found
             dead = self.dead
         if not dead:
-            line = json.dumps([number, world, what, given]).encode() + b"\n"
-            await asyncio.get_running_loop().run_in_executor(None, self._write, line)
+            # In a thread: the worker may wait for who reads its answers.
+            message = [number, world, what, given]
+            await asyncio.get_running_loop().run_in_executor(None, self._say, message)
         else:
             self._fail()
         try:
@@ -76,55 +72,44 @@ class Worker:
 
     def tell(self, world: int, what: str) -> None:
         """A call that is not answered."""
-        line = json.dumps([next(self._numbers), world, what, None]).encode() + b"\n"
-        threading.Thread(target=self._write, args=(line,), daemon=True).start()
+        message = [next(self._numbers), world, what, None]
+        threading.Thread(target=self._say, args=(message,), daemon=True).start()
 
     def end(self) -> None:
         """Kill it: its calls fail."""
         self.dead = True
-        self._process.kill()
+        self._child.send_signal(signal.SIGKILL)
 
     def wait(self) -> None:
         """Until it has ended, for a few seconds at most."""
-        self._reader.join(_ENDING)
+        self._listener.join(_ENDING)
 
-    def _write(self, line: bytes) -> None:
-        pipe = self._process.stdin
-        assert pipe is not None
-        # One that has died has closed pipes: the reader says so.
-        with self._pipe, contextlib.suppress(OSError, ValueError):
-            pipe.write(line)
-            pipe.flush()
+    def _say(self, message: Any) -> None:
+        with contextlib.suppress(OSError):  # it has died: the listener says so
+            self._child.channel.say(message)
 
-    def _read(self) -> None:
-        pipe = self._process.stdout
-        assert pipe is not None
+    def _hear(self, answer: bytes) -> None:
         try:
-            while line := pipe.readline(MOST_LINE):
-                number, value, error = json.loads(line)
-                with self._lock:
-                    found = self._waiting.pop(number, None)
-                if found is None or not found.set_running_or_notify_cancel():
-                    continue
-                found.set_result(value) if error is None else found.set_exception(WorkerError(error))
+            number, value, error = json.loads(answer)
         except ValueError:  # not its own words
-            self._process.kill()
-        finally:
-            self.dead = True
-            self._process.wait()
-            with self._pipe:
-                for one in (pipe, self._process.stdin):
-                    if one is not None:
-                        with contextlib.suppress(OSError):
-                            one.close()
-            self._fail()
+            return self.end()
+        with self._lock:
+            found = self._waiting.pop(number, None)
+        if found is not None and found.set_running_or_notify_cancel():
+            found.set_result(value) if error is None else found.set_exception(WorkerError(error))
+
+    def _ended(self) -> None:
+        self._child.wait(_ENDING)  # one that ends by itself has a status of its own
+        self._child.end()
+        self.dead = True
+        self._fail()
 
     def _fail(self) -> None:
         with self._lock:
             waiting, self._waiting = list(self._waiting.values()), {}
         for found in waiting:
             if found.set_running_or_notify_cancel():
-                found.set_exception(WorkerError(f"its process ended with status {self._process.poll()}"))
+                found.set_exception(WorkerError(f"its process ended with status {self._child.status()}"))
 
 
 class Processes:
@@ -209,22 +194,19 @@ def shared(kind: str, count: int) -> Processes:
 
 def _serve(kind: str) -> None:
     """Answer calls until nobody is there to make any."""
-    # What a library prints is no answer.
-    answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that calls
+    channel = parent_channel()
+    assert channel is not None
+    calls: SimpleQueue[bytes] = SimpleQueue()
+    listen(channel, calls.put)
     made: Any = import_attribute(BUILT_IN[kind], "environment.type", ConfigError)
     worlds: dict[int, Any] = {}
-    for line in iter(lambda: sys.stdin.buffer.readline(MOST_LINE), b""):
-        number, world, what, given = json.loads(line)
-        value, failure = None, None
+    while True:
+        number, world, what, given = json.loads(calls.get())
         try:
-            value = _done(made, worlds, world, what, given)
-            told = json.dumps([number, value, None])
+            channel.say([number, _done(made, worlds, world, what, given), None])
         except Exception as error:  # told to who called
-            failure = f"{type(error).__name__}: {error}"
-            told = json.dumps([number, None, failure])
-        answers.write(told.encode() + b"\n")
-        answers.flush()
+            channel.say([number, None, f"{type(error).__name__}: {error}"])
 
 
 def _done(made: Callable[..., Any], worlds: dict[int, Any], world: int, what: str, given: Any) -> Any:

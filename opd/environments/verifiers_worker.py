@@ -1,6 +1,6 @@
 """The process that holds one environment of the library verifiers, and plays its episodes side by side.
 
-It is run by whichever interpreter has the library, so it uses nothing of `opd`. It is asked in lines of JSON,
+It is run by whichever interpreter has the library, so it uses nothing of `opd` but `child.py`. It is asked
 `[number, episode, what, given]`, and answers each with `[number, value, error]`: `ready` with how many tasks
 there are, `prompts` with the texts of some, `play` with what the environment makes of an episode whose model
 is asked at an address with OpenAI's API; `cancel` is for an episode that nobody waits for.
@@ -10,16 +10,18 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import importlib
+import importlib.util
 import itertools
 import json
 import os
 import sys
-import threading
+import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-MOST_LINE = 64 << 20
+_ENDING = 10.0
+"""Seconds in which the library may end what it has started, once nobody is there to ask."""
 
 
 class VerifiersWorld:
@@ -110,29 +112,33 @@ class VerifiersWorld:
 class Serving:
     """Answers calls until nobody is there to make any."""
 
-    def __init__(self, settings: Mapping[str, Any], answers: Any) -> None:
-        self._settings, self._answers = settings, answers
+    def __init__(self, settings: Mapping[str, Any], channel: Any) -> None:
+        self._settings, self._channel = settings, channel
         self._playing: dict[int, asyncio.Task[None]] = {}
-        self._lines: asyncio.Queue[bytes] = asyncio.Queue()
+        self._calls: asyncio.Queue[bytes] = asyncio.Queue()
         self._world: VerifiersWorld | None = None
 
-    async def run(self) -> None:
-        """Until the end of standard input."""
+    async def run(self, listen: Any) -> None:
+        """Until the other end of the channel is closed."""
         loop = asyncio.get_running_loop()
-        threading.Thread(target=self._read, args=(loop,), daemon=True).start()
-        while line := await self._lines.get():
-            number, episode, what, given = json.loads(line)
+
+        def hear(call: bytes) -> None:
+            loop.call_soon_threadsafe(self._calls.put_nowait, call)
+
+        def ended() -> None:
+            hear(b"")
+            time.sleep(_ENDING)
+            os._exit(1)
+
+        listen(self._channel, hear, ended)
+        while call := await self._calls.get():
+            number, episode, what, given = json.loads(call)
             if what == "cancel":
                 if episode in self._playing:
                     self._playing[episode].cancel()
                 continue
             self._playing[episode] = task = asyncio.create_task(self._answer(number, episode, what, given))
             task.add_done_callback(lambda _, episode=episode: self._playing.pop(episode, None))
-
-    def _read(self, loop: asyncio.AbstractEventLoop) -> None:
-        for line in iter(lambda: sys.stdin.buffer.readline(MOST_LINE), b""):
-            loop.call_soon_threadsafe(self._lines.put_nowait, line)
-        loop.call_soon_threadsafe(self._lines.put_nowait, b"")
 
     async def _answer(self, number: int, episode: int, what: str, given: Any) -> None:
         try:
@@ -142,19 +148,18 @@ class Serving:
                 value = await self._world.play(episode, *given)
             else:
                 value = self._world.ready() if what == "ready" else self._world.prompts(given)
-            told = json.dumps([number, value, None], allow_nan=False)
+            self._channel.say([number, value, None], allow_nan=False)
         except (Exception, SystemExit) as error:  # told to who called
             said = " ".join(f"{type(error).__name__}: {error}".split())
-            told = json.dumps([number, None, said[:4000]])
-        self._answers.write(told.encode() + b"\n")
-        self._answers.flush()
+            self._channel.say([number, None, said[:4000]])
 
 
 def main() -> None:
     """Serve the environment that the one argument says."""
-    answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what a library prints is no answer
-    asyncio.run(Serving(json.loads(sys.argv[1]), answers).run())
+    spec: Any = importlib.util.spec_from_file_location("opd_child", Path(__file__).parents[1] / "child.py")
+    child = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(child)
+    asyncio.run(Serving(json.loads(sys.argv[1]), child.parent_channel()).run(child.listen))
 
 
 if __name__ == "__main__":

@@ -5,7 +5,11 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
+import sys
+import time
 from functools import partial
+from pathlib import Path
 
 import chatting
 import pytest
@@ -60,7 +64,7 @@ def test_many_worlds_in_two_workers_say_what_they_say_here_and_survive_a_worker(
     def kill(turn: int) -> None:
         if turn == 2 and not ended:  # by the first world that gets there, not by each: it has three attempts
             ended.append(pool._workers[0])
-            os.kill(ended[0]._process.pid, signal.SIGKILL)
+            os.kill(ended[0]._child.pid, signal.SIGKILL)
 
     async def all_of_them():
         one = [await played(here(label)) for label in range(6)]
@@ -85,7 +89,7 @@ def test_who_stops_waiting_ends_the_worker(pool):
         made = pool.open(LAKE)
         await made.reset(task())
         for worker in pool._workers:
-            os.kill(worker._process.pid, signal.SIGSTOP)  # so that it does not answer first
+            os.kill(worker._child.pid, signal.SIGSTOP)  # so that it does not answer first
         call = asyncio.ensure_future(made.step(Action("1")))
         await asyncio.sleep(0.05)
         call.cancel()
@@ -96,6 +100,42 @@ def test_who_stops_waiting_ends_the_worker(pool):
         await made.close()
 
     asyncio.run(hurried())
+
+
+ENDLESS = """
+import gymnasium
+class Endless(gymnasium.Env):
+    action_space = observation_space = gymnasium.spaces.Discrete(2)
+    def reset(self, **options):
+        open("there", "w").close()
+        while True:
+            pass
+gymnasium.register("Endless-v0", Endless)
+"""
+CALLS_IT = """
+import asyncio, os
+from opd.environments.processes import Processes
+from opd.environments.protocol import Task
+async def call():
+    pool = Processes("gymnasium", 1)
+    asyncio.ensure_future(pool.open({"id": "endless:Endless-v0"}).reset(Task("a/0", "a", [], 0, {}, 7)))
+    while not os.path.exists("there"):
+        await asyncio.sleep(0.01)
+    print(pool._workers[0]._child.pid, flush=True)
+    await asyncio.sleep(600)
+asyncio.run(call())
+"""
+
+
+def test_a_worker_at_work_ends_with_a_killed_run(tmp_path):
+    (tmp_path / "endless.py").write_text(ENDLESS)
+    command = [sys.executable, "-c", CALLS_IT]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=tmp_path) as process:
+        assert process.stdout is not None
+        worker = Path(f"/proc/{int(process.stdout.readline())}/stat")
+        process.kill()
+    while worker.exists() and " Z " not in worker.read_text():
+        time.sleep(0.01)
 
 
 def test_episodes_of_a_recipe_are_the_same_in_processes():
