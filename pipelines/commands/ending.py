@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import IO, Any, NoReturn
 
+from opd.child import PARENT
 from opd.errors import OpdError, PreemptedError, RanksError
 from opd.foreign import printable
 from opd.output import guard_streams
@@ -40,7 +41,7 @@ _GOING_ON = ("--resume", "--accept-changed-code", "--accept-changed-settings")
 def started_by(words: Sequence[str]) -> Iterator[None]:
     """While the block runs, this process and those that it starts know by which words of a command."""
     before = os.environ.get(_COMMAND)
-    if "OPD_SUPERVISOR" not in os.environ:  # else this is a process of the command's
+    if PARENT not in os.environ:  # else this is a process of the command's
         command = shlex.join(["opd", *(word for word in words if word not in _GOING_ON)])
         os.environ[_COMMAND] = command.replace("\0", "")  # which no environment holds; it is refused later
     try:
@@ -88,7 +89,7 @@ def _ended(command: Callable[[], int], resumes: bool) -> int:
 def _say_stopped(sentence: str) -> None:
     """Of a rank the process that started it says so, whichever has stopped first."""
     launching = sys.modules.get("opd.pipelines.launch.supervisor")  # nothing is imported on the way out
-    if "OPD_SUPERVISOR" not in os.environ and (launching is None or launching.parent() is None):
+    if PARENT not in os.environ and (launching is None or launching.parent() is None):
         _say(sentence)
 
 

@@ -96,7 +96,7 @@ def _run_ranks(folder: Path) -> None:
                     )
     except MemberFailedError as failed:
         rank = failed.member
-        lines = rank.log.read_text("utf-8", "replace").strip().splitlines() or [rank.status()]
+        lines = rank.log.read_text("utf-8", "replace").strip().splitlines() or [rank.child.status()]
         raise TeacherError(f"Megatron-Core {rank.name} failed: {lines[-1]}") from None
 
 

@@ -11,9 +11,7 @@ import json
 import math
 import os
 import signal
-import subprocess
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,13 +19,11 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import cache
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from opd import errors
+from opd.child import Channel, Child, listen, parent_channel
 from opd.errors import OpdError, PreemptedError
 from opd.output import log_again
 from opd.own_code import named
@@ -41,7 +37,6 @@ LAST_WORDS = 5.0
 """Seconds the other members have to say what they know once one has failed."""
 REFUSED = 2
 """Exit status of a process that has said what is wrong."""
-_SUPERVISOR = "OPD_SUPERVISOR"
 _SIGNALS = {"stop": signal.SIGTERM, "suspend": signal.SIGUSR1, "wake": signal.SIGUSR2}
 
 
@@ -228,53 +223,40 @@ class Supervisor:
 
 @dataclass
 class ProcessMember:
-    """A child process that says what it has to say over a connection, and then exits."""
+    """A child that says what it has to say, and then exits."""
 
     name: str
     """How errors call it."""
-    process: subprocess.Popen[bytes] | BaseProcess
-    connection: Connection
-    """Its `Parent` has the other end."""
+    child: Child
     log: Path | None = None
     """Where it writes what it prints, if that is not this process's terminal."""
     by_status: bool = False
     """Whether exit status 0 says that its work is done."""
     _last: Message | None = field(default=None, init=False)
 
-    def status(self) -> int | None:
-        """Its exit status; `None` while it runs."""
-        process = self.process
-        return process.poll() if isinstance(process, subprocess.Popen) else process.exitcode
-
     def poll(self) -> Iterator[Message]:
         """See the protocol. It has ended when it has exited."""
-        status = self.status()  # first: what it said before is there then
-        with suppress(EOFError, OSError):
-            while self.connection.poll():
-                kind, *words = json.loads(self.connection.recv_bytes())
+        status = self.child.status()  # first: what it said before is there then
+        with suppress(EOFError):
+            while (said := self.child.channel.hear(0.0)) is not None:
+                kind, *words = json.loads(said)
                 message = Message(kind, tuple(words))
                 if message.kind in ON_THE_WAY:
                     yield message
                 else:
                     self._last = message
         if status is not None:
-            self.connection.close()
+            self.child.channel.close()
             done = status == 0 and self.by_status
             yield self._last or Message("done" if done else "left", (status,))
 
     def ask(self, what: str) -> None:
         """See the protocol."""
-        self._signal(_SIGNALS[what])
+        self.child.send_signal(_SIGNALS[what])
 
     def end(self) -> None:
         """See the protocol."""
-        self._signal(signal.SIGKILL)
-        self.connection.close()  # one that cannot be reached ends by this
-        self.process.wait() if isinstance(self.process, subprocess.Popen) else self.process.join()
-
-    def _signal(self, number: signal.Signals) -> None:
-        if self.status() is None and self.process.pid is not None:
-            os.kill(self.process.pid, number)
+        self.child.end()
 
 
 def start_command(
@@ -288,16 +270,12 @@ def start_command(
     """A member that runs `command`, with more in its environment. It prints into `log`, if there is one.
     Unless its work is done `by_status`, it says that it is.
     """
-    ours, theirs = Pipe()
     # All of them are on this machine, so gloo needs no other interface.
     gloo = {"GLOO_SOCKET_IFNAME": "lo"} if sys.platform.startswith("linux") else {}
-    given = {**gloo, **os.environ, **environment, _SUPERVISOR: str(theirs.fileno())}
-    with theirs, ExitStack() as stack, heard_later():
+    with ExitStack() as stack, heard_later():
         out = None if log is None else stack.enter_context(log.open("wb"))
-        process = subprocess.Popen(
-            command, env=given, stdin=subprocess.DEVNULL, stdout=out, stderr=out, pass_fds=[theirs.fileno()]
-        )
-    return ProcessMember(name, process, ours, log, by_status)
+        child = Child(command, {**gloo, **os.environ, **environment}, out)
+    return ProcessMember(name, child, log, by_status)
 
 
 @contextmanager
@@ -317,30 +295,22 @@ class Parent:
     once: a killed run must not go on writing into its folder.
     """
 
-    def __init__(self, connection: Connection) -> None:
-        self._connection, self._lock = connection, threading.Lock()
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        threading.Thread(target=self._watch, daemon=True).start()
+        listen(channel)
 
     def say(self, kind: str, *words: Any) -> None:
         """See `Message`; what the supervisor cannot hear any more is dropped."""
-        with self._lock, suppress(OSError):
-            self._connection.send_bytes(json.dumps([kind, *words], default=str).encode())
-
-    def _watch(self) -> None:
-        with suppress(EOFError, OSError):
-            self._connection.recv_bytes()  # nothing is ever said to a member
-        os._exit(1)
+        with suppress(OSError):
+            self._channel.say([kind, *words], default=str)
 
 
 @cache
 def parent() -> Parent | None:
     """Of a process that `start_command` started; `None` for any other."""
-    number = os.environ.pop(_SUPERVISOR, None)  # what this process starts is none
-    if number is None:
-        return None
-    os.set_inheritable(int(number), False)
-    return Parent(Connection(int(number)))
+    channel = parent_channel()
+    return None if channel is None else Parent(channel)
 
 
 def last_words(

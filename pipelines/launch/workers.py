@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import multiprocessing
-from multiprocessing.connection import Connection, Pipe
+import os
+import socket
 from multiprocessing.context import ForkServerContext
 
+from opd.child import Channel, Child
 from opd.config import Recipe
 from opd.errors import OpdError
 from opd.output import Logged, as_words, streams_into
@@ -49,26 +51,46 @@ def run_side_by_side(recipe: Recipe, folder: RunFolder, stages: list[Stage], pro
             raise failed.in_words(f"stage {name}", str(folder.log(name))) from None
 
 
+class ForkedChild(Child):
+    """A child that is forked from a process which has imported what it needs."""
+
+    def __init__(self, methods: ForkServerContext, recipe: Recipe, folder: RunFolder, stage: str) -> None:
+        """It runs `stage`. Raises `EOFError` or `OSError` if it cannot be begun."""
+        ours, theirs = socket.socketpair()
+        words = (recipe.model_dump_json(), str(folder.path), stage, theirs)
+        self._forked = methods.Process(target=_work, args=words, name=stage)
+        with theirs:
+            self._forked.start()
+        self.channel, self.pid = Channel(ours), self._forked.pid or 0
+
+    def status(self) -> int | None:
+        return self._forked.exitcode
+
+    def wait(self, seconds: float | None = None) -> int | None:
+        self._forked.join(seconds)
+        return self._forked.exitcode
+
+    def send_signal(self, number: int) -> None:
+        if self.status() is None:
+            os.kill(self.pid, number)
+
+
 def _start(methods: ForkServerContext, recipe: Recipe, folder: RunFolder, stage: Stage) -> ProcessMember:
-    ours, theirs = Pipe()
-    words = (recipe.model_dump_json(), str(folder.path), stage.name, theirs)
-    process = methods.Process(target=_work, args=words, name=stage.name)
     try:
-        with theirs, supervisor.heard_later():
-            process.start()
+        with supervisor.heard_later():
+            return ProcessMember(stage.name, ForkedChild(methods, recipe, folder, stage.name))
     except (EOFError, ConnectionError, BlockingIOError) as error:
         raise OpdError(
             f"stage {stage.name} cannot be started ({type(error).__name__}): the process that starts stages"
             " was ended; continue with --resume."
         ) from error
-    return ProcessMember(stage.name, process, ours)
 
 
-def _work(recipe_json: str, path: str, name: str, connection: Connection) -> None:
+def _work(recipe_json: str, path: str, name: str, end: socket.socket) -> None:
     """The worker's life: one stage, then last words."""
     from opd.pipelines.run import execute
 
-    parent = supervisor.Parent(connection)
+    parent = supervisor.Parent(Channel(end))
     recipe = Recipe.model_validate_json(recipe_json)
     folder = RunFolder.attach(path)
 

@@ -311,7 +311,7 @@ def test_that_a_rank_has_stopped_is_said_once(monkeypatch, capsys):
 
     assert ended(command, resumes=True) == 143
     assert capsys.readouterr().err == "opd: asked to stop, and did\n"
-    monkeypatch.setenv("OPD_SUPERVISOR", "9")  # who started it says so
+    monkeypatch.setenv("OPD_PARENT", "9")  # who started it says so
     assert ended(command, resumes=True) == 143
     assert capsys.readouterr().err == ""
 

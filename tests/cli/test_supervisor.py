@@ -14,10 +14,9 @@ from opd.pipelines.launch.supervisor import MemberFailedError, Supervisor, last_
 from opd.rollout.preemption import Preemption
 
 MEMBER = """
-import json, os, signal, struct, sys, time
+import json, os, signal, sys, time
 def say(*words):
-    data = json.dumps(words).encode()
-    os.write(int(os.environ["OPD_SUPERVISOR"]), struct.pack("!i", len(data)) + data)
+    os.write(int(os.environ["OPD_PARENT"]), json.dumps(words).encode() + b"\\n")
 def ends(number):
     os.kill(os.getpid(), number)
 def until(path):
@@ -56,7 +55,7 @@ def watch(*codes: str, asked: Preemption | None = None, **options: float | None)
             while group.running:
                 group.look()
     finally:
-        assert all(each.status() is not None for each in members)
+        assert all(each.child.status() is not None for each in members)
     return heard
 
 
@@ -204,7 +203,7 @@ def test_a_member_ends_with_its_supervisor():
 import sys
 from test_supervisor import HANGS, LISTENS, member
 watched = member(0, LISTENS + HANGS)
-print(watched.process.pid, flush=True)
+print(watched.child.pid, flush=True)
 sys.stdin.read()
 """
     with subprocess.Popen(
