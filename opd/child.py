@@ -59,7 +59,7 @@ class Channel:
         looked = 0
         while (end := self._heard.find(b"\n", looked)) < 0:
             looked = len(self._heard)
-            if seconds is not None and not self.stirs(seconds):
+            if seconds is not None and not stirs(self._end, seconds):
                 return None
             with contextlib.suppress(OSError):  # a child that was killed before it had read all
                 self._heard += self._end.recv(_PIECE)
@@ -69,20 +69,27 @@ class Channel:
         del self._heard[: end + 1]
         return line
 
-    def stirs(self, seconds: float) -> bool:
-        """Whether something comes within `seconds`, or the other end is closed, by all who have it."""
-        poll = select.poll()  # `select.select` refuses descriptors from 1024 on
-        poll.register(self._end, select.POLLIN)
-        return bool(poll.poll(1000 * seconds))
-
     def hang_up(self) -> None:
         """Say no more: the other one hears the end, and may still speak."""
         with contextlib.suppress(OSError):
             self._end.shutdown(socket.SHUT_WR)
 
+    def over(self, seconds: float) -> bool:
+        """Whether all who have the other end, which say nothing, have closed it within `seconds`."""
+        with contextlib.suppress(ValueError):  # this end is closed already
+            return stirs(self._end, seconds)
+        return True
+
     def close(self) -> None:
         """Neither speak nor hear any more."""
         self._end.close()
+
+
+def stirs(end: socket.socket, seconds: float) -> bool:
+    """Whether something comes within `seconds`, or the other end is closed."""
+    poll = select.poll()  # `select.select` refuses descriptors from 1024 on
+    poll.register(end, select.POLLIN)
+    return bool(poll.poll(1000 * seconds))
 
 
 class Child:

@@ -1,13 +1,12 @@
 """Stands between a run and one server it has started: when the run is gone, so is the server, and all of it.
 
-`python -I server_guard.py FD GONE SECONDS COMMAND...`, in a session of its own. FD is one end of a pipe of
-which the run has the other, and on which nothing is ever written: its end is the run's end, also after
-kill -9. SIGTERM asks for the same; SECONDS later force is used. GONE is an end of another pipe: when the last
-process has closed it, the server is gone, and all it had. What the server has started itself counts as the
-server, whichever group or session it is in, and so does the shared memory that it leaves behind, with the
-folder of hidden states that nobody has fetched. Folders into which others write weights for it are made
-before it starts, and go with it; they are locked meanwhile, so that those of a guard that was killed with all
-others are known to be nobody's.
+`python -I server_guard.py SECONDS COMMAND...`, as an `opd.child.Child` apart. Nothing is said on its channel.
+When the run closes its end, or is gone, also after kill -9, the server is to end; SIGTERM asks for the same,
+and SECONDS later force is used. When the last process has closed the guard's end, the server is gone, and all
+it had. What the server has started itself counts as the server, whichever group or session it is in, and so
+does the shared memory that it leaves behind, with the folder of hidden states that nobody has fetched.
+Folders into which others write weights for it are made before it starts, and go with it; they are locked
+meanwhile, so that those of a guard that was killed with all others are known to be nobody's.
 
 It is two processes: what starts it may end its own children by force, as Ray's workers do when they end, and
 the one that has the server is none of these. It ends the server when the other is gone.
@@ -35,7 +34,7 @@ _SHARED = "/dev/shm/"
 
 
 def _prctl(option, value):
-    with contextlib.suppress(OSError, AttributeError):  # not on Linux: what is left is the pipe
+    with contextlib.suppress(OSError, AttributeError):  # not on Linux: what is left is the channel
         ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
 
 
@@ -141,25 +140,23 @@ def main():
     # No `Event`: set by a handler while the thread that it interrupts waits for it, it blocks for ever.
     door, asked = os.getpid(), []
     signal.signal(signal.SIGTERM, lambda *_: asked.append(True))
+    channel = int(os.environ.pop("OPD_PARENT"))
     child = os.fork()
-    pipe, gone = int(sys.argv[1]), int(sys.argv[2])
     if child == 0:
-        sys.exit(guard(door, asked, float(sys.argv[3]), sys.argv[4:]))
+        sys.exit(guard(channel, door, asked, float(sys.argv[1]), sys.argv[2:]))
     signal.signal(signal.SIGTERM, lambda *_: os.kill(child, signal.SIGTERM))
     if asked:
         os.kill(child, signal.SIGTERM)
-    os.close(pipe)
-    os.close(gone)
+    os.close(channel)
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     return status if status >= 0 else 128 - status
 
 
-def guard(door, asked, grace, command):
-    """Start the server of `command` and end it: once SIGTERM comes, or the pipe ends, or the process `door`.
+def guard(channel, door, asked, grace, command):
+    """Start the server of `command`, and end it once SIGTERM comes, `channel` ends, or the process `door`.
 
     `asked`: what the handler of SIGTERM appends to.
     """
-    pipe = int(sys.argv[1])
     _prctl(_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != door:
         return 0  # it has ended before it could be followed
@@ -175,7 +172,7 @@ def guard(door, asked, grace, command):
 
     def watch():
         with contextlib.suppress(OSError):
-            while os.read(pipe, 1):
+            while os.read(channel, 1):
                 pass
         asked.append(True)
 

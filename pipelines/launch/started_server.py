@@ -15,11 +15,9 @@ import logging
 import os
 import re
 import secrets
-import select
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import time
 import uuid
@@ -28,6 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from opd.child import Child, stirs
 from opd.config.servers import ServerGroupConfig
 from opd.errors import ConfigError, reason_of
 from opd.foreign import shown
@@ -172,12 +171,7 @@ class StartedServer:
     """Which of the questions of its kind it knows, as far as was found."""
     _question: http.client.HTTPConnection | None = None
     """On which that is asked: one at a time, however long it takes, since it may be at work."""
-    _guard: subprocess.Popen[bytes] | None = None
-    _ending: bool = False
-    """Whether that was asked to end."""
-    _pipe: int | None = None
-    _gone: int | None = None
-    """What can be read of it once the server is gone, and all it had."""
+    _guard: Child | None = None
     _hidden: str = ""
     """Where it leaves hidden states."""
 
@@ -188,38 +182,22 @@ class StartedServer:
     def start(self) -> None:
         """Start it, at the port that it has if it was started before. Raises `OSError` if that cannot be."""
         self.port = self.port or free_port(self.host)
-        self.served = self.asleep = self._ending = False
+        self.served = self.asleep = False
         self.answered = time.monotonic()
-        self._close()
-        self._forget_the_end()
+        self._forget_question()
+        if self._guard is not None:  # of the one that has lost its port
+            self._guard.channel.close()
         told = telling(self.group, self.key, self.log)
         environment = _environment(self.group, self.number, told)
         self._hidden = environment[VARIABLE]
-        read, self._pipe = os.pipe()
-        self._gone, gone = os.pipe()
         command = command_of(self.group, self.model, self.port, self.host) + _noise(self.group) + told.words
-        try:
-            with open(self.log, "ab", opener=_for_us) as log:
-                self._guard = subprocess.Popen(
-                    [sys.executable, "-I", str(GUARD), str(read), str(gone), str(GRACE), *command],
-                    env=environment,
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log,
-                    pass_fds=[read, gone],
-                    start_new_session=True,
-                )
-        except BaseException:
-            self._close()
-            self._forget_the_end()
-            raise
-        finally:
-            os.close(read)
-            os.close(gone)
+        guarded = [sys.executable, "-I", str(GUARD), str(GRACE), *command]
+        with open(self.log, "ab", opener=_for_us) as log:
+            self._guard = Child(guarded, environment, log, apart=True)
 
     def status(self) -> int | None:
         """Its exit status; `None` while it runs. One that could not even be started has a shell's."""
-        return _NO_SUCH if self._guard is None else self._guard.poll()
+        return _NO_SUCH if self._guard is None else self._guard.status()
 
     def look(self) -> bool:
         """Ask whether it is ready, which it says within `ANSWER` seconds, or not at all."""
@@ -241,7 +219,7 @@ class StartedServer:
         with contextlib.suppress(OSError, http.client.HTTPException):
             if question is None and now - self.worked >= self.group.silence_seconds / ASKED:
                 self._ask()
-            elif question is not None and _readable(question):
+            elif question is not None and stirs(question.sock, 0.0):  # or has ended
                 self._question = None
                 with contextlib.closing(question):
                     self._heard(question.getresponse(), now)
@@ -307,25 +285,22 @@ class StartedServer:
 
     def ask_to_end(self) -> None:
         """Its guard ends it, and all it has started."""
-        if self._guard is not None and self._guard.poll() is None and not self._ending:
-            self._guard.send_signal(signal.SIGTERM)
-            self._ending = True
-        self._close()
+        if self._guard is not None:
+            self._guard.channel.hang_up()
+        self._forget_question()
 
     def wait(self, seconds: float) -> None:
         """Until it is gone; by force after `seconds`."""
-        if self._guard is None:
+        guard, until = self._guard, time.monotonic() + seconds  # two threads may wait
+        if guard is None:
             return
-        until = time.monotonic() + seconds
-        try:
-            self._guard.wait(seconds)
-        except subprocess.TimeoutExpired:
-            self._guard.kill()
-            self._guard.wait()
+        if guard.wait(seconds) is None:
+            guard.send_signal(signal.SIGKILL)
+            guard.wait()
         self._guard = None
-        if self._gone is not None:  # a guard that was killed itself has left the rest to another process
-            _speaks(self._gone, max(0.0, until - time.monotonic()))
-        self._forget_the_end()
+        # A guard that was killed itself has left the rest to another process.
+        guard.channel.over(max(0.0, until - time.monotonic()))
+        guard.channel.close()
         if Path(self._hidden).name.startswith("opd-hidden-"):
             shutil.rmtree(self._hidden, ignore_errors=True)  # its guard has, unless it was killed itself
 
@@ -346,21 +321,10 @@ class StartedServer:
             return shown((raised or said or ["nothing"])[-1], 300)
         return "nothing"
 
-    def _forget_the_end(self) -> None:
-        gone, self._gone = self._gone, None
-        if gone is not None:
-            os.close(gone)
-
     def _forget_question(self) -> None:
         question, self._question = self._question, None
         if question is not None:
             question.close()
-
-    def _close(self) -> None:
-        self._forget_question()
-        pipe, self._pipe = self._pipe, None
-        if pipe is not None:
-            os.close(pipe)
 
 
 def _for_us(path: str, flags: int) -> int:
@@ -368,18 +332,6 @@ def _for_us(path: str, flags: int) -> int:
     descriptor = os.open(path, flags, 0o600)
     os.fchmod(descriptor, 0o600)  # one that is there already, too
     return descriptor
-
-
-def _readable(connection: http.client.HTTPConnection) -> bool:
-    """Whether an answer has come, or the connection has ended."""
-    return _speaks(connection.sock.fileno(), 0.0)
-
-
-def _speaks(descriptor: int, seconds: float) -> bool:
-    """Whether something can be read of it, or it ends, within `seconds`."""
-    poll = select.poll()  # `select.select` refuses descriptors from 1024 on
-    poll.register(descriptor, select.POLLIN)
-    return bool(poll.poll(1000 * seconds))
 
 
 def _release(ask: Ask) -> None:

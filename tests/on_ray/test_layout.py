@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from recipes import tiny_recipe
 
+from opd.child import Child
 from opd.config import RayLaunch
 from opd.config.servers import ServerGroupConfig
 from opd.kernels.head import Head
@@ -187,23 +188,20 @@ time.sleep(1000)
 
 
 def test_a_guard_among_them_ends_its_server_first_and_what_that_has_started():
-    pipe, run = os.pipe()
-    gone = os.dup(pipe)
-    command = [sys.executable, "-I", GUARD, str(pipe), str(gone), "1.0", sys.executable, "-c", HOLDS_ON]
-    guard = subprocess.Popen(command, stdout=subprocess.PIPE, pass_fds=[pipe, gone])
-    os.close(pipe)
-    os.close(gone)
-    assert guard.stdout is not None
-    with guard.stdout:
-        child = int(guard.stdout.readline())
-        family = {pid: start for pid, start in descendants(guard.pid).items() if pid != child}
-        os.close(run)
-        end_left_over(family, patience=0.0)
-        left = Path(f"/proc/{child}").exists()
-        if left:
-            os.kill(child, signal.SIGKILL)
-        assert guard.wait(60) == 0
-        assert not left
+    command = [sys.executable, "-I", str(GUARD), "1.0", sys.executable, "-c", HOLDS_ON]
+    read, write = os.pipe()
+    guard = Child(command, log=write)
+    os.close(write)
+    with open(read) as said:
+        child = int(said.readline())
+    family = {pid: start for pid, start in descendants(guard.pid).items() if pid != child}
+    guard.channel.close()
+    end_left_over(family, patience=0.0)
+    left = Path(f"/proc/{child}").exists()
+    if left:
+        os.kill(child, signal.SIGKILL)
+    assert guard.wait(60) == 0
+    assert not left
 
 
 @pytest.mark.parametrize(

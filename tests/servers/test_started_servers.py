@@ -20,6 +20,7 @@ from pathlib import Path
 import pytest
 from recipes import tiny_recipe
 
+from opd.child import Child
 from opd.config.servers import ServerGroupConfig
 from opd.config.teachers import SGLangTeacherConfig, VLLMTeacherConfig
 from opd.errors import ConfigError, LaunchError, PreemptedError, TeacherError
@@ -246,7 +247,7 @@ def test_a_killed_guard_takes_its_server_with_it_and_both_are_started_again(star
     own, guard = parts(tmp_path, server)[0], server._guard
     assert guard is not None
     [left] = hidden(tmp_path)
-    guard.kill()
+    guard.send_signal(signal.SIGKILL)
     until(lambda: not alive(own))
     until(lambda: group.restarts == 1 and server.served)
     assert not left.exists()
@@ -614,58 +615,47 @@ ctypes.CDLL(None).pthread_exit(None)
 
 def test_what_a_dying_server_has_started_is_ended_though_it_looks_dead_already():
     """Its first thread has ended, others have not: a server under load ends like that."""
+    command = [sys.executable, "-I", str(started_server.GUARD), "0.5", sys.executable, "-c", ENDS_SLOWLY]
     read, write = os.pipe()
-    gone = os.dup(read)
-    command = [sys.executable, "-c", ENDS_SLOWLY]
-    guard = subprocess.Popen(
-        [sys.executable, "-I", started_server.GUARD, str(read), str(gone), "0.5", *command],
-        stdout=subprocess.PIPE,
-        pass_fds=[read, gone],
-    )
-    os.close(read)
-    os.close(gone)
-    assert guard.stdout is not None
-    with guard.stdout:
-        child = int(guard.stdout.readline())
-        until(lambda: _state(_parent(child)) == "Z")
-        os.close(write)
-        assert guard.wait(60) == 0
+    guard = Child(command, log=write)
+    os.close(write)
+    with open(read) as said:
+        child = int(said.readline())
+    until(lambda: _state(_parent(child)) == "Z")
+    guard.channel.hang_up()
+    assert guard.wait(60) == 0
+    assert guard.channel.over(60.0)
+    guard.channel.close()
     assert not alive(child)
 
 
 @pytest.fixture
 def guarded():
-    """Starts a guard of `sleep` that makes folders for weights; gives it, and what to close to end it."""
+    """Starts a guard of `sleep` that makes folders for weights."""
     started = []
 
     def start(*folders):
-        read, write = os.pipe()
-        gone = os.dup(read)
-        guard = subprocess.Popen(
-            [sys.executable, "-I", started_server.GUARD, str(read), str(gone), "5", "sleep", "1000"],
-            env=os.environ | {"OPD_WEIGHTS_FOLDERS": os.pathsep.join(map(str, folders))},
-            pass_fds=[read, gone],
-        )
+        command = [sys.executable, "-I", str(started_server.GUARD), "5", "sleep", "1000"]
+        guard = Child(command, os.environ | {"OPD_WEIGHTS_FOLDERS": os.pathsep.join(map(str, folders))})
         started.append(guard)
-        os.close(read)
-        os.close(gone)
         until(lambda: all(folder.exists() for folder in folders if folder.name.startswith("opd-weights-")))
-        return guard, write
+        return guard
 
     yield start
     for guard in started:
-        guard.terminate()
+        guard.send_signal(signal.SIGTERM)
         guard.wait(60)
+        guard.channel.close()
 
 
 def test_folders_for_weights_live_as_long_as_their_server(tmp_path, guarded):
     mirror, spare, other = [tmp_path / f"{name}-1" for name in ("opd-weights", "opd-weights-b", "x")]
-    guard, write = guarded(mirror, spare, other)
+    guard = guarded(mirror, spare, other)
     assert mirror.stat().st_mode & 0o777 == 0o700
     assert not other.exists()  # of a name that is nobody's
     other.mkdir()
     (mirror / "model.safetensors").write_bytes(b"weights")
-    os.close(write)  # the run has ended, however that was
+    guard.channel.close()  # the run has ended, however that was
     guard.wait(60)
     assert list(tmp_path.iterdir()) == [other]
 
@@ -676,8 +666,8 @@ def test_folders_for_weights_of_those_who_were_killed_at_once_are_removed_by_the
     monkeypatch.setattr(weight_mirror, "_roots", lambda: [str(tmp_path), str(tmp_path / "missing")])
     killed, lives = tmp_path / "opd-weights-1", tmp_path / "opd-weights-2"
     (tmp_path / "opd-weights-link").symlink_to(tmp_path)
-    first, its = guarded(killed)
-    second, other = guarded(lives)
+    first = guarded(killed)
+    second = guarded(lives)
     (killed / "model.safetensors").write_bytes(b"weights")
     until(lambda: _children(first.pid) and _children(_children(first.pid)[0]))
     [inner] = _children(first.pid)
@@ -685,7 +675,7 @@ def test_folders_for_weights_of_those_who_were_killed_at_once_are_removed_by_the
     for pid in (inner, first.pid):
         os.kill(pid, signal.SIGKILL)
     first.wait(60)
-    os.close(its)
+    first.channel.close()
     assert killed.exists()
     weight_mirror.remove_ownerless()  # its server may be starting at this moment
     assert killed.exists()
@@ -698,7 +688,7 @@ def test_folders_for_weights_of_those_who_were_killed_at_once_are_removed_by_the
     until(removed)  # who was killed holds the lock until it is gone, which takes a moment
     assert lives.exists()
     assert (tmp_path / "opd-weights-link").is_symlink()
-    os.close(other)
+    second.channel.close()
     second.wait(60)
     assert not lives.exists()
 
