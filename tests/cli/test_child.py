@@ -1,0 +1,97 @@
+"""What parent and child say to each other, and who hears the end."""
+
+import json
+import os
+import socket
+import sys
+
+import pytest
+
+from opd.child import PARENT, Channel, Child
+
+
+@pytest.fixture
+def ends():
+    """A channel, and the socket at its other end."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        channel = Channel(ours)
+        yield channel, theirs
+        channel.close()
+
+
+@pytest.fixture
+def child():
+    """Starts a Python program that has `parent`, its channel."""
+    begin = (
+        "import json, os, subprocess, sys\nfrom opd.child import parent_channel\nparent = parent_channel()\n"
+    )
+    started = []
+
+    def start(code: str) -> Child:
+        started.append(Child([sys.executable, "-c", begin + code]))
+        return started[-1]
+
+    yield start
+    for one in started:
+        one.end()
+
+
+def test_a_message_is_heard_once_it_is_whole(ends):
+    channel, theirs = ends
+    assert channel.hear(0.0) is None
+    theirs.sendall(b'{"a": ')
+    assert channel.hear(0.0) is None
+    theirs.sendall(b'1}\n[2]\n"cut off')
+    assert [channel.hear(0.0), channel.hear()] == [b'{"a": 1}', b"[2]"]
+    theirs.shutdown(socket.SHUT_WR)
+    for seconds in (0.0, None):
+        with pytest.raises(EOFError):
+            channel.hear(seconds)
+
+
+def test_a_message_without_an_end_is_not_kept(ends):
+    channel, theirs = ends
+    theirs.sendall(b"x" * 60_000)
+    theirs.sendall(b"x" * 60_000)
+    with pytest.raises(EOFError):
+        channel.hear(most=50_000)
+
+
+def test_what_is_said_by_threads_or_is_long_arrives_whole(child):
+    asked = child("while True: parent.say(json.loads(parent.hear()))")
+    for message in ("a\nb", {"é": [None, 1.5]}, "x" * 3_000_000):
+        asked.channel.say(message)
+        assert json.loads(asked.channel.hear() or b"") == message
+
+
+def test_who_hung_up_still_hears_the_last_words(child):
+    asked = child("try: parent.hear()\nexcept EOFError: parent.say('bye')\nsys.exit(7)")
+    asked.channel.hang_up()
+    assert asked.channel.hear() == b'"bye"'
+    assert asked.wait() == 7
+    assert asked.channel.over(60.0)
+
+
+LOOK = """
+import os
+links = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]
+print([os.readlink(link) for link in links if os.path.lexists(link)], os.environ.get("OPD_PARENT"))
+"""
+
+
+def test_what_a_child_starts_has_no_end_of_its_own(child):
+    look = f"subprocess.run([sys.executable, '-c', {LOOK!r}], capture_output=True, text=True)"
+    asked = child(f"parent.say({look}.stdout)")
+    said = json.loads(asked.channel.hear() or b"")
+    assert "/dev/null" in said
+    assert "socket:" not in said
+    assert said.endswith("None\n")
+    assert PARENT not in os.environ
+
+
+def test_a_command_that_cannot_be_run_leaves_nothing_open():
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(OSError, match="nowhere"):
+        Child(["/nowhere/at/all"])
+    assert len(os.listdir("/proc/self/fd")) == len(before)
