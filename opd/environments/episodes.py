@@ -22,7 +22,7 @@ import numpy as np
 from opd.config.environments import EnvironmentConfig
 from opd.environments.conversation import Conversation, bounded, parse
 from opd.environments.kinds import environment_class, tools_of
-from opd.environments.processes import shared
+from opd.environments.processes import shared, world_command
 from opd.environments.protocol import Action, Observation, Step, Task
 from opd.environments.world import Loop, World
 from opd.errors import RolloutError
@@ -199,7 +199,8 @@ class Episodes:
     def _world(self, sample: Sample, seed: int) -> World:
         make: Any = partial(self._class, **self._config.params)
         if self._config.processes:
-            make = partial(shared(self._config.type, self._config.processes).open, self._config.params)
+            workers = shared(world_command(self._config.type), self._config.processes)
+            make = partial(workers.open, self._config.params)
         if self._log is not None and hasattr(self._class, "log"):
             make = partial(_logged, make, self._log)
         return World(make, task_of(sample, seed), self._config, self._domain)

@@ -113,11 +113,10 @@ class Worker:
 
 
 class Processes:
-    """At most so many workers, begun when there are worlds for them."""
+    """At most so many workers of one command, begun when there are worlds for them."""
 
-    def __init__(self, kind: str, count: int) -> None:
-        """`kind`: name of a built-in environment."""
-        self._kind, self._count = kind, count
+    def __init__(self, command: Sequence[str], count: int) -> None:
+        self._command, self._count = command, count
         self._workers: list[Worker] = []
         self._lock = threading.Lock()
         self._worlds = itertools.count()
@@ -127,12 +126,11 @@ class Processes:
         return Elsewhere(self, next(self._worlds), params)
 
     def take(self) -> Worker:
-        """The worker with the fewest worlds, which has one more now."""
+        """The worker with the fewest worlds: now one more. Raises `OSError` if it cannot be begun."""
         with self._lock:
             self._workers = [one for one in self._workers if not one.dead]
             if len(self._workers) < self._count:
-                own = [sys.executable, "-m", "opd.environments.processes", self._kind]
-                self._workers.append(Worker(own))
+                self._workers.append(Worker(self._command))
             worker = min(self._workers, key=lambda one: one.worlds)
             worker.worlds += 1
             return worker
@@ -179,17 +177,23 @@ class Elsewhere:
                 await worker.call(self._number, "close", None)
 
 
-_pools: dict[tuple[str, int], Processes] = {}
+_pools: dict[tuple[str, ...], Processes] = {}
 _lock = threading.Lock()
 
 
-def shared(kind: str, count: int) -> Processes:
-    """The workers of all episodes of this process in environments of `kind`."""
+def shared(command: Sequence[str], count: int) -> Processes:
+    """The workers of all episodes of this process that `command` begins; they end with it."""
+    key = (*command, str(count))
     with _lock:
-        if (kind, count) not in _pools:
-            _pools[kind, count] = Processes(kind, count)
-            atexit.register(_pools[kind, count].close)
-        return _pools[kind, count]
+        if key not in _pools:
+            _pools[key] = Processes(command, count)
+            atexit.register(_pools[key].close)
+        return _pools[key]
+
+
+def world_command(kind: str) -> list[str]:
+    """Begins a worker for environments of `kind`, the name of a built-in one."""
+    return [sys.executable, "-m", "opd.environments.processes", kind]
 
 
 def _serve(kind: str) -> None:

@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import atexit
 import itertools
 import json
 import sys
-import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from opd.environments.processes import Worker, WorkerError
+from opd.environments.processes import Worker, WorkerError, shared
 from opd.environments.protocol import Task
 from opd.errors import ConfigError
 from opd.foreign import shown
@@ -81,38 +79,20 @@ def _asked(where: str, worker: Worker, what: str, given: Any) -> Any:
         ) from error
 
 
-_workers: dict[str, Worker] = {}
-_lock = threading.Lock()
 _episodes = itertools.count()
 
 
 def _shared(id: str, python: str | None, env: Mapping[str, Any] | None) -> Worker:
     """The process with this environment, begun if it is not there. Raises `ConfigError`."""
     interpreter, settings = python or sys.executable, json.dumps({"id": id, "env": dict(env or {})})
-    key = f"{interpreter} {settings}"
-    with _lock:
-        if key not in _workers or _workers[key].dead:
-            try:
-                # -P: its own folder holds a module of the library's name.
-                _workers[key] = Worker([interpreter, "-P", str(_SCRIPT), settings])
-            except OSError as error:
-                raise ConfigError(
-                    f"environment verifiers: {shown(interpreter)} cannot be run ({error.strerror}); give"
-                    " params.python an interpreter with verifiers 0.4."
-                ) from error
-        return _workers[key]
-
-
-@atexit.register
-def close() -> None:
-    """End all processes."""
-    with _lock:
-        ended = list(_workers.values())
-        _workers.clear()
-    for worker in ended:
-        worker.end()
-    for worker in ended:
-        worker.wait()
+    try:
+        # -P: its own folder holds a module of the library's name.
+        return shared([interpreter, "-P", str(_SCRIPT), settings], 1).take()
+    except OSError as error:
+        raise ConfigError(
+            f"environment verifiers: {shown(interpreter)} cannot be run ({error.strerror}); give"
+            " params.python an interpreter with verifiers 0.4."
+        ) from error
 
 
 def main(given: Sequence[str] | None = None) -> None:

@@ -81,7 +81,9 @@ print([os.readlink(link) for link in links if os.path.lexists(link)], os.environ
 
 
 def test_what_a_child_starts_has_no_end_of_its_own(child):
-    look = f"subprocess.run([sys.executable, '-c', {LOOK!r}], capture_output=True, text=True)"
+    look = (
+        f"subprocess.run([sys.executable, '-c', {LOOK!r}], capture_output=True, text=True, close_fds=False)"
+    )
     asked = child(f"parent.say({look}.stdout)")
     said = json.loads(asked.channel.hear() or b"")
     assert "/dev/null" in said

@@ -19,7 +19,7 @@ from test_episodes import contents, episodes
 
 from opd.config.environments import EnvironmentConfig
 from opd.environments.gymnasium import Gymnasium
-from opd.environments.processes import Processes, WorkerError
+from opd.environments.processes import Processes, WorkerError, world_command
 from opd.environments.protocol import Action, Task
 from opd.environments.world import World
 from opd.errors import RolloutError
@@ -32,7 +32,7 @@ ACTIONS = ["1", "2", "nothing", "1", "0", "2"]
 
 @pytest.fixture
 def pool():
-    made = Processes("gymnasium", 2)
+    made = Processes(world_command("gymnasium"), 2)
     yield made
     made.close()
 
@@ -114,10 +114,10 @@ gymnasium.register("Endless-v0", Endless)
 """
 CALLS_IT = """
 import asyncio, os
-from opd.environments.processes import Processes
+from opd.environments.processes import Processes, world_command
 from opd.environments.protocol import Task
 async def call():
-    pool = Processes("gymnasium", 1)
+    pool = Processes(world_command("gymnasium"), 1)
     asyncio.ensure_future(pool.open({"id": "endless:Endless-v0"}).reset(Task("a/0", "a", [], 0, {}, 7)))
     while not os.path.exists("there"):
         await asyncio.sleep(0.01)
