@@ -65,6 +65,8 @@ class Channel:
                 self._heard += self._end.recv(_PIECE)
             if len(self._heard) == looked or looked > most:
                 raise EOFError
+        if end > most:
+            raise EOFError
         line = bytes(self._heard[:end])
         del self._heard[: end + 1]
         return line

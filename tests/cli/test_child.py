@@ -50,12 +50,12 @@ def test_a_message_is_heard_once_it_is_whole(ends):
             channel.hear(seconds)
 
 
-def test_a_message_without_an_end_is_not_kept(ends):
+@pytest.mark.parametrize("end", [b"", b"\n"])
+def test_a_message_that_is_too_long_is_not_heard(ends, end):
     channel, theirs = ends
-    theirs.sendall(b"x" * 60_000)
-    theirs.sendall(b"x" * 60_000)
+    theirs.sendall(b"x" * 70_000 + end)
     with pytest.raises(EOFError):
-        channel.hear(most=50_000)
+        channel.hear(most=69_999 if end else 50_000)
 
 
 def test_what_is_said_by_threads_or_is_long_arrives_whole(child):
