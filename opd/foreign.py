@@ -12,6 +12,7 @@ import math
 import os
 import re
 import struct
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn, TypeGuard
@@ -174,6 +175,10 @@ def shown(text: object, most: int = 100) -> str:
     return printable(redact(str(text))[:most])
 
 
+GROUP = Path("/sys/fs/cgroup")
+"""What the control group of this process says of its limits."""
+
+
 def whole(value: object, least: int, most: int, what: str) -> int:
     """`value` if it is an integer from `least` to `most`; `ValueError` naming `what` otherwise."""
     if type(value) is not int or not least <= value <= most:
@@ -195,7 +200,7 @@ def cores() -> int:
     """Processors that this process may use, within the limit of its group."""
     found = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        quota, period = (GROUP / "cpu.max").read_text().split()
         return max(1, min(found, math.ceil(int(quota) / int(period))))
     except (OSError, ValueError):  # no such group, or "max": no limit
         return found
@@ -204,6 +209,28 @@ def cores() -> int:
 def machine_memory() -> int:
     """Bytes of memory that the machine has."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def group_memory() -> int:
+    """Bytes of memory that the machine has, within the limit of the process's group."""
+    return min(machine_memory(), _of_group("memory.max"))
+
+
+def free_memory() -> int:
+    """Bytes of memory that are free, within the limit of the process's group."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):
+        free = machine_memory()
+    return min(free, max(0, _of_group("memory.max") - _of_group("memory.current", 0)))
+
+
+def _of_group(name: str, otherwise: int = sys.maxsize) -> int:
+    try:
+        return int((GROUP / name).read_text())
+    except (OSError, ValueError):  # no such group, or "max": no limit
+        return otherwise
 
 
 def _number(value: object) -> str:

@@ -27,8 +27,8 @@ from opd.pipelines.options import (
 from opd.pipelines.records.stage_names import specialist_stage
 
 if TYPE_CHECKING:
+    from opd.pipelines.check.checks import Finding
     from opd.pipelines.commands.sample import SampleOptions
-    from opd.pipelines.doctor.checks import Finding
     from opd.pipelines.records.run_folder import Accepted, HubRecord, RunFolder
 
 
@@ -97,7 +97,7 @@ def _from_hub(recipe: Recipe, path: Path | None = None, resume: bool = False) ->
 
 def _dry_run(recipe: Recipe) -> int:
     """Print `recipe`, unless the folders of its models give a run to refuse."""
-    from opd.pipelines.doctor.examine import examine_folders
+    from opd.pipelines.check.examine import examine_folders
 
     if not _told(examine_folders(located(recipe))):
         return ERROR
@@ -110,14 +110,14 @@ def _doctor(recipe: Recipe, options: argparse.Namespace) -> int:
     if options.domain is not None and options.pairs is None:
         raise ConfigError("--domain goes with --pairs: whose reward is asked")
     if options.pairs is not None:
-        from opd.pipelines.doctor.calibration import calibrate
+        from opd.pipelines.check.measured import calibrate
 
         return calibrate(recipe, options.pairs, options.domain, as_json=options.json)
     if options.parity:
-        from opd.pipelines.doctor.parity_table import check_parity
+        from opd.pipelines.check.parity import check_parity
 
         return check_parity(recipe)
-    from opd.pipelines.doctor.examine import diagnose
+    from opd.pipelines.check.examine import diagnose
 
     return diagnose(recipe, run_dir=options.out, resume=options.resume, as_json=options.json)
 
@@ -250,10 +250,10 @@ def _plan(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     if options.simulate is not None:
         if options.recipe or given:
             raise ConfigError("opd plan --simulate takes a cluster and nothing else; see examples/cluster")
-        from opd.pipelines.plan.simulate import print_simulation
+        from opd.pipelines.check.simulate import print_simulation
 
         return print_simulation(options.simulate)
-    from opd.pipelines.plan.plan import PlanOptions, print_plan
+    from opd.pipelines.check.plan import PlanOptions, print_plan
 
     recipe = load_recipe(options.recipe, overrides) if options.recipe else None
     recipe = recipe and _from_hub(recipe)[0]
@@ -262,7 +262,7 @@ def _plan(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 def _refuse_run(recipe: Recipe, options: argparse.Namespace) -> None:
     """Raise what the recipe and the options alone give a run, dry or not, to refuse."""
-    from opd.pipelines.doctor.checks import check_sizes
+    from opd.pipelines.check.checks import check_sizes
     from opd.pipelines.launch.local import is_rank, wants_ranks
 
     if options.command != "run":
@@ -377,7 +377,7 @@ def _stages(recipe: Recipe, options: argparse.Namespace) -> list[str]:
 
 def _preflight(recipe: Recipe, path: Path, resume: bool, accepted: Accepted) -> bool:
     """The doctor's cheap checks; prints what they found and says whether the run can start."""
-    from opd.pipelines.doctor.examine import examine
+    from opd.pipelines.check.examine import examine
 
     return _told(examine(recipe, run_dir=path, resume=resume, accepted=accepted, thorough=False))
 

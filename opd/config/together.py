@@ -265,11 +265,17 @@ def _servers_that_take_turns(recipe: Recipe) -> None:
         )
 
 
+def _users_of_servers(recipe: Recipe) -> dict[str, ServerConfig]:
+    """Teachers and the engine that ask servers, by the key that says so."""
+    teachers = {f"teachers.{name}": entry for name, entry in recipe.teachers.items()}
+    asked = {**teachers, "rollout.engine": recipe.rollout.engine}
+    return {where: config for where, config in asked.items() if isinstance(config, ServerConfig)}
+
+
 def _each_group_of_servers_has_one_user(recipe: Recipe) -> None:
     users: dict[str, str] = {}
-    served = {f"teachers.{name}": entry for name, entry in recipe.teachers.items()}
-    for where, config in {**served, "rollout.engine": recipe.rollout.engine}.items():
-        name = config.servers if isinstance(config, ServerConfig) else None
+    for where, config in _users_of_servers(recipe).items():
+        name = config.servers
         if name is None:
             continue
         if name not in recipe.servers:
@@ -317,10 +323,9 @@ def _groups_of_servers_leave_each_other_room(recipe: Recipe) -> None:
 
 
 def _groups_run_what_their_users_ask(recipe: Recipe) -> None:
-    served = {f"teachers.{name}": entry for name, entry in recipe.teachers.items()}
-    for where, config in {**served, "rollout.engine": recipe.rollout.engine}.items():
-        group = recipe.servers.get(config.servers or "") if isinstance(config, ServerConfig) else None
-        if group is not None and isinstance(config, ServerConfig) and group.type != config.program:
+    for where, config in _users_of_servers(recipe).items():
+        group = recipe.servers.get(config.servers or "")
+        if group is not None and group.type != config.program:
             raise ValueError(
                 f"{where} needs {config.program} servers, but servers.{config.servers}.type is"
                 f" {group.type}; set it to {config.program}"

@@ -517,6 +517,18 @@ def torch_dtype(name: str) -> torch.dtype:
     return DTYPES[name]
 
 
+def _is_there(device: torch.device) -> bool:
+    if device.type == "cpu":
+        return True
+    if device.type == "cuda":
+        return torch.cuda.is_available() and (device.index or 0) < torch.cuda.device_count()
+    try:
+        torch.empty(1, device=device)
+        return device.type != "meta"
+    except (RuntimeError, AssertionError, NotImplementedError):  # what torch says of one that is not there
+        return False
+
+
 def torch_device(device: str | torch.device) -> torch.device:
     """`auto` is CUDA where there is one. CUDA without a number is the device this thread works on now, by its
     number: another thread works on another. `ModelError` for a device this machine does not have.
@@ -527,8 +539,10 @@ def torch_device(device: str | torch.device) -> torch.device:
         found = torch.device(device)
     except RuntimeError as error:
         raise ModelError(f"model.device {device!r} is not a device; use auto, cpu or cuda.") from error
-    if found.type == "cuda" and not torch.cuda.is_available():
-        raise ModelError("model.device is cuda but this machine has no CUDA device; use auto or cpu.")
+    if not _is_there(found):
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        here = f"{count} CUDA devices" if count else "no CUDA device"
+        raise ModelError(f"model.device is {str(device)!r}, and this process sees {here}; use auto or cpu.")
     if found.type == "cuda" and found.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return found

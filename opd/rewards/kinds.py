@@ -15,7 +15,7 @@ from opd.config.rewards import FunctionReward, PythonReward, ServedReward, Verif
 from opd.data.file_kinds import rename_hint
 from opd.errors import DataError, RewardError
 from opd.rewards.verifier import Answered, Verifier, is_missing
-from opd.rollout.prompts import Domain, Prompt
+from opd.rollout.prompts import Checker, Domain, Prompt
 from opd.rollout.rewards import RewardFunction, RewardSample, checker_reward, load_reward
 
 _SHARED = {
@@ -70,16 +70,23 @@ def reward_of(config: DomainConfig, domain: Domain) -> RewardFunction:
 
     Raises `DataError` where there is neither, or a built-in reward cannot use a label.
     """
+    function = scorer_of(config, domain.name, domain.checker)
+    check_labels(config, domain.name, [*domain.train, *domain.held_out])
+    return function
+
+
+def scorer_of(config: DomainConfig, name: str, checker: Checker | None) -> RewardFunction:
+    """What scores domain `name`, whose source has a `checker`. Raises `DataError` where nothing does, and as
+    `own_reward`.
+    """
     function = own_reward(config)
     if function is None and config.environment is not None:
-        function = RewardFunction(
-            config.environment.code or config.environment.type, episode_reward, "sample", is_async=False
-        )
-    if function is None and domain.checker is not None:
-        function = checker_reward(domain.checker, f"checker of domain {domain.name}")
+        code = config.environment.code or config.environment.type
+        return RewardFunction(code, episode_reward, "sample", is_async=False)
+    if function is None and checker is not None:
+        return checker_reward(checker, f"checker of domain {name}")
     if function is None:
-        raise DataError(f"domain {domain.name} has no checker of its own; set domains.{domain.name}.reward.")
-    check_labels(config, domain.name, [*domain.train, *domain.held_out])
+        raise DataError(f"{config.source} has no checker of its own; set domains.{name}.reward.")
     return function
 
 

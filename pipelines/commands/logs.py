@@ -26,8 +26,8 @@ from opd.environments.tools import limits_of
 from opd.environments.trajectory import LoggedCommand, LoggedEpisode, LoggedStep, read_trajectories
 from opd.errors import StorageError
 from opd.foreign import decoding, shown, visible
+from opd.pipelines.check.checks import number_of
 from opd.pipelines.commands.ending import PREEMPTED
-from opd.pipelines.doctor.checks import number_of
 from opd.pipelines.records.layout import DONE, EPISODES, KEPT
 from opd.redact import redact
 from opd.sandbox.local import Sandboxes

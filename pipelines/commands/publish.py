@@ -14,7 +14,7 @@ from opd.models.architecture import head_form
 from opd.models.hf_folder import adapter_base, check_folder, read_config
 from opd.models.hf_weights import check_weights, quiet
 from opd.models.tokenizers import fingerprint, has_tokenizer, load_tokenizer, rows_fault
-from opd.pipelines.doctor.checks import refuse_place
+from opd.pipelines.check.checks import refuse_place
 from opd.progress import doing, hushed
 from opd.storage.object_store import ObjectStore, StoreOptions
 from opd.storage.publish import ModelForm, Published, publish

@@ -20,7 +20,7 @@ from opd.models.generation import sampling_of
 from opd.models.hf_folder import check_folder, described_in, positions_of
 from opd.models.token_ids import id_count
 from opd.models.tokenizers import load_tokenizer, rows_fault, stops_of
-from opd.pipelines.doctor.templates import Mends, template_findings
+from opd.pipelines.check.tokenizers import Mends, template_findings
 from opd.pipelines.stages.domains import DomainSet
 from opd.pipelines.stages.precision import checkpoint_dtype
 from opd.pipelines.stages.student import model_remarks, stop_strings, tokenizer_of, ways_of

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from opd.config import Recipe
 from opd.data.load import load_domain
@@ -63,13 +63,21 @@ def sequence_limit(
     """
     model, kept = recipe.model, recipe.kept_by_servers
     config = read_config(Path(model.path)) if model.path else scratch_config(model.config or {}, tokenizer)
-    positions = positions_of(config)
-    if positions and positions - kept < limit:
+    room = room_in(config, recipe, limit)
+    if room < limit:
         long = getattr(config.get_text_config(), "max_position_embeddings", None)
-        cut = "original_max_position_embeddings" if long != positions else "max_position_embeddings"
+        cut = "original_max_position_embeddings" if long != room + kept else "max_position_embeddings"
         less = f", less {kept} that its servers keep:" if kept else ""
-        return int(positions) - kept, f"the model's {cut}{less}"
+        return room, f"the model's {cut}{less}"
     return limit, name
+
+
+def room_in(config: PreTrainedConfig, recipe: Recipe, limit: int) -> int:
+    """Tokens of a sequence of a model with this configuration: `limit`, or its positions without what servers
+    keep of them.
+    """
+    positions = positions_of(config)
+    return limit if positions is None else min(limit, positions - recipe.kept_by_servers)
 
 
 def prompt_room(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, domain: str) -> Room:
@@ -109,6 +117,8 @@ class DomainSet:
     tokenizer: PreTrainedTokenizerBase
     _cursors: dict[str, PromptCursor[Prompt]]
     _encode: Callable[[Prompt], EncodedPrompt]
+    long: dict[str, str]
+    """What was done with prompts that are too long, in words, by domain."""
 
     @classmethod
     def open(
@@ -120,7 +130,8 @@ class DomainSet:
         """Load the reward functions and the sources, unless they are `loaded`. Prompts that are too long are
         dealt with as the recipe says, and logged.
         """
-        rooms, domains = {name: prompt_room(recipe, tokenizer, name) for name in recipe.domains}, {}
+        rooms = {name: prompt_room(recipe, tokenizer, name) for name in recipe.domains}
+        domains, long = {}, {}
         templates = {name: template_arguments(recipe, name) for name in recipe.domains}
         for name, domain in (load_domains(recipe) if loaded is None else loaded).items():
             policy = recipe.domains[name].long_prompts
@@ -128,7 +139,8 @@ class DomainSet:
             fitted = fit(domain, rooms[name], policy, encoded)
             domains[name] = fitted.domain
             if fitted.long:
-                _log.info("domain %s: %s", name, fitted.sentence(rooms[name], policy))
+                long[name] = fitted.sentence(rooms[name], policy)
+                _log.info("domain %s: %s", name, long[name])
         functions = {}
         for name, config in recipe.domains.items():
             functions[name] = reward_of(config, domains[name])
@@ -144,7 +156,7 @@ class DomainSet:
             shown = {"prompt": prompt.text} if prompt.text is not None else {}
             return EncodedPrompt(prompt.key, prompt.domain, ids, prompt.label, prompt.metadata | shown)
 
-        return cls(domains, rewards, tokenizer, cursors, encode)
+        return cls(domains, rewards, tokenizer, cursors, encode, long)
 
     def take(self, domain: str, start: int, count: int, stage: str) -> list[EncodedPrompt]:
         """Training prompts number `start ... start + count - 1` of the domain's endless sequence.

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from opd.config import Recipe
 from opd.config.teachers import TorchEngineConfig
 from opd.errors import ConfigError
-from opd.foreign import machine_memory
+from opd.foreign import group_memory
 from opd.models.hf_folder import described_in
 from opd.storage.weight_folder import read_headers
 
@@ -93,9 +93,6 @@ def lost_share(weights: Iterable[Tensor], dtype: str, lr: float) -> float:
     return lost / count if count else math.nan
 
 
-_GROUP = Path("/sys/fs/cgroup/memory.max")
-
-
 def cuts_engines(recipe: Recipe, path: Path, ranks: Ranks) -> bool:
     """Whether embedded engines of `ranks`, which ask together, share one copy of the model in `path`: where
     `is_cut` says so on one of their machines.
@@ -146,10 +143,7 @@ def room_for(recipe: Recipe, ranks: int) -> tuple[int, int]:
     device = torch_device(recipe.model.device)
     if device.type == "cuda":
         return 1, torch.cuda.get_device_properties(device).total_memory
-    limit = _GROUP.read_text().strip() if _GROUP.is_file() else "max"
-    memory = machine_memory()
-    together = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
-    return together, min(memory, int(limit)) if limit.isdecimal() else memory
+    return int(os.environ.get("LOCAL_WORLD_SIZE", ranks)), group_memory()
 
 
 def weight_bytes(path: Path, dtype: str) -> int:

@@ -32,9 +32,9 @@ from recipes import tiny_recipe
 from opd.config import Recipe
 from opd.metrics import read_metrics
 from opd.models.causal_lm import CausalLM
+from opd.pipelines.check.cluster import SimulatedCluster
+from opd.pipelines.check.simulate import simulate
 from opd.pipelines.commands.publish import publish_checkpoint
-from opd.pipelines.plan.cluster import SimulatedCluster
-from opd.pipelines.plan.simulate import simulate
 from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.run import run_stage
 

@@ -21,27 +21,18 @@ from opd.kernels import projection
 from opd.models.causal_lm import CausalLM
 from opd.models.checkpoint import save_checkpoint
 from opd.models.tokenizers import character_tokenizer
+from opd.pipelines.check import checks, memory, resources
+from opd.pipelines.check.checks import Finding, check_extras, check_ranks, check_sizes, readable
+from opd.pipelines.check.domains import check_domains, check_rewards
+from opd.pipelines.check.examine import diagnose, examine
+from opd.pipelines.check.measured import mean_kl
+from opd.pipelines.check.memory import answers_held, memory_by_phase, sizes_of, told_by_phase, total
+from opd.pipelines.check.models import Models, told_together, unreachable
+from opd.pipelines.check.plan import PlanOptions, print_plan
+from opd.pipelines.check.resources import answers_asked, check_asked, check_resources, disk_left
+from opd.pipelines.check.shapes import ModelShape, shape_of
 from opd.pipelines.cli import main
 from opd.pipelines.commands.publish import publish_checkpoint
-from opd.pipelines.doctor import checks, estimate
-from opd.pipelines.doctor.checks import check_domains, check_extras, check_ranks, check_sizes
-from opd.pipelines.doctor.estimate import (
-    answers_asked,
-    answers_held,
-    check_asked,
-    check_resources,
-    disk_left,
-    disk_parts,
-    memory_by_phase,
-    memory_parts,
-    readable,
-    told_by_phase,
-)
-from opd.pipelines.doctor.examine import Finding, diagnose, examine
-from opd.pipelines.doctor.kl import mean_kl
-from opd.pipelines.doctor.models import Models, ModelShape, _shape
-from opd.pipelines.doctor.published import told_together, unreachable
-from opd.pipelines.doctor.rewards import check_rewards
 from opd.pipelines.records.run_folder import RunFolder
 from opd.rollout.torch_engine import TorchEngine
 from opd.teachers.local_teacher import LocalTeacher
@@ -55,6 +46,14 @@ LLAMA = {
     "num_attention_heads": 2,
     "max_position_embeddings": 64,
 }
+
+
+def memory_parts(*given) -> dict[str, int]:
+    return sizes_of(memory.memory_parts(*given))
+
+
+def disk_parts(*given) -> dict[str, int]:
+    return sizes_of(resources.disk_parts(*given))
 
 
 def save_model(
@@ -257,6 +256,21 @@ def test_a_chat_template_that_ignores_the_tools_is_told(student, tmp_path, shows
     assert len(told) == (not shows)
 
 
+def test_plan_counts_the_tools_that_prompts_tell_of(student, tmp_path, capsys):
+    """As a run writes its prompts, and as the doctor counts them."""
+    mine = with_template(student, tmp_path / "mine", "{{ '7' * 9 if tools }}" + TEMPLATE)
+    tokens = []
+    for environment in (None, {"type": "tools", "params": {"tools": ["calculator"]}}):
+        settings = chat_recipe(mine, mine, tmp_path).model_dump()
+        settings["domains"]["chat"]["environment"] = environment
+        recipe = Recipe.model_validate(settings)
+        assert print_plan(recipe, PlanOptions()) == 0
+        step = sum(recipe.for_domain(name).distill.prompts_per_domain for name in recipe.domains)
+        said = re.search(r"(?m)^tokens +([\d,]+);", capsys.readouterr().out)
+        tokens.append(int(said[1].replace(",", "")) / (step * recipe.distill.samples_per_prompt))
+    assert tokens[1] == tokens[0] + 9
+
+
 def test_what_is_wrong_with_a_sandbox_is_told_once(student, tmp_path):
     mine = with_template(student, tmp_path / "mine", TEMPLATE)
     settings = chat_recipe(mine, mine, tmp_path).model_dump()
@@ -423,13 +437,13 @@ def test_the_estimate_counts_the_weights_that_decode_holds(monkeypatch, dtype, w
     if engine._runner.head.weight.data_ptr() not in shared:
         held += engine._runner.head.weight.nbytes
     recipe = make_recipe(Path("unused"), model={"config": LLAMA, "dtype": dtype})
-    parts = memory_parts(recipe, _shape(model.module.config, model.module), {})
+    parts = memory_parts(recipe, shape_of(model.module.config, model.module), {})
     assert parts["weights laid out for decode"] == held
 
 
 def test_no_weights_are_laid_out_where_a_model_decodes_by_itself():
     module = in_shape(model_type="olmo2").module
-    shape = _shape(module.config, module)
+    shape = shape_of(module.config, module)
     assert shape.fused == shape.linear == 0
 
 
@@ -438,7 +452,7 @@ def test_the_estimate_counts_what_captured_steps_hold(pretended):
     recipe = make_recipe(
         Path("unused"), model={"config": LLAMA, "device": "cuda"}, rollout={"max_running": 6}
     )
-    parts = memory_parts(recipe, _shape(model.module.config, model.module), {})
+    parts = memory_parts(recipe, shape_of(model.module.config, model.module), {})
     engine = TorchEngine(pretended.model(model), max_running=6)
     params = SamplingParams(max_new_tokens=8, top_p=0.9)
     list(engine.generate([RolloutRequest(str(i), np.array([1, 2], np.int32), params) for i in range(6)]))
@@ -888,13 +902,13 @@ def test_the_disk_estimate_counts_what_remains(tmp_path, monkeypatch):
             checkpoint = run / "stages" / stage / "checkpoints" / f"step_{step}"
             checkpoint.mkdir(parents=True)
             (checkpoint / "model.safetensors").write_bytes(bytes(12_000))
-            left.append(sum(disk_left(recipe, SHAPE, {}, run).values()))
+            left.append(total(disk_left(recipe, SHAPE, {}, run)))
         (run / "stages" / stage / "done.json").write_text("{}")
-        left.append(sum(disk_left(recipe, SHAPE, {}, run).values()))
+        left.append(total(disk_left(recipe, SHAPE, {}, run)))
     for method in recipe.baselines.methods:
         (run / "stages" / f"baseline-{method}").mkdir()
         (run / "stages" / f"baseline-{method}" / "done.json").write_text("{}")
-        left.append(sum(disk_left(recipe, SHAPE, {}, run).values()))
+        left.append(total(disk_left(recipe, SHAPE, {}, run)))
     assert left == sorted(left, reverse=True)
     assert left[0] > left[-1] == 0
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(total=1 << 30, free=10_000))
@@ -1007,9 +1021,9 @@ def test_a_rank_has_libraries_and_no_more_than_its_process_may(tmp_path, monkeyp
         models = Models(student=SHAPE)
         return {f.title: f for f in check_resources(recipe, models, tmp_path)}
 
-    monkeypatch.setattr(estimate, "available_memory", lambda device: 8 << 30)
+    monkeypatch.setattr(resources, "available_memory", lambda device: 8 << 30)
     alone, ranks = found()["memory"], found(ranks=2)["memory of a rank"]
-    assert (alone.numbers["libraries"], ranks.numbers["libraries"]) == (0, estimate._LIBRARIES)
+    assert (alone.numbers["libraries"], ranks.numbers["libraries"]) == (0, resources._LIBRARIES)
     assert (alone.numbers["free"], ranks.numbers["free"]) == (8 << 30, 4 << 30)
     limits = resource.getrlimit(resource.RLIMIT_DATA)
     resource.setrlimit(resource.RLIMIT_DATA, (3 << 30, limits[1]))
@@ -1025,11 +1039,11 @@ def test_a_rank_has_libraries_and_no_more_than_its_process_may(tmp_path, monkeyp
 def test_an_offload_that_would_change_nothing_is_not_told(tmp_path):
     for offload in ({}, {"engine": True, "trainer": True}):
         recipe = make_recipe(tmp_path, model={"config": LLAMA}, runtime={"offload": offload})
-        told, sizes = told_by_phase(recipe, SHAPE, {})
+        told, sizes, _ = told_by_phase(recipe, SHAPE, {})
         assert ("with runtime.offload" in told) == ("with offload" in sizes) == (not offload)
     recipe = make_recipe(tmp_path, model={"config": LLAMA}, runtime={"offload": {"trainer": True}})
-    largest = max(sum(parts.values()) for parts in memory_by_phase(recipe, SHAPE, {}).values())
-    told, sizes = told_by_phase(recipe, SHAPE, {})
+    largest = max(map(total, memory_by_phase(recipe, SHAPE, {}).values()))
+    told, sizes, _ = told_by_phase(recipe, SHAPE, {})
     assert sizes.get("with offload", largest - 1) < largest
 
 

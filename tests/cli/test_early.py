@@ -15,18 +15,10 @@ from recipes import tiny_recipe, write_recipe
 from opd.config import Recipe
 from opd.config.schema import key_paths
 from opd.errors import StorageError
+from opd.pipelines.check.checks import attempt, check_paths, check_publishing, check_sizes, refuse_place
+from opd.pipelines.check.domains import check_domains, check_held_out, check_rewards
+from opd.pipelines.check.models import check_device
 from opd.pipelines.cli import main
-from opd.pipelines.doctor.checks import (
-    attempt,
-    check_domains,
-    check_held_out,
-    check_paths,
-    check_publishing,
-    check_sizes,
-    refuse_place,
-)
-from opd.pipelines.doctor.models import check_device
-from opd.pipelines.doctor.rewards import check_rewards
 from opd.storage.sample_store import record_of
 from opd.storage.sample_table import SampleTable
 
@@ -334,6 +326,7 @@ def test_a_device_that_is_not_there_is_found(device):
     (finding,) = attempt("device", lambda: check_device(tiny_recipe(model={"path": "/x", "device": device})))
     assert finding.level == "error"
     assert "model.device" in finding.detail
+    assert attempt("device", lambda: check_device(tiny_recipe(model={"path": "/x", "device": "cpu"}))) == []
 
 
 def test_a_wrong_source_brings_no_second_sentence(tmp_path, capsys):

@@ -12,10 +12,12 @@ import tiny
 import torch
 
 from opd.config import Recipe
-from opd.pipelines.doctor import estimate
-from opd.pipelines.doctor.checks import Finding
-from opd.pipelines.doctor.estimate import check_resources, disk_parts, memory_by_phase, memory_parts
-from opd.pipelines.doctor.models import Models, _shape
+from opd.pipelines.check import memory, resources
+from opd.pipelines.check.checks import Finding
+from opd.pipelines.check.memory import sizes_of
+from opd.pipelines.check.models import Models
+from opd.pipelines.check.resources import check_resources
+from opd.pipelines.check.shapes import shape_of
 from opd.rollout.torch_engine import TorchEngine
 from opd.train.backend import TorchBackend
 from opd.train.offload import Shelf
@@ -39,7 +41,19 @@ def recipe_of(offload: dict[str, bool] | None = None, **changes: Any) -> Recipe:
 
 
 def shape():
-    return _shape(tiny.model().module.config, tiny.model().module)
+    return shape_of(tiny.model().module.config, tiny.model().module)
+
+
+def memory_parts(*given: Any) -> dict[str, int]:
+    return sizes_of(memory.memory_parts(*given))
+
+
+def memory_by_phase(*given: Any) -> dict[str, dict[str, int]]:
+    return {phase: sizes_of(held) for phase, held in memory.memory_by_phase(*given).items()}
+
+
+def disk_parts(*given: Any) -> dict[str, int]:
+    return sizes_of(resources.disk_parts(*given))
 
 
 def total(parts: dict[str, int]) -> int:
@@ -75,7 +89,7 @@ def test_parts_are_in_the_phases_that_use_them():
 
 def test_the_estimate_of_a_phase_is_what_is_held(tmp_path):
     model = tiny.model()
-    phases = memory_by_phase(recipe_of(BOTH), _shape(model.module.config, model.module), {})
+    phases = memory_by_phase(recipe_of(BOTH), shape_of(model.module.config, model.module), {})
     buffers = sum(buffer.nbytes for buffer in model.module.buffers())
     training = tiny.training([CrossEntropyTerm()])
     backend = TorchBackend(model, training)
@@ -92,7 +106,7 @@ def test_the_estimate_of_a_phase_is_what_is_held(tmp_path):
     copies = phases["rollout"]["engine copy"] + phases["rollout"]["weights laid out for decode"]
     # Weights too small to gain by another layout stay as they are.
     assert phases["rollout"]["engine copy"] < engine.resident()["engine_weights"] - buffers - rotary <= copies
-    put_away = disk_parts(recipe_of(BOTH), _shape(model.module.config, model.module), {})[
+    put_away = disk_parts(recipe_of(BOTH), shape_of(model.module.config, model.module), {})[
         "what the trainer puts away"
     ]
     shelf = Shelf(tmp_path)
@@ -123,7 +137,7 @@ def test_a_device_that_cannot_hold_the_largest_phase_is_refused(monkeypatch, off
     largest = max(map(total, memory_by_phase(recipe_of(BOTH), shape(), {}).values()))
     assert largest < whole
     sizes = {"both": largest, "little": largest - 1, "much": 2 * whole}
-    monkeypatch.setattr(estimate, "available_memory", lambda device: sizes[free])
+    monkeypatch.setattr(resources, "available_memory", lambda device: sizes[free])
     findings = check_resources(recipe_of(offload), Models(student=shape()), Path())
     found = {finding.title: finding for finding in findings}
     assert found["memory"].level == level
@@ -134,10 +148,10 @@ def test_a_device_that_cannot_hold_the_largest_phase_is_refused(monkeypatch, off
 
 
 def test_what_leaves_a_gpu_is_compared_with_the_hosts_memory(monkeypatch):
-    monkeypatch.setattr(estimate, "on_cuda", lambda device: device == "cuda")
+    monkeypatch.setattr(resources, "on_cuda", lambda device: device == "cuda")
     put_away = 3 * 4 * shape().parameters
     sizes = {"cuda": 1 << 40, "cpu": put_away - 1}
-    monkeypatch.setattr(estimate, "available_memory", lambda device: sizes[device])
+    monkeypatch.setattr(resources, "available_memory", lambda device: sizes[device])
     recipe = recipe_of(BOTH, model={"config": tiny.LLAMA, "device": "cuda"})
 
     def host() -> Finding:
@@ -164,7 +178,7 @@ def test_the_host_needs_room_for_servers_that_sleep(monkeypatch, arguments, room
         teachers={"sort": {"type": "sglang", "path": "sort", "servers": "own"}},
     )
     teacher = replace(shape(), stored=10**15)
-    monkeypatch.setattr(estimate, "available_memory", lambda device: 2 * 10**15 + room)
+    monkeypatch.setattr(resources, "available_memory", lambda device: 2 * 10**15 + room)
     models = Models(student=shape(), teachers={"sort": teacher})
     found = {finding.title: finding for finding in check_resources(recipe, models, Path())}
     told = found.get("memory of the host")

@@ -15,7 +15,7 @@ from test_samples_on_disk import outcome
 
 from opd.errors import ConfigError
 from opd.models.causal_lm import CausalLM
-from opd.pipelines.doctor.examine import examine
+from opd.pipelines.check.examine import examine
 from opd.pipelines.records.inputs import user_code
 from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.run import run_pipeline, run_stage

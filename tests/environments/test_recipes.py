@@ -16,7 +16,7 @@ from opd.config import Recipe
 from opd.errors import ConfigError
 from opd.metrics import read_metrics
 from opd.models.causal_lm import CausalLM
-from opd.pipelines.doctor.examine import examine
+from opd.pipelines.check.examine import examine
 from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.report import write_report
 from opd.pipelines.run import run_pipeline, run_stage

@@ -13,7 +13,7 @@ from opd.config import DistillConfig, PolicyLossConfig
 from opd.config.rl import CustomDivergence
 from opd.errors import ConfigError, RolloutError, TrainingError
 from opd.metrics import read_metrics
-from opd.pipelines.doctor.examine import examine
+from opd.pipelines.check.examine import examine
 from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.run import run_stage
 from opd.rollout.collect import EncodedPrompt, load_generate

@@ -17,10 +17,10 @@ from opd.models.adapters import AdaptedLM, MergingLM
 from opd.models.architecture import check_architecture, empty_model, kept_otherwise
 from opd.models.causal_lm import CausalLM
 from opd.models.hf_folder import angles_change_at, positions_of, read_config
+from opd.pipelines.check import models as doctor
+from opd.pipelines.check.checks import attempt
 from opd.pipelines.commands.publish import run_publish
 from opd.pipelines.commands.sample import SampleOptions, Speaker
-from opd.pipelines.doctor import models as doctor
-from opd.pipelines.doctor.checks import attempt
 from opd.rollout.torch_engine import TorchEngine
 from opd.storage.publish import read_headers
 from opd.teachers.skeleton import Skeleton, check_streams

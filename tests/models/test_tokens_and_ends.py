@@ -21,8 +21,8 @@ from opd.models.generation import _FOLLOWED, _FREE, _NEUTRAL, not_followed, samp
 from opd.models.hf_folder import scratch_config
 from opd.models.token_ids import appended, encode_text, id_count
 from opd.models.tokenizers import stops_of
+from opd.pipelines.check.examine import examine
 from opd.pipelines.commands.sample import SampleOptions, Speaker
-from opd.pipelines.doctor.examine import examine
 from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.run import run_stage
 from opd.pipelines.stages.student import load_model, sampling_params, tell_remarks

@@ -14,8 +14,8 @@ from ray_runs import write_recipe
 
 from opd.config.load import load_recipe
 from opd.errors import LaunchError
+from opd.pipelines.check.servers import check_cluster
 from opd.pipelines.cli import main
-from opd.pipelines.doctor.examine import check_cluster
 from opd.pipelines.launch.machine import out_of_memory
 from opd.pipelines.launch.ray.cluster import Cluster, descendants, end_left_over, probe
 

@@ -25,8 +25,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBa
 from opd.config.load import load_recipe
 from opd.models.causal_lm import CausalLM
 from opd.models.tokenizers import character_tokenizer
+from opd.pipelines.check.examine import examine
 from opd.pipelines.cli import main
-from opd.pipelines.doctor.examine import examine
 from opd.rollout.torch_engine import TorchEngine
 from opd.teachers.kinds import Placement
 from opd.teachers.local_teacher import LocalTeacher

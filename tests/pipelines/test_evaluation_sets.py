@@ -10,7 +10,7 @@ from recipes import own_rollout, tiny_recipe
 
 from opd.data.load import load_domain
 from opd.errors import DataError, RewardError
-from opd.pipelines.doctor.examine import check_contamination, examine
+from opd.pipelines.check.examine import check_contamination, examine
 from opd.pipelines.evaluation import evaluate
 from opd.pipelines.evaluation.evaluate import contamination
 from opd.pipelines.evaluation.sets import load_sets

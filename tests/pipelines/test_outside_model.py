@@ -11,8 +11,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast
 
 from opd.config.load import load_recipe
+from opd.pipelines.check.models import Models, check_models
 from opd.pipelines.cli import main
-from opd.pipelines.doctor.models import Models, check_models
 
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"

@@ -18,10 +18,19 @@ import tiny
 from opd.config import Recipe
 from opd.errors import TeacherError
 from opd.models.checkpoint import save_checkpoint
+from opd.pipelines.check.parity import (
+    ITSELF,
+    Difference,
+    ParityScores,
+    by_megatron,
+    by_torch,
+    check_parity,
+    difference,
+    modes_of,
+    problem_of,
+)
 from opd.pipelines.cli import main
 from opd.pipelines.commands.publish import publish_checkpoint
-from opd.pipelines.doctor.parity import Difference, ParityScores, by_megatron, by_torch, difference
-from opd.pipelines.doctor.parity_table import ITSELF, check_parity, modes_of, problem_of
 from opd.types import Sample
 
 TOKENS = len(tiny.tokenizer())
@@ -129,7 +138,7 @@ def test_the_command_prints_a_table_and_the_floor(recipe, tmp_path, capsys, monk
     monkeypatch.setenv("COLUMNS", "200")
     # Two ranks are in `scored`; here the command is what is tested.
     two = {"torch": by_torch, "megatron TP 1": by_megatron}
-    monkeypatch.setattr("opd.pipelines.doctor.parity_table.modes_of", lambda recipe: two)
+    monkeypatch.setattr("opd.pipelines.check.parity.modes_of", lambda recipe: two)
     path = tmp_path / "recipe.yaml"
     path.write_text(recipe.model_dump_json(exclude_none=True))
     assert main(["doctor", str(path), "--parity"]) == 0
@@ -187,7 +196,7 @@ def test_differences_never_hide_what_is_missing_or_not_finite():
 @pytest.mark.long
 @pytest.mark.slow
 def test_a_rank_that_fails_is_named(recipe, problem, tmp_path):
-    from opd.pipelines.doctor.parity_ranks import by_two_ranks
+    from opd.pipelines.check.parity_ranks import by_two_ranks
 
     with pytest.raises(TeacherError, match=r"rank \d failed: .*is not a folder"):
         by_two_ranks(problem, {"gone": str(tmp_path / "gone")})
@@ -195,7 +204,7 @@ def test_a_rank_that_fails_is_named(recipe, problem, tmp_path):
 
 def test_a_rank_that_fails_is_not_hidden_by_one_that_waits(tmp_path, monkeypatch):
     """Rank 0 would wait for rank 1 until time is up; what rank 1 says is heard at once."""
-    from opd.pipelines.doctor import parity_ranks
+    from opd.pipelines.check import parity_ranks
 
     script = tmp_path / "python"
     script.write_text('#!/bin/sh\n[ "$4" = 0 ] && exec sleep 600\necho its own words; exit 3\n')

@@ -11,8 +11,9 @@ from safetensors.torch import load_file
 from opd.models.causal_lm import CausalLM
 from opd.models.checkpoint import save_checkpoint
 from opd.models.tokenizers import character_tokenizer
-from opd.pipelines.doctor.estimate import check_precision
-from opd.pipelines.doctor.models import Models, ModelShape
+from opd.pipelines.check.models import Models
+from opd.pipelines.check.resources import check_precision
+from opd.pipelines.check.shapes import ModelShape
 from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.run import run_stage
 from opd.pipelines.stages.precision import checkpoint_dtype, lost_share, model_dtype, some_weights

@@ -6,10 +6,10 @@ import pytest
 from pydantic import ValidationError
 from recipes import tiny_recipe
 
+from opd import foreign
 from opd.errors import ConfigError
 from opd.foreign import machine_memory
 from opd.models.causal_lm import CausalLM
-from opd.pipelines.stages import precision
 from opd.pipelines.stages.precision import check_turns, cuts_engines, is_cut, room_for, weight_bytes
 from opd.pipelines.stages.supervised import new_base
 from opd.ranks import Ranks
@@ -41,7 +41,7 @@ def test_ranks_share_a_copy_where_a_machine_has_no_memory_for_one_each(monkeypat
 @pytest.mark.parametrize(("limit", "memory"), [("4096", 4096), ("max", None), (str(1 << 60), None)])
 def test_a_control_group_may_have_less_than_the_machine(limit, memory, monkeypatch, tmp_path):
     (tmp_path / "memory.max").write_text(f"{limit}\n")
-    monkeypatch.setattr(precision, "_GROUP", tmp_path / "memory.max")
+    monkeypatch.setattr(foreign, "GROUP", tmp_path)
     assert room_for(recipe(), 4)[1] == (memory or machine_memory())
 
 

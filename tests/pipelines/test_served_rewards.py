@@ -16,9 +16,8 @@ from reward_server import RewardServer, completion, reward_server
 from opd.config import Recipe
 from opd.errors import RewardError, RunFolderError
 from opd.metrics import read_metrics
+from opd.pipelines.check.domains import check_domains, check_rewards
 from opd.pipelines.cli import main
-from opd.pipelines.doctor.checks import check_domains
-from opd.pipelines.doctor.rewards import check_rewards
 from opd.pipelines.records.run_folder import Accepted, RunFolder
 from opd.pipelines.run import run_stage
 

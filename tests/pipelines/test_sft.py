@@ -16,8 +16,8 @@ from recipes import tiny_recipe
 from opd.config import OptimConfig, Recipe
 from opd.data.load import load_domain
 from opd.errors import DataError
-from opd.pipelines.doctor.examine import check_demonstrations
-from opd.pipelines.doctor.models import Models
+from opd.pipelines.check.examine import check_demonstrations
+from opd.pipelines.check.models import Models
 from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.report import write_report
 from opd.pipelines.run import run_pipeline, run_stage

@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from opd.errors import ConfigError
-from opd.pipelines.cli import main
-from opd.pipelines.plan.cluster import (
+from opd.pipelines.check.cluster import (
     LayerCost,
     SimulatedCluster,
     decode_of,
@@ -21,7 +20,8 @@ from opd.pipelines.plan.cluster import (
     sync_seconds,
     train_seconds,
 )
-from opd.pipelines.plan.simulate import Simulated, TeacherPasses, simulate
+from opd.pipelines.check.simulate import Simulated, TeacherPasses, simulate
+from opd.pipelines.cli import main
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "cluster" / "ten_teachers.yaml"
 MODEL = {

@@ -10,7 +10,7 @@ from whole_step import correct, opd_advantages
 
 from opd.config import DistillConfig, SampledTokenK1
 from opd.kernels.head import Head
-from opd.pipelines.doctor.checks import check_schedule
+from opd.pipelines.check.checks import check_schedule
 from opd.pipelines.stages.distill import loss_terms, policy_loss, token_terms
 from opd.pipelines.stages.policy_stream import PolicyTokens
 from opd.train.backend import TorchBackend

@@ -16,7 +16,7 @@ from recipes import tiny_recipe
 from opd import sinks
 from opd.errors import ConfigError, MissingExtraError
 from opd.metrics import MetricsWriter, read_metrics
-from opd.pipelines.doctor.checks import check_sinks
+from opd.pipelines.check.checks import check_sinks
 from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.stages.context import StageContext
 

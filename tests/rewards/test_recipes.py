@@ -11,8 +11,7 @@ from recipes import tiny_recipe, write_recipe
 from opd.config.load import dump_recipe, load_recipe
 from opd.config.rewards import VERIFIERS, FunctionReward, MathReward, PythonReward
 from opd.errors import ConfigError
-from opd.pipelines.doctor.checks import check_domains
-from opd.pipelines.doctor.rewards import check_rewards, check_sandbox
+from opd.pipelines.check.domains import check_domains, check_rewards, check_sandbox
 from opd.rewards.kinds import sandboxes, verifier_of
 from opd.rewards.verifier import Verifier
 from opd.sandbox import answers

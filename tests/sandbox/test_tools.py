@@ -26,9 +26,9 @@ from opd.environments.protocol import Action, Task, ToolCall
 from opd.environments.tools import Tools, _remove_left, limits_of, schema
 from opd.environments.trajectory import Command, TrajectoryLog, read_trajectories
 from opd.errors import ConfigError, StorageError
+from opd.pipelines.check.checks import Finding
+from opd.pipelines.check.domains import check_environments
 from opd.pipelines.cli import main
-from opd.pipelines.doctor.checks import Finding
-from opd.pipelines.doctor.environments import check_environments
 from opd.rollout.prompts import Domain, Prompt
 from opd.sandbox import isolation
 from opd.sandbox.isolation import own_user, owner

@@ -22,7 +22,7 @@ from opd.metrics import read_metrics
 from opd.models.hf_folder import adapter_base
 from opd.models.peft_folder import read_peft
 from opd.models.tokenizers import end_of_turn, load_tokenizer
-from opd.pipelines.doctor.models import _check_sampling
+from opd.pipelines.check.models import _check_sampling
 from opd.rollout.kv_cache import unpack
 from opd.rollout.prompts import Prompt, encode_prompt
 from opd.rollout.weight_proof import check_config

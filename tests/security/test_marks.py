@@ -18,9 +18,10 @@ from recipes import tiny_recipe
 from rich.console import Console
 
 from opd.models.checkpoint import model_card, plain
+from opd.pipelines.check import examine
+from opd.pipelines.check.checks import Finding
+from opd.pipelines.check.examine import diagnose
 from opd.pipelines.commands.ending import one_line
-from opd.pipelines.doctor import examine
-from opd.pipelines.doctor.examine import Finding, diagnose
 from opd.pipelines.records.cards import Cards
 from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.report import write_report

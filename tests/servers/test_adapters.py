@@ -30,7 +30,7 @@ from opd.config.train import LoRAConfig
 from opd.errors import ModelError, RolloutError
 from opd.models.adapters import AdaptedLM
 from opd.models.causal_lm import CausalLM
-from opd.pipelines.doctor.servers import check_workers
+from opd.pipelines.check.servers import check_workers
 from opd.pipelines.stages.served_engine import unfit
 from opd.rollout.adapted_student import AdapterFolder
 from opd.served.http_client import PoolOptions

@@ -46,7 +46,7 @@ from served_writing import (
 
 from opd.errors import RolloutError
 from opd.models.causal_lm import CausalLM
-from opd.pipelines.doctor.servers import check_workers
+from opd.pipelines.check.servers import check_workers
 from opd.rollout.fault_tolerant import FaultTolerantRollout
 from opd.rollout.served_engine import ServedModel
 from opd.rollout.served_workers import FolderPush

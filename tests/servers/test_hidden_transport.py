@@ -19,8 +19,8 @@ from served_models import recipe_tokenizer
 
 from opd.config.teachers import SGLangTeacherConfig
 from opd.errors import TeacherError
+from opd.pipelines.check.servers import check_kinds
 from opd.pipelines.commands.publish import publish_checkpoint
-from opd.pipelines.doctor.checks import check_kinds
 from opd.retry import Retry
 from opd.served import hidden_segments
 from opd.served.hidden_segments import HiddenSegment, plugin_of

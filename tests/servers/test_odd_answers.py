@@ -8,7 +8,7 @@ from little_web import Reply, serving
 from recipes import tiny_recipe
 from seaweedfs import free_ports
 
-from opd.pipelines.doctor.checks import check_kinds
+from opd.pipelines.check.servers import check_kinds
 
 pytest.importorskip("aiohttp", reason="needs the extra sglang")
 

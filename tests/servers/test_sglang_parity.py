@@ -10,8 +10,7 @@ from served_models import recipe_tokenizer
 
 from opd.config import Recipe
 from opd.models.causal_lm import CausalLM
-from opd.pipelines.doctor.parity import difference
-from opd.pipelines.doctor.parity_table import check_parity, modes_of, problem_of
+from opd.pipelines.check.parity import check_parity, difference, modes_of, problem_of
 
 pytestmark = pytest.mark.slow
 

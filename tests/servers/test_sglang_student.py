@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from served_stage import FEW, run
 
 from opd.errors import ConfigError, RolloutError
-from opd.pipelines.doctor.servers import check_workers
+from opd.pipelines.check.servers import check_workers
 from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.stages.context import StageContext
 from opd.pipelines.stages.served_engine import with_engine

@@ -12,7 +12,7 @@ from recipes import tiny_recipe
 from served_models import recipe_tokenizer
 
 from opd.errors import TeacherError
-from opd.pipelines.doctor.servers import check_shared
+from opd.pipelines.check.servers import check_shared
 from opd.teachers.kinds import Placement, TeacherOpening, open_kinds
 
 pytest.importorskip("aiohttp", reason="needs the extra sglang")

@@ -24,7 +24,7 @@ from opd.child import Child
 from opd.config.servers import ServerGroupConfig
 from opd.config.teachers import SGLangTeacherConfig, VLLMTeacherConfig
 from opd.errors import ConfigError, LaunchError, PreemptedError, TeacherError
-from opd.pipelines.doctor.servers import check_servers
+from opd.pipelines.check.servers import check_servers
 from opd.pipelines.launch import server_key, started_server
 from opd.pipelines.launch import servers as module
 from opd.pipelines.launch.local import check_ranks, is_rank

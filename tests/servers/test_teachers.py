@@ -18,7 +18,7 @@ from opd.config.servers import ServerGroupConfig
 from opd.config.teachers import VLLMTeacherConfig
 from opd.errors import TeacherError
 from opd.kernels.head import Head
-from opd.pipelines.doctor.checks import check_kinds
+from opd.pipelines.check.servers import check_kinds
 from opd.teachers import scorer
 from opd.teachers.local_teacher import LocalTeacher
 from opd.teachers.served_teacher import SignalNeeds

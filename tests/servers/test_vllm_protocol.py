@@ -17,8 +17,7 @@ from served_models import recipe_tokenizer
 
 from opd.config.servers import ServerGroupConfig
 from opd.errors import ConfigError, PreemptedError, TeacherError
-from opd.pipelines.doctor.checks import check_kinds
-from opd.pipelines.doctor.servers import check_servers
+from opd.pipelines.check.servers import check_kinds, check_servers
 from opd.pipelines.launch.started_server import command_of
 from opd.rollout.preemption import Preemption
 from opd.served.http_client import UnavailableError

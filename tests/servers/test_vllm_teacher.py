@@ -20,7 +20,7 @@ from served_models import recipe_tokenizer
 from opd.config.teachers import VLLMTeacherConfig
 from opd.errors import TeacherError
 from opd.metrics import read_metrics
-from opd.pipelines.doctor.checks import check_kinds
+from opd.pipelines.check.servers import check_kinds
 from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.run import run_pipeline
 from opd.teachers.kinds import Placement

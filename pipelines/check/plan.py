@@ -6,21 +6,15 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from opd.config import Recipe
 from opd.errors import ConfigError, DataError
-from opd.pipelines.doctor.checks import number_of
-from opd.pipelines.doctor.estimate import (
-    answers_asked,
-    answers_held,
-    disk_parts,
-    memory_parts,
-    readable,
-    told_by_phase,
-)
+from opd.pipelines.check.checks import number_of, readable
+from opd.pipelines.check.memory import answers_held, listed, memory_parts, told_by_phase, total
+from opd.pipelines.check.resources import answers_asked, disk_parts
+from opd.pipelines.check.shapes import ModelShape, layer_bytes
 from opd.pipelines.stages.precision import WIDTH, model_dtype
 from opd.storage.sample_lot import TOKEN_BYTES
 from opd.storage.sample_store import SampleStore
@@ -35,12 +29,9 @@ from opd.train.plan import (
 )
 from opd.types import Status
 
-if TYPE_CHECKING:
-    from opd.pipelines.doctor.models import ModelShape
-
-_MIB = 1 << 20
-_ACTIVATIONS = 17
-"""Values a decoder layer keeps per token and hidden unit (as in `doctor.estimate`)."""
+MIB = 1 << 20
+_BILLION = ModelShape(10**9, 2048, (None,) * 24, vocabulary=32_000, kv_width=2048)
+"""The student where no recipe says another: a decoder of a billion parameters."""
 _SHOWN = 24
 """Most micro-batches that are listed."""
 
@@ -65,17 +56,6 @@ class PlanOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class _Model:
-    """Shape of the student; the default is a decoder of a billion parameters."""
-
-    parameters: int = 10**9
-    hidden_size: int = 2048
-    windows: tuple[int | None, ...] = (None,) * 24
-    """Of each layer's attention."""
-    width: int = 2
-
-
-@dataclass(frozen=True, slots=True)
 class _Task:
     """A workload, with the names of its teachers in their order."""
 
@@ -97,18 +77,18 @@ def print_plan(recipe: Recipe | None, options: PlanOptions) -> int:
     """
     if recipe is None and options.store is None:
         raise ConfigError("opd plan needs a recipe, or --store with a folder of trajectories; give one")
-    model, ranks = _Model(), options.ranks or 1
+    shape, ranks = _BILLION, options.ranks or 1
     task = None
     if recipe is not None:
         ranks = options.ranks or recipe.train.ranks or recipe.train.together
         recipe = _on_ranks(recipe, ranks)
-        model, task = _of_recipe(recipe, needs_work=options.store is None)
+        shape, task = _of_recipe(recipe, needs_work=options.store is None)
     if options.store is not None:
         task = _of_store(options.store, recipe)
     assert task is not None
     if not len(task.work):
         raise DataError(f"{task.source} has no completed or truncated trajectory; there is nothing to plan")
-    cost, budget = _machine(recipe, model, options)
+    cost, budget = _machine(recipe, shape, options)
     count = options.mini_batch or (_step_size(recipe) if recipe is not None else 64)
     together = _context(recipe, ranks, task.work)
     settings = _settings(count, ranks // together, recipe.seed if recipe is not None else 0)
@@ -148,18 +128,21 @@ def _settings(mini_batch: int, ranks: int, seed: int) -> PlanSettings:
         raise ConfigError(str(error)) from None
 
 
-def _machine(recipe: Recipe | None, model: _Model, options: PlanOptions) -> tuple[CostModel, DeviceBudget]:
+def _machine(
+    recipe: Recipe | None, shape: ModelShape, options: PlanOptions
+) -> tuple[CostModel, DeviceBudget]:
+    width = 2 if recipe is None else WIDTH[model_dtype(recipe)]
     speeds = {
         "operations_per_second": options.tflops * 1e12,
-        "bytes_per_second": options.read_mb * _MIB,
+        "bytes_per_second": options.read_mb * MIB,
         "overhead_seconds": options.overhead_ms / 1e3,
     }
     try:
         return (
-            CostModel.of_model(model.parameters, model.hidden_size, model.windows, **speeds),
+            CostModel.of_model(shape.parameters, shape.hidden_size, shape.windows, **speeds),
             DeviceBudget(
-                max_bytes=options.budget_mb * _MIB,
-                bytes_per_token=_ACTIVATIONS * len(model.windows) * model.hidden_size * model.width,
+                max_bytes=options.budget_mb * MIB,
+                bytes_per_token=shape.layers * layer_bytes(1, shape.hidden_size, width),
                 max_tokens=recipe.distill.batch.max_tokens if recipe is not None else None,
             ),
         )
@@ -189,12 +172,12 @@ def _of_store(folder: Path, recipe: Recipe | None) -> _Task:
     return _Task(work, names, f"{len(rows):,} trajectories in {folder}")
 
 
-def _of_recipe(recipe: Recipe, needs_work: bool) -> tuple[_Model, _Task | None]:
+def _of_recipe(recipe: Recipe, needs_work: bool) -> tuple[ModelShape, _Task | None]:
     """The student's shape, and the first step of the merge. Reads prompts, configurations and tokenizer."""
-    from opd.pipelines.doctor.checks import check_domains
-    from opd.pipelines.doctor.models import Models, check_models
-    from opd.pipelines.stages.domains import prompt_room
-    from opd.rollout.prompts import Domain, Prompt, PromptCursor, encode_prompt, fit, truncated
+    from opd.pipelines.check.domains import check_domains
+    from opd.pipelines.check.models import Models, check_models
+    from opd.pipelines.stages.domains import DomainSet
+    from opd.rollout.prompts import Domain
     from opd.teachers.schedule import Router
 
     domains: dict[str, Domain] = {}
@@ -204,28 +187,18 @@ def _of_recipe(recipe: Recipe, needs_work: bool) -> tuple[_Model, _Task | None]:
             raise ConfigError(f"{finding.title}: {finding.detail}")
     shape = models.student
     assert shape is not None
-    width = WIDTH[model_dtype(recipe)]
-    model = _Model(shape.parameters, shape.hidden_size, shape.windows, width)
     if not needs_work:
-        return model, None
+        return shape, None
     router, config = Router.from_recipe(recipe), recipe.distill
     lengths, teachers, sizes, names = [], [], [], router.teachers
-    row_bytes = TOKEN_BYTES + shape.hidden_size * width
-    tokenizer, told = models.tokenizer, []
-    assert tokenizer is not None
-
-    def encode(prompt: Prompt) -> np.ndarray:
-        return encode_prompt(prompt, tokenizer, recipe.model.chat_template_kwargs)
-
-    for name, domain in domains.items():
-        policy, room = recipe.domains[name].long_prompts, prompt_room(recipe, tokenizer, name)
+    row_bytes = TOKEN_BYTES + shape.hidden_size * WIDTH[model_dtype(recipe)]
+    assert models.tokenizer is not None
+    data = DomainSet.open(recipe, models.tokenizer, domains)  # as the run does
+    told = [f"prompts   {name}: {said}" for name, said in data.long.items()]
+    for name in domains:
         own = recipe.for_domain(name)
-        fitted = fit(domain, room, policy, encode)  # as the run does
-        told += [f"prompts   {name}: {fitted.sentence(room, policy)}"] if fitted.long else []
-        cursor = PromptCursor(fitted.domain.train, recipe.seed, name)
-        for number, prompt in enumerate(cursor.take(0, own.distill.prompts_per_domain)):
-            ids = truncated(encode(prompt), room.tokens, None)
-            length = len(ids) + own.rollout.max_new_tokens
+        for number, prompt in enumerate(data.take(name, 0, own.distill.prompts_per_domain, "plan")):
+            length = len(prompt.token_ids) + own.rollout.max_new_tokens
             route = router.route(name, f"{name}/{number}").name or f"no teacher of {name}"
             names = names if route in names else [*names, route]
             for _ in range(config.samples_per_prompt):
@@ -241,7 +214,7 @@ def _of_recipe(recipe: Recipe, needs_work: bool) -> tuple[_Model, _Task | None]:
             f" first, and held in memory: at most {readable(size)}"
         )
     beside = _beside(recipe, shape, models.teachers)
-    return model, _Task(Workload(*columns), names, source, tuple(told), tuple(beside))
+    return shape, _Task(Workload(*columns), names, source, tuple(told), tuple(beside))
 
 
 def _beside(recipe: Recipe, student: ModelShape, teachers: Mapping[str, ModelShape]) -> list[str]:
@@ -254,10 +227,9 @@ def _beside(recipe: Recipe, student: ModelShape, teachers: Mapping[str, ModelSha
     memory, disk = memory_parts(recipe, student, teachers), disk_parts(recipe, student, teachers)
     stage = "a stage" if recipe.train.ranks == 1 else "a rank of a stage"
     for what, parts, of in (("memory", memory, stage), ("disk", disk, "the run")):
-        listed = ", ".join(f"{name} {readable(size)}" for name, size in parts.items() if size)
-        lines.append(f"{what:10}at most {readable(sum(parts.values()))} of {of} ({listed})")
+        lines.append(f"{what:10}at most {readable(total(parts))} of {of} ({listed(parts)})")
         if what == "memory":
-            lines.append(f"phases    {told_by_phase(recipe, student, teachers)[0]}")
+            lines.append(f"phases    {told_by_phase(recipe, student, teachers).told}")
     return lines
 
 
@@ -305,7 +277,7 @@ def describe(
 def _oversize(work: Workload, rows: np.ndarray, budget: DeviceBudget) -> str:
     """What does not fit, and the numbers with which it would."""
     what = "no trajectory fits" if len(rows) == len(work) else f"{len(rows):,} of {len(work):,} do not fit"
-    needed = (budget.bytes_per_token * work.lengths[rows] + 2 * work.sizes[rows]).max() / _MIB
+    needed = (budget.bytes_per_token * work.lengths[rows] + 2 * work.sizes[rows]).max() / MIB
     enough = [f"--budget-mb {math.ceil(needed * 1.001)}"]
     longest = int(work.lengths[rows].max())
     if budget.max_tokens is not None and longest > budget.max_tokens:

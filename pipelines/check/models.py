@@ -1,8 +1,9 @@
-"""Whether student, teachers and tokenizers can be read and fit together; no weights are loaded."""
+"""Whether student and teachers can be read and fit together; no weights are loaded."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,62 +12,30 @@ from opd.config import Recipe, RolloutConfig
 from opd.config.recipe import WEIGHT_MERGES, ModelConfig
 from opd.config.teachers import ServedEngineConfig
 from opd.config.train import LoRAConfig
-from opd.errors import CheckpointError, ModelError
+from opd.errors import CheckpointError, ModelError, OpdError
 from opd.models.token_ids import id_count
-from opd.pipelines.doctor.checks import Finding, attempt, given_teachers
-from opd.pipelines.doctor.published import look, told_together, unreachable
-from opd.pipelines.doctor.templates import check_sameness, template_findings, written
+from opd.pipelines.check.checks import Finding, attempt, given_teachers, number_of
+from opd.pipelines.check.shapes import ModelShape, shape_of, stored_of
+from opd.pipelines.check.tokenizers import (
+    SAME_TOKENS,
+    check_bos,
+    check_prompts,
+    check_rows,
+    check_stops,
+    check_tokenizer,
+)
 from opd.progress import doing
 
 if TYPE_CHECKING:
     from opd.rollout.prompts import Domain
 
-
 DEVICE = "device"
 _PEEK = 64
 """Prompts of a domain that are asked whether they are messages."""
-_MEASURED = 256
-"""Prompts of a domain that are encoded to see how long they are."""
 _LOOKED_AT = 8 << 30
 """Bytes of a model's weights that are looked at: of a larger one the beginning of each tensor."""
-_SAME_TOKENS = "use a teacher with the student's tokens"
 _NAMES = ("architectures", "dtype", "torch_dtype", "transformers_version", "name_or_path", "use_cache")
 """Keys of a configuration that change nothing in what its weights compute."""
-
-
-@dataclass(frozen=True, slots=True)
-class ModelShape:
-    """What an estimate needs to know of a model."""
-
-    parameters: int
-    hidden_size: int
-    windows: tuple[int | None, ...]
-    """How far each layer's attention sees; `None`: to the beginning."""
-    vocabulary: int
-    kv_width: int
-    """Key-value heads times head size: values per token, layer and side of the cache."""
-    adapters: int = 0
-    """Parameters of the adapters that `model.lora` puts on it."""
-    adapted: int = 0
-    """Parameters of the layers they belong to."""
-    narrowest: int = 0
-    """The smallest width of one of these."""
-    fused: int = 0
-    """Parameters of the layers that decode multiplies together with others, from a copy: queries, keys and
-    values; gate and up. None of a model whose own code decodes."""
-    linear: int = 0
-    """Those of the other linear layers that decode multiplies."""
-    stored: int = 0
-    """Bytes of its weights where they lie."""
-    published: bool = False
-    """Whether they lie where `opd publish` writes."""
-    digest: str = ""
-    """Of what is read of it from an object store: adapters on one base have one digest."""
-
-    @property
-    def layers(self) -> int:
-        """Decoder layers."""
-        return len(self.windows)
 
 
 @dataclass(slots=True)
@@ -100,7 +69,7 @@ def check_models(recipe: Recipe, domains: Mapping[str, Domain], models: Models) 
             return findings  # what the rest is compared with
     models.chat = any(prompt.messages is not None for d in domains.values() for prompt in d.train[:_PEEK])
     if models.tokenizer is not None:
-        findings += attempt("stop ids", lambda: _check_stops(recipe, models))
+        findings += attempt("stop ids", lambda: check_stops(recipe, models))
     findings += _check_teachers(recipe, models)
     for name, domain in domains.items():
         findings += attempt(f"prompts {name}", lambda d=domain: check_prompts(recipe, d, models.tokenizer))
@@ -123,26 +92,11 @@ def _check_teachers(recipe: Recipe, models: Models) -> list[Finding]:
 
 
 def check_device(recipe: Recipe) -> list[Finding]:
-    """Whether the device that the recipe names is there."""
-    import torch
+    """Nothing. Raises `ModelError` for a device that is not there."""
+    from opd.models.causal_lm import torch_device
 
-    device = recipe.model.device
-    if device == "auto":
-        return []
-    try:
-        torch.empty(1, device=device)
-        sound = torch.device(device).type != "meta"
-    except (
-        RuntimeError,
-        AssertionError,
-        NotImplementedError,
-    ):  # what torch says of one that is not there
-        sound = False
-    if sound:
-        return []
-    here = f"{torch.cuda.device_count()} CUDA devices" if torch.cuda.is_available() else "no CUDA device"
-    detail = f"model.device is {device!r}, and this process sees {here}; set it to auto or cpu"
-    return [Finding("error", DEVICE, detail)]
+    torch_device(recipe.model.device)
+    return []
 
 
 def _check_student(recipe: Recipe, domains: Mapping[str, Domain], models: Models) -> list[Finding]:
@@ -171,14 +125,14 @@ def _check_student(recipe: Recipe, domains: Mapping[str, Domain], models: Models
     if recipe.train.backend == "megatron":
         train = recipe.train
         MegatronForm.from_config(config).check_student(train.tensor_parallel, train.pipeline_parallel)
-    models.student = _shape(config, module, model.lora)
+    models.student = shape_of(config, module, model.lora)
     size = f"{models.student.parameters:,} parameters, vocabulary {id_count(models.tokenizer)}"
     return [
         Finding("ok", "student", f"{config.model_type}, {size}"),
-        *_check_rows(
+        *check_rows(
             "student", config, models.tokenizer, "set model.tokenizer to the one the model was trained with"
         ),
-        *_check_bos("student", config, models.tokenizer),
+        *check_bos("student", config, models.tokenizer),
         *(Finding("warning", "student", one) for one in student_remarks(recipe, models.tokenizer)),
         *_check_sampling("student", model.path, recipe.rollout),
         *_check_adapters(model.lora, models.student),
@@ -252,7 +206,7 @@ def _check_teacher(recipe: Recipe, name: str, source: str, models: Models) -> li
         if whole:
             check_weights(Path(source))
             _look_at_values(Path(source), models)
-        models.teachers[name] = replace(_shape(config, module), **_stored(source))
+        models.teachers[name] = replace(shape_of(config, module), **stored_of(source))
         return _check_teacher_files(recipe, name, folder, config, models)
 
 
@@ -306,89 +260,12 @@ def _check_teacher_files(recipe: Recipe, name: str, path: Path, config: Any, mod
         return [told]  # nothing to compare it with
     return [
         told,
-        *_check_rows(title, config, models.tokenizer, _SAME_TOKENS),
+        *check_rows(title, config, models.tokenizer, SAME_TOKENS),
         *_check_positions(title, config, recipe, models),
-        *_check_tokenizer(title, path, recipe, models),
+        *check_tokenizer(title, path, recipe, models),
         *_check_sampling(title, str(path), recipe.rollout),
         *_check_weight_merges(title, recipe, config, models),
     ]
-
-
-def _check_tokenizer(title: str, path: Path, recipe: Recipe, models: Models) -> list[Finding]:
-    """Whether the teacher's scores are of the student's tokens: what differs, one sentence each."""
-    from opd.models.tokenizers import compare, has_tokenizer, load_tokenizer
-
-    if not has_tokenizer(path):
-        detail = "its folder has no tokenizer, so nothing shows that its tokens are the student's"
-        return [Finding("warning", title, f"{detail}; copy the tokenizer it was trained with there")]
-    tokenizer = load_tokenizer(path)
-    found = compare(models.tokenizer, tokenizer, models.stops)
-    advice = _advice(recipe, tokenizer, models) if found.wrong else ""
-    wrong = [Finding("error", title, f"{sentence}; {advice}") for sentence in found.wrong]
-    harmless = [Finding("warning", title, sentence) for sentence in found.harmless]
-    return wrong + harmless + _check_turns(title, path, tokenizer, recipe, models)
-
-
-def _advice(recipe: Recipe, theirs: Any, models: Models) -> str:
-    """What mends tokens that are not the teacher's. A student's weights know one tokenizer: only one that was
-    named in its place, or a student that has learnt nothing yet, may get another.
-    """
-    from opd.models.tokenizers import compare, has_tokenizer, load_tokenizer
-
-    model = recipe.model
-    if model.path is None:
-        if len(given_teachers(recipe)) == 1:
-            return f"set model.tokenizer to the teacher's, which a new student can have, or {_SAME_TOKENS}"
-    elif model.tokenizer is not None and has_tokenizer(Path(model.path)):
-        own = compare(load_tokenizer(model.path), theirs, models.stops)
-        if not own.wrong:
-            return "leave out model.tokenizer: the tokenizer in model.path has the teacher's tokens"
-    return _SAME_TOKENS
-
-
-def _check_turns(title: str, path: Path, tokenizer: Any, recipe: Recipe, models: Models) -> list[Finding]:
-    """Whether the teacher ends its responses, and writes prompts, as the student does."""
-    from opd.models.tokenizers import stops_of
-
-    findings, model = [], recipe.model
-    ends = [stop for stop in stops_of(tokenizer, path) if stop.token_id not in models.stops]
-    if ends:
-        detail = f"it also ends its responses at {', '.join(map(str, ends))}, where the student's go on"
-        findings.append(Finding("warning", title, f"{detail}; consider rollout.stop_ids"))
-    if not models.chat:
-        return findings
-    theirs, ours = (written(each, model.chat_template_kwargs) for each in (tokenizer, models.tokenizer))
-    if theirs != ours and ours is not None:
-        what = "has no chat template" if theirs is None else "has another chat template"
-        detail = f"it {what}: prompts are written with the student's; model.chat_template can name another"
-        findings.append(Finding("warning", title, detail))
-    return findings
-
-
-def _check_stops(recipe: Recipe, models: Models) -> list[Finding]:
-    """Where responses end, and whether that is where the chat template ends a turn."""
-    from opd.pipelines.stages.student import model_stops
-
-    tokenizer, title = models.tokenizer, "stop ids"
-    stops = model_stops(recipe, tokenizer)
-    models.stops = tuple(stop.token_id for stop in stops)
-    ids = id_count(tokenizer)
-    outside = [str(token) for token in models.stops if not 0 <= token < ids]
-    if outside:
-        detail = f"rollout.stop_ids {', '.join(outside)} lie outside of the tokenizer's {ids} tokens"
-        return [Finding("error", title, f"{detail}; give ids that it has")]
-    if recipe.base is not None and tokenizer.eos_token_id is None:
-        detail = "the tokenizer has no end-of-sequence token, which the warm-up's demonstrations end with"
-        return [Finding("error", title, f"{detail}; set its eos_token")]
-    if not stops and not recipe.rollout.stop:
-        detail = "neither tokenizer nor model has an end-of-sequence token, so no response could end"
-        return [Finding("error", title, f"{detail}; set eos_token, or give rollout.stop_ids")]
-    findings = [Finding("ok", title, "a response ends at " + ", ".join(map(str, stops)))] if stops else []
-    if not models.chat or not tokenizer.chat_template:
-        return findings
-    template, strings = recipe.model.chat_template_kwargs, recipe.rollout.stop
-    found = template_findings(tokenizer, template, models.stops, strings)
-    return findings + found + check_sameness(tokenizer, template)
 
 
 def _check_weight_merges(title: str, recipe: Recipe, config: Any, models: Models) -> list[Finding]:
@@ -408,94 +285,21 @@ def _form(config: Any) -> dict[str, Any]:
     return {key: value for key, value in form.items() if not key.startswith("_") and key not in _NAMES}
 
 
-def _stored(source: str) -> dict[str, Any]:
-    """How much disk the weights of a teacher take where they are, and whether they were published."""
-    from opd.models.hf_folder import described_in
-    from opd.storage.object_store import folder_of
-    from opd.storage.published import PublishedModel
-    from opd.storage.weight_folder import read_headers
-    from opd.teachers.published_adapter import PublishedAdapter, is_adapter
-    from opd.teachers.skeleton import is_published
-
-    if is_published(source):
-        url = PublishedAdapter.open(source).base if is_adapter(source) else source
-        with PublishedModel.open(url) as model:
-            digest = model.manifest.digest if folder_of(url) is None else ""
-            return {"stored": sum(model.manifest.sizes), "published": True, "digest": digest}
-    folder = described_in(Path(source))  # of an adapter, its base: what it adds is small
-    return {"stored": sum(tensor.nbytes for tensor in read_headers(folder).values())}
-
-
-_FUSED = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
-
-
-def _shape(config: Any, module: Any, lora: LoRAConfig | None = None) -> ModelShape:
-    """Counts the parameters of `module`, the model of `config` on the meta device."""
-    import torch
-
-    from opd.models.adapters import target_layers
-    from opd.models.hf_folder import layer_windows
-    from opd.models.long_sequence import layers_of
-    from opd.rollout.forward import supports
-
-    text = config.get_text_config()
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    adapted = target_layers(module, lora.targets) if lora is not None else []
-    linear = [module.get_submodule(name) for name in adapted]
-    rank = lora.rank if lora is not None else 0
-    layers = layers_of(module.get_decoder())
-    decoded = [
-        (name.rpartition(".")[2], part.weight.numel())
-        for layer in (layers if supports(text, layers) else ())
-        for name, part in layer.named_modules()
-        if isinstance(part, torch.nn.Linear)
-    ]
-    return ModelShape(
-        fused=sum(size for name, size in decoded if name in _FUSED),
-        linear=sum(size for name, size in decoded if name not in _FUSED),
-        adapters=sum(rank * (layer.in_features + layer.out_features) for layer in linear),
-        adapted=sum(layer.weight.numel() for layer in linear),
-        narrowest=min((min(layer.weight.shape) for layer in linear), default=0),
-        parameters=sum(parameter.numel() for parameter in module.parameters()),
-        hidden_size=text.hidden_size,
-        windows=layer_windows(config),
-        vocabulary=text.vocab_size,
-        kv_width=heads * width,
-    )
-
-
-def _check_rows(title: str, config: Any, tokenizer: Any, advice: str) -> list[Finding]:
-    """Whether a model has a row for every token of the student's tokenizer; more are cut off."""
-    from opd.models.tokenizers import rows_fault
-
-    fault = rows_fault(config, tokenizer)
-    return [] if fault is None else [Finding("error", title, f"{fault}; {advice}")]
-
-
 def _check_positions(title: str, config: Any, recipe: Recipe, models: Models) -> list[Finding]:
     """Whether a teacher can read, and when it is measured write, what the student may write."""
-    from opd.models.hf_folder import angles_change_at, positions_of
+    from opd.models.hf_folder import angles_change_at
+    from opd.pipelines.stages.domains import room_in
 
-    own, limit = [positions_of(each) for each in (config, models.config)], recipe.rollout.max_sequence
-    limit_key, kept = "rollout.max_sequence", recipe.kept_by_servers
-    theirs, ours = (limit if positions is None else min(positions - kept, limit) for positions in own)
+    limit, limit_key, kept = recipe.rollout.max_sequence, "rollout.max_sequence", recipe.kept_by_servers
+    theirs, ours = (room_in(each, recipe, limit) for each in (config, models.config))
     if theirs >= ours:
         return []
     beside = f" of which servers keep {kept}" if kept else ""
-    detail = f"it has {own[0]} positions{beside}, but a prompt and its response may take {ours} tokens"
-    if own[0] == angles_change_at(config):
+    detail = f"it has {theirs + kept} positions{beside}, but a prompt and its response may take {ours} tokens"
+    if theirs + kept == angles_change_at(config):
         mend = f"beyond them its angles change (rope_type), for short texts beside it too: set {limit_key}"
         return [Finding("error", title, f"{detail}; {mend} to {theirs}")]
     return [Finding("warning", title, f"{detail}; set {limit_key} to {theirs} if they do")]
-
-
-def _check_bos(title: str, config: Any, tokenizer: Any) -> list[Finding]:
-    there, here = getattr(config.get_text_config(), "bos_token_id", None), tokenizer.bos_token_id
-    if here is None or there is None or here == there:
-        return []
-    detail = f"config.json says bos_token_id {there}, the tokenizer {here}; the latter is used"
-    return [Finding("warning", title, detail)]
 
 
 def _check_sampling(title: str, path: str | None, rollout: RolloutConfig) -> list[Finding]:
@@ -519,31 +323,47 @@ def _check_sampling(title: str, path: str | None, rollout: RolloutConfig) -> lis
     return findings
 
 
-def check_prompts(recipe: Recipe, domain: Domain, tokenizer: Any) -> list[Finding]:
-    """All prompts: do they need a chat template, do they fit? Of some, how long are they?"""
-    from opd.pipelines.doctor.environments import check_tools_shown
-    from opd.pipelines.stages.domains import prompt_room, template_arguments
-    from opd.rollout.prompts import encode_prompt, fit
+def look(source: str) -> None:
+    """Read the description of a published teacher. Raises `StorageError` if that cannot be done."""
+    from opd.storage.published import PublishedModel
+    from opd.teachers.published_adapter import PublishedAdapter, is_adapter
 
-    title, policy = f"prompts {domain.name}", recipe.domains[domain.name].long_prompts
-    prompts = [*domain.train, *domain.held_out]
-    if any(prompt.messages is not None for prompt in prompts) and not tokenizer.chat_template:
-        detail = (
-            "prompts are messages but the tokenizer has no chat template; set model.chat_template to a file"
-            " or a folder that has one, or model.tokenizer"
-        )
-        return [Finding("error", title, detail)]
-    kwargs, room = template_arguments(recipe, domain.name), prompt_room(recipe, tokenizer, domain.name)
-    fitted = fit(domain, room, policy, lambda prompt: encode_prompt(prompt, tokenizer, kwargs))
-    prompts = [*fitted.domain.train, *fitted.domain.held_out]
-    some = prompts[:: -(-len(prompts) // _MEASURED)]
-    lengths = [len(encode_prompt(prompt, tokenizer, kwargs)) for prompt in some]
-    if min(lengths, default=0) == 0:
-        return [Finding("error", title, "a prompt has no tokens; every prompt needs at least one")]
-    spread = f"{min(lengths)} to {max(lengths)} tokens" + (
-        f" in {len(some)} of them" if len(some) < len(prompts) else ""
-    )
-    findings = [Finding("ok", title, f"{len(prompts)} prompts looked at, {spread}")]
-    if fitted.long:
-        findings.append(Finding("warning", title, fitted.sentence(room, policy)))
-    return findings + check_tools_shown(recipe, domain, tokenizer)
+    with PublishedModel.open(PublishedAdapter.open(source).base if is_adapter(source) else source):
+        pass
+
+
+def unreachable(teachers: Mapping[str, str], look: Callable[[str], None]) -> dict[str, OpdError]:
+    """What is wrong with those that are published and cannot be read; all are looked at side by side, since
+    each may take its time to be given up.
+    """
+    from opd.teachers.skeleton import is_published
+
+    published = {name: source for name, source in teachers.items() if is_published(source)}
+    lost: dict[str, OpdError] = {}
+    if published:
+        with doing(f"reading {number_of(len(published), 'published teacher')}"):
+            with ThreadPoolExecutor(len(published)) as pool:
+                asked = {name: pool.submit(look, source) for name, source in published.items()}
+            for name, future in asked.items():
+                error = future.exception()
+                if isinstance(error, OpdError):
+                    lost[name] = error
+                elif error is not None:
+                    raise error
+    return lost
+
+
+def told_together(teachers: Mapping[str, str], lost: Mapping[str, OpdError]) -> list[Finding]:
+    """One finding for all that fail in the same way."""
+    alike: dict[str, list[str]] = {}
+    for name, error in lost.items():
+        alike.setdefault(str(error).replace(teachers[name], "URL"), []).append(name)
+    return [
+        Finding("error", f"teacher {', '.join(names)}", _for_all(str(lost[names[0]]), names))
+        for names in alike.values()
+    ]
+
+
+def _for_all(sentence: str, names: list[str]) -> str:
+    others = ", ".join(names[1:])
+    return f"{sentence.rstrip('.')}; the same for {others}" if others else sentence

@@ -1,6 +1,6 @@
 """The simulation of a cluster: batches are written, scored and learnt from, each by whoever is free.
 
-See `pipelines/plan/README.md`.
+See `pipelines/check/README.md`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from opd.pipelines.plan.cluster import (
+from opd.pipelines.check.cluster import (
     Decode,
     LayerCost,
     SimulatedCluster,

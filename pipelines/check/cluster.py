@@ -13,6 +13,7 @@ from opd.config.base import Config
 from opd.config.schema import explain
 from opd.config.yaml_reader import read_yaml
 from opd.errors import ConfigError
+from opd.pipelines.check.shapes import layer_bytes, logits_bytes
 
 
 class Gpu(Config):
@@ -157,8 +158,8 @@ def load_cluster(path: Path) -> SimulatedCluster:
         raise ConfigError(explain(error, SimulatedCluster, document, {(): str(path), **places})) from None
 
 
-_ACTIVATIONS = 34
-"""Bytes a decoder layer keeps of a token and hidden unit in half precision (as above, section 4)."""
+_HALF = 2
+"""Bytes of a value in half precision, as activations are."""
 _STATES = 14
 """Bytes of a trained parameter beside its weight in half precision: gradient, master weight, two moments."""
 
@@ -275,19 +276,20 @@ def memory_per_rank(cluster: SimulatedCluster) -> dict[str, dict[str, float]]:
     student, teacher, work, ranks = cluster.student, cluster.teacher, cluster.work, cluster.ranks
     width = student.bytes_per_parameter
     layer = student.parameters * width / student.layers
-    units = work.max_tokens * student.hidden_size
-    kept = 2 * units * student.layers + _ACTIVATIONS * units
+    of_layer = layer_bytes(work.max_tokens, student.hidden_size, _HALF)
+    begins = _HALF * work.max_tokens * student.hidden_size * student.layers
     train = {
         "weights and optimizer": student.parameters * (width + _STATES) / ranks.train,
         "layers gathered": 2 * layer,
-        "activations": kept if work.checkpointing else _ACTIVATIONS * units * student.layers,
-        "logits of a chunk": 3 * work.kl_chunk * student.vocabulary * 4.0,
+        "activations": begins + of_layer if work.checkpointing else of_layer * student.layers,
+        "logits of a chunk": logits_bytes(work.kl_chunk, student.vocabulary),
         "heads of teachers": 2 * teacher.hidden_size * teacher.vocabulary * 2.0,
     }
     window = teacher.parameters * teacher.bytes_per_parameter / teacher.layers + cluster.prefetch_gb * 1e9
     scoring = {
         "teacher layers": window,
-        "hidden states": (2 + _ACTIVATIONS) * work.max_tokens * teacher.hidden_size * 1.0,
+        "hidden states": _HALF * work.max_tokens * teacher.hidden_size
+        + layer_bytes(work.max_tokens, teacher.hidden_size, _HALF),
     }
     limit, each = running_limit(cluster), student.cache_bytes_per_token / ranks.per_engine
     rollout = {

@@ -2,70 +2,56 @@
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
-from opd.config import RayLaunch, Recipe, SFTConfig
+from opd.config import Recipe, SFTConfig
 from opd.config.hub_names import hub_name
-from opd.errors import ConfigError
 from opd.models.hf_folder import require_folder
-from opd.pipelines.commands.ending import one_line
-from opd.pipelines.doctor.checks import (
+from opd.pipelines.check.checks import (
     Finding,
     attempt,
-    check_domains,
     check_extras,
-    check_held_out,
-    check_kinds,
     check_paths,
     check_publishing,
     check_ranks,
     check_run_dir,
     check_sampling,
     check_schedule,
-    check_scorer,
     check_sinks,
     check_sizes,
     given_teachers,
-    number_of,
+    show,
 )
-from opd.pipelines.doctor.environments import check_environments
-from opd.pipelines.doctor.models import (
-    DEVICE,
-    Models,
-    check_device,
-    check_models,
-    check_prompts,
-    require_folders,
+from opd.pipelines.check.domains import (
+    check_domains,
+    check_environments,
+    check_held_out,
+    check_rewards,
+    check_sandbox,
+    check_scorer,
 )
-from opd.pipelines.doctor.rewards import check_rewards, check_sandbox
-from opd.pipelines.doctor.servers import check_servers, check_shared, check_workers
+from opd.pipelines.check.models import DEVICE, Models, check_device, check_models, require_folders
+from opd.pipelines.check.servers import check_cluster, check_kinds, check_servers, check_shared, check_workers
+from opd.pipelines.check.tokenizers import check_prompts
 from opd.pipelines.evaluation.sets import said_of_set
 from opd.pipelines.records.run_folder import Accepted, default_path
 
 if TYPE_CHECKING:
     from opd.rollout.prompts import Domain
 
-__all__ = ["Finding", "diagnose", "examine", "show"]
 
-_MARKS = {"ok": "[green]ok[/]", "warning": "[yellow]warning[/]", "error": "[red]error[/]"}
 _MOST_PROMPTS = 10_000
 """Prompts a generated source makes for the check: that it has too few is not to be found out at the end."""
 _EXAMPLE = 80
 """Characters of an example."""
 _DEMONSTRATIONS = 500
 """Demonstrations that are written as tokens for the check; the stage does so with all of them first."""
-_LAUNCH = "launch"
 
 
 def check_sets(recipe: Recipe, sets: dict[str, Domain]) -> list[Finding]:
@@ -120,11 +106,9 @@ def _check_set(recipe: Recipe, of_sets: Recipe, name: str, sets: dict[str, Domai
     from opd.rewards.kinds import check_labels, scored_by
 
     config, asked = of_sets.domains[name], recipe.evaluation.sets[name].prompts
-    wrong = check_scorer(of_sets, name)
     count = asked if config.is_file else min(_MOST_PROMPTS, asked)
     found = load_domain(name, config, seed=recipe.seed, held_out_prompts=count)
-    if wrong:
-        return wrong
+    check_scorer(of_sets, name)
     sets[name] = found
     # Of a set nothing is trained on; what a reward says of simple answers is asked of its first prompt.
     rewarded = check_rewards(of_sets, {name: replace(found, train=found.held_out)})
@@ -204,45 +188,6 @@ def _check_demonstrated(
     return findings
 
 
-def check_cluster(recipe: Recipe) -> list[Finding]:
-    """Address, port and GPUs of a run on Ray; nothing without Ray, which `check_extras` reports."""
-    if not isinstance(recipe.launch, RayLaunch) or find_spec("ray") is None:
-        return []
-    if recipe.launch.address is None:
-        return attempt(_LAUNCH, partial(_check_own_cluster, recipe, recipe.launch))
-    return attempt(_LAUNCH, partial(_check_cluster_there, recipe.launch.address, recipe.launch))
-
-
-def _check_cluster_there(address: str, launch: RayLaunch) -> list[Finding]:
-    """A cluster that is there already. A job's own is seen from inside the job alone."""
-    from opd.pipelines.launch.ray.cluster import probe, resolved
-
-    if address == "auto" and not os.environ.get("RAY_ADDRESS"):
-        detail = "launch.address is auto, and RAY_ADDRESS is not set here; a Ray job has it"
-        return [Finding("warning", _LAUNCH, detail)]
-    there = resolved(launch)
-    probe(there)
-    return [Finding("ok", _LAUNCH, f"the Ray cluster at {there} answers")]
-
-
-def _check_own_cluster(recipe: Recipe, launch: RayLaunch) -> list[Finding]:
-    """One that the run starts on this machine, which has no other GPUs than this one."""
-    from opd.pipelines.launch.ray.cluster import BundleLayout, needed, require_free
-
-    if launch.port is not None:
-        require_free(launch.port)
-    asked = BundleLayout.of(needed(recipe), recipe.train.ranks or 1, recipe.servers).total.get("GPU", 0.0)
-    if asked:
-        from torch.cuda import device_count
-
-        if asked > (there := device_count()):
-            raise ConfigError(
-                f"launch asks for {asked:g} GPUs in all, and this machine, where the run starts its cluster,"
-                f" has {there}; lower launch.ROLE.gpus or servers.NAME.count, or give launch.address."
-            )
-    return [Finding("ok", _LAUNCH, "a Ray cluster of its own, on this machine")]
-
-
 def examine(
     recipe: Recipe,
     *,
@@ -284,15 +229,15 @@ def _examine(recipe: Recipe, run_dir: Path, thorough: bool) -> list[Finding]:
     if _errors(findings) and not thorough:
         return findings
     # With the libraries of models, which the checks above spare.
-    from opd.pipelines.doctor.estimate import check_asked, check_precision, check_resources
-    from opd.pipelines.doctor.kl import check_base, check_kl
+    from opd.pipelines.check.measured import check_base, check_kl
+    from opd.pipelines.check.resources import check_asked, check_precision, check_resources
 
     findings += check_schedule(recipe)
     models = Models()
     whole = len(domains) == len(recipe.domains)
     if not whole and recipe.model.path is None and recipe.model.tokenizer is None:
         return findings  # the tokenizer is made of the domains' characters
-    findings += check_device(recipe)
+    findings += attempt(DEVICE, lambda: check_device(recipe))
     if any(finding.title == DEVICE and finding.level == "error" for finding in findings):
         return findings
     said = {finding.detail for finding in findings}  # prompts are rendered with an environment's tools
@@ -371,35 +316,3 @@ def diagnose(
     """
     findings = examine(recipe, run_dir=run_dir, resume=resume)
     return show(f"opd doctor: {recipe.name}", findings, console, as_json=as_json)
-
-
-def show(
-    title: str, findings: list[Finding], console: Console | None = None, *, as_json: bool = False
-) -> int:
-    """Print `findings` as `diagnose` does, and return its status."""
-    console = console or Console()
-    if as_json:
-        lines = [
-            json.dumps({"level": f.level, "check": f.title, "finding": f.detail, "numbers": dict(f.numbers)})
-            for f in findings
-        ]
-        console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
-    elif console.is_terminal:
-        console.print(_table(title, findings), markup=True)
-    else:
-        lines = [f"{f.level:<8} {one_line(f'{f.title}: {f.detail}')}" for f in findings]
-        console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
-    errors, warnings = (sum(f.level == level for f in findings) for level in ("error", "warning"))
-    if not as_json:
-        console.print(f"{number_of(errors, 'error')}, {number_of(warnings, 'warning')}", highlight=False)
-    return 2 if errors else 0
-
-
-def _table(title: str, findings: list[Finding]) -> Table:
-    # Texts, not markup: they hold names, answers and the words of servers.
-    table = Table(title=Text(one_line(title)), title_justify="left", show_lines=False)
-    for column in ("", "check", "finding"):
-        table.add_column(column, overflow="fold")
-    for finding in findings:
-        table.add_row(_MARKS[finding.level], Text(one_line(finding.title)), Text(one_line(finding.detail)))
-    return table

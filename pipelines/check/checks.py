@@ -14,25 +14,24 @@ from dataclasses import dataclass, field
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from opd.config import Recipe
 from opd.config.base import check_slashes
 from opd.config.teachers import ServerConfig
-from opd.errors import ConfigError, DataError, MissingExtraError, OpdError, StorageError, from_system
-from opd.foreign import machine_memory, shown
+from opd.errors import ConfigError, MissingExtraError, StorageError, from_system
+from opd.foreign import machine_memory
 from opd.imports import import_function, offered
+from opd.pipelines.commands.ending import one_line
 from opd.pipelines.records.inputs import user_functions
 from opd.pipelines.records.run_folder import Accepted, RunFolder
 from opd.progress import doing
 from opd.redact import redact
 from opd.retry import Retry
-
-if TYPE_CHECKING:
-    from opd.rollout.prompts import Domain, Prompt
-
-_PEEK = 64
-"""Prompts a procedural source makes for a check: enough to see their form."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,102 +212,6 @@ def existing_parent(path: Path) -> Path:
         raise from_system(error) or error from None
 
 
-def check_domains(recipe: Recipe, domains: dict[str, Domain]) -> list[Finding]:
-    """Loads a small part of every domain into `domains` and its reward function."""
-    findings: list[Finding] = []
-    for name in recipe.domains:
-        title = f"domain {name}"
-        scorer = attempt(title, lambda name=name: check_scorer(recipe, name))
-        source = attempt(title, lambda name=name: _check_domain(recipe, name, domains))
-        # One line for a sound domain, and all that is wrong with another.
-        findings += scorer + ([f for f in source if f.level != "ok"] if scorer else source)
-    trained = recipe.specialist_domains()
-    return findings + [
-        Finding(
-            "warning",
-            f"domain {name}",
-            f"domains.{name}.specialist has no effect: this run trains no specialist of {name}; leave it out,"
-            " or the path of the teacher in its place",
-        )
-        for name, config in recipe.domains.items()
-        if config.specialist is not None and name not in trained
-    ]
-
-
-def check_scorer(recipe: Recipe, name: str) -> list[Finding]:
-    """What is wrong with the reward of a domain, whatever its prompts are."""
-    from opd.rewards.kinds import own_reward
-
-    config = recipe.domains[name]
-    own = config.environment is not None or own_reward(config) is not None
-    if config.is_file and not own:
-        detail = f"{config.source} has no checker of its own; set domains.{name}.reward"
-        return [Finding("error", f"domain {name}", detail)]
-    return []
-
-
-def _check_domain(recipe: Recipe, name: str, domains: dict[str, Domain]) -> list[Finding]:
-    from opd.data.load import load_domain
-    from opd.rewards.kinds import check_labels, scored_by
-
-    config = recipe.domains[name]
-    # Short of the run's own settings in size alone, and no smaller than the recipe asks for.
-    small = config.model_copy(update={"prompts": min(config.prompts, _PEEK)})
-    held_out = _held_out(recipe)
-    if ":" in config.source:  # generated: a few show their form, where files are read whole
-        held_out = min(8, held_out)
-    domain = load_domain(name, small, seed=recipe.seed, held_out_prompts=held_out)
-    domains[name] = domain
-    if recipe.storage.trajectories == "disk":
-        _require_json([*domain.train, *domain.held_out])
-    if recipe.base is not None and domain.demonstrations is None:
-        detail = (
-            f"{config.source} has no demonstrations for the warm-up of `base`; give model.path and no `base`"
-        )
-        return [Finding("error", f"domain {name}", detail)]
-    check_labels(config, name, [*domain.train, *domain.held_out])
-    return [Finding("ok", f"domain {name}", f"{config.source}, scored by {scored_by(config)}")]
-
-
-def _require_json(prompts: Iterable[Prompt]) -> None:
-    """Raise `DataError` for the first prompt with a label or a column that samples on disk cannot keep."""
-    for prompt in prompts:
-        for name, value in {"label": prompt.label, **prompt.metadata}.items():
-            try:
-                json.dumps(value, allow_nan=False)
-            except (TypeError, ValueError, RecursionError) as error:
-                raise DataError(
-                    f"{prompt.where or f'domain {prompt.domain}'}: {shown(name)} holds what JSON cannot"
-                    f" ({shown(error)}); write it as text, or set storage.trajectories to memory."
-                ) from error
-
-
-def _held_out(recipe: Recipe) -> int:
-    return recipe.evaluation.prompts_per_domain
-
-
-def check_held_out(recipe: Recipe, domains: Mapping[str, Domain]) -> list[Finding]:
-    """Whether the evaluation asks enough prompts to know accuracies: a warning, or nothing."""
-    from opd.pipelines.evaluation.statistics import FEW, Count, wilson
-
-    counts = {}
-    for name, domain in domains.items():
-        generated = ":" in recipe.domains[name].source  # of which a few were made for the check
-        counts[name] = _held_out(recipe) if generated else min(_held_out(recipe), len(domain.held_out))
-    few = {name: count for name, count in counts.items() if count < FEW}
-    if not few:
-        return []
-    least, level = min(few.values()), recipe.evaluation.confidence
-    interval = wilson(Count(least // 2, least), level)
-    half = 50 * (interval.high - interval.low)
-    detail = (
-        f"{', '.join(f'{name} {count}' for name, count in few.items())}: with {least} an accuracy of 50 % is"
-        f" known to ± {half:.0f} points ({100 * level:g} % interval), and models that are closer cannot be"
-        " told apart; raise evaluation.prompts_per_domain, or held_out where a file has no more"
-    )
-    return [Finding("warning", "held-out prompts", detail, {"points": half})]
-
-
 def given_teachers(recipe: Recipe) -> Mapping[str, str]:
     """Folders or URLs of the teachers that the merge or a specialist uses and this run does not train."""
     given = recipe.given_teachers()
@@ -463,26 +366,45 @@ def _check_publishing(recipe: Recipe) -> list[Finding]:
     return [Finding("ok", title, f"{url}, which can be written")]
 
 
-def check_kinds(recipe: Recipe) -> list[Finding]:
-    """What the kind of each teacher has to say of it, as the merge follows it and as specialists do."""
-    findings: list[Finding] = []
-    for own in (recipe, *recipe.following().values()):
-        for name in own.taught():
-            title = f"{recipe.teacher(name).type} teacher {name}"
-            found = attempt(title, partial(_check_kind, own, name))
-            findings += [finding for finding in found if finding not in findings]
-    return findings
+_MARKS = {"ok": "[green]ok[/]", "warning": "[yellow]warning[/]", "error": "[red]error[/]"}
 
 
-def _check_kind(recipe: Recipe, name: str) -> list[Finding]:
-    from opd.teachers.kinds import kind_of
+def show(
+    title: str, findings: list[Finding], console: Console | None = None, *, as_json: bool = False
+) -> int:
+    """Print `findings` as `diagnose` does, and return its status."""
+    console = console or Console()
+    if as_json:
+        lines = [
+            json.dumps({"level": f.level, "check": f.title, "finding": f.detail, "numbers": dict(f.numbers)})
+            for f in findings
+        ]
+        console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
+    elif console.is_terminal:
+        console.print(_table(title, findings), markup=True)
+    else:
+        lines = [f"{f.level:<8} {one_line(f'{f.title}: {f.detail}')}" for f in findings]
+        console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
+    errors, warnings = (sum(f.level == level for f in findings) for level in ("error", "warning"))
+    if not as_json:
+        console.print(f"{number_of(errors, 'error')}, {number_of(warnings, 'warning')}", highlight=False)
+    return 2 if errors else 0
 
-    settings = recipe.teacher(name)
-    title = f"{settings.type} teacher {name}"
-    findings = []
-    try:
-        for said in kind_of(settings).check(name, settings, recipe):
-            findings.append(Finding("error" if isinstance(said, OpdError) else "ok", title, str(said)))
-    except OpdError as error:
-        findings.append(Finding("error", title, str(error)))
-    return findings
+
+def _table(title: str, findings: list[Finding]) -> Table:
+    # Texts, not markup: they hold names, answers and the words of servers.
+    table = Table(title=Text(one_line(title)), title_justify="left", show_lines=False)
+    for column in ("", "check", "finding"):
+        table.add_column(column, overflow="fold")
+    for finding in findings:
+        table.add_row(_MARKS[finding.level], Text(one_line(finding.title)), Text(one_line(finding.detail)))
+    return table
+
+
+def readable(size: float) -> str:
+    """`1536` is `1.5 KiB`."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"

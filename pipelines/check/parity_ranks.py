@@ -1,6 +1,6 @@
 """Megatron-Core with tensor parallel size 2 for the parity check: two processes that meet over a file.
 
-    python -m opd.pipelines.doctor.parity_ranks FOLDER RANK
+    python -m opd.pipelines.check.parity_ranks FOLDER RANK
 
 What the ranks are to score lies in the folder; rank 0 writes the scores beside it.
 """
@@ -26,7 +26,7 @@ from torch import Tensor
 from opd.errors import OpdError, TeacherError
 from opd.kernels import vocab_parallel
 from opd.kernels.head import Head
-from opd.pipelines.doctor.parity import TEMPERATURES, ParityProblem, ParityScores
+from opd.pipelines.check.parity import TEMPERATURES, ParityProblem, ParityScores
 from opd.pipelines.launch.supervisor import MemberFailedError, Supervisor, parent, start_command
 from opd.rollout.preemption import Preemption
 from opd.teachers.kinds import Placement
@@ -79,7 +79,7 @@ def _write_problem(folder: Path, problem: ParityProblem, sources: Mapping[str, s
 
 
 def _run_ranks(folder: Path) -> None:
-    command = [sys.executable, "-m", "opd.pipelines.doctor.parity_ranks", str(folder)]
+    command = [sys.executable, "-m", "opd.pipelines.check.parity_ranks", str(folder)]
     one_thread = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}  # two ranks share this machine
     deadline = time.monotonic() + TIMEOUT
     try:

@@ -1,4 +1,5 @@
-"""What the doctor can tell of servers: those that a recipe starts, and the workers of its rollout.
+"""What the doctor can tell of servers: those that a recipe starts, the workers of its rollout, teachers of
+each kind, and the Ray cluster they run on.
 
 Importable without torch, as `checks.py` is.
 """
@@ -6,23 +7,24 @@ Importable without torch, as `checks.py` is.
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 import shutil
 import sys
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from opd.config import Recipe
+from opd.config import RayLaunch, Recipe
 from opd.config.servers import ServerGroupConfig
 from opd.config.teachers import ServedEngineConfig
-from opd.errors import ConfigError, MissingExtraError, RolloutError, TeacherError
-from opd.pipelines.doctor.checks import Finding, attempt, existing_parent, unwritable
+from opd.errors import ConfigError, MissingExtraError, OpdError, RolloutError, TeacherError
+from opd.pipelines.check.checks import Finding, attempt, existing_parent, unwritable
 
 if TYPE_CHECKING:
     from opd.served.http_client import Server
     from opd.served.http_pool import HTTPPool
-
 
 WORKERS = "rollout workers"
 _ROOM = {"sglang": "context-length", "vllm": "max-model-len"}
@@ -110,14 +112,13 @@ def _form(recipe: Recipe) -> dict[str, Any]:
 
 def _longest(recipe: Recipe, form: dict[str, Any]) -> int:
     """Prompt plus response tokens of a request, at most."""
-    from opd.models.hf_folder import config_of, positions_of
+    from opd.models.hf_folder import config_of
+    from opd.pipelines.stages.domains import room_in
 
-    limit = recipe.rollout.max_sequence
     try:
-        positions = positions_of(config_of(form))
+        return room_in(config_of(form), recipe, recipe.rollout.max_sequence)
     except Exception:  # of a library's constructor, which `check_models` reports
-        return limit
-    return limit if positions is None else min(limit, positions - recipe.kept_by_servers)
+        return recipe.rollout.max_sequence
 
 
 def _check_servers(name: str, group: ServerGroupConfig) -> list[Finding]:
@@ -211,10 +212,10 @@ async def _visit_worker(
     verbs = program_named(program).verbs(ServedModel(0, _longest(recipe, form)), recipe.cuts_tokens)
     verbs.use(pool)
     try:
+        await verbs.check_settings(server)
         info = await verbs.info(server)
         sent = await _adapters(recipe, pool, server)
         check_config(server.url, info, form.get("text_config", form))
-        await verbs.check_settings(server)
     except (UnavailableError, RefusedError) as trouble:
         raise RolloutError(f"{pool.owner}: {trouble}; start the worker or correct its URL.") from None
     return Finding("ok", WORKERS, f"{server.url} serves {info.get('model_path')}{verbs.started_with}{sent}")
@@ -238,3 +239,70 @@ async def _adapters(recipe: Recipe, pool: HTTPPool, server: Server) -> str:
                 f"{server.url} takes no adapters: {reason}; set rollout.engine.lora to merged."
             )
     return ", with adapters alone" if reason is None else f", with adapters merged into all weights: {reason}"
+
+
+_LAUNCH = "launch"
+
+
+def check_cluster(recipe: Recipe) -> list[Finding]:
+    """Address, port and GPUs of a run on Ray; nothing without Ray, which `check_extras` reports."""
+    if not isinstance(recipe.launch, RayLaunch) or find_spec("ray") is None:
+        return []
+    if recipe.launch.address is None:
+        return attempt(_LAUNCH, partial(_check_own_cluster, recipe, recipe.launch))
+    return attempt(_LAUNCH, partial(_check_cluster_there, recipe.launch.address, recipe.launch))
+
+
+def _check_cluster_there(address: str, launch: RayLaunch) -> list[Finding]:
+    """A cluster that is there already. A job's own is seen from inside the job alone."""
+    from opd.pipelines.launch.ray.cluster import probe, resolved
+
+    if address == "auto" and not os.environ.get("RAY_ADDRESS"):
+        detail = "launch.address is auto, and RAY_ADDRESS is not set here; a Ray job has it"
+        return [Finding("warning", _LAUNCH, detail)]
+    there = resolved(launch)
+    probe(there)
+    return [Finding("ok", _LAUNCH, f"the Ray cluster at {there} answers")]
+
+
+def _check_own_cluster(recipe: Recipe, launch: RayLaunch) -> list[Finding]:
+    """One that the run starts on this machine, which has no other GPUs than this one."""
+    from opd.pipelines.launch.ray.cluster import BundleLayout, needed, require_free
+
+    if launch.port is not None:
+        require_free(launch.port)
+    asked = BundleLayout.of(needed(recipe), recipe.train.ranks or 1, recipe.servers).total.get("GPU", 0.0)
+    if asked:
+        from torch.cuda import device_count
+
+        if asked > (there := device_count()):
+            raise ConfigError(
+                f"launch asks for {asked:g} GPUs in all, and this machine, where the run starts its cluster,"
+                f" has {there}; lower launch.ROLE.gpus or servers.NAME.count, or give launch.address."
+            )
+    return [Finding("ok", _LAUNCH, "a Ray cluster of its own, on this machine")]
+
+
+def check_kinds(recipe: Recipe) -> list[Finding]:
+    """What the kind of each teacher has to say of it, as the merge follows it and as specialists do."""
+    findings: list[Finding] = []
+    for own in (recipe, *recipe.following().values()):
+        for name in own.taught():
+            title = f"{recipe.teacher(name).type} teacher {name}"
+            found = attempt(title, partial(_check_kind, own, name))
+            findings += [finding for finding in found if finding not in findings]
+    return findings
+
+
+def _check_kind(recipe: Recipe, name: str) -> list[Finding]:
+    from opd.teachers.kinds import kind_of
+
+    settings = recipe.teacher(name)
+    title = f"{settings.type} teacher {name}"
+    findings = []
+    try:
+        for said in kind_of(settings).check(name, settings, recipe):
+            findings.append(Finding("error" if isinstance(said, OpdError) else "ok", title, str(said)))
+    except OpdError as error:
+        findings.append(Finding("error", title, str(error)))
+    return findings

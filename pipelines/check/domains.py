@@ -1,0 +1,447 @@
+"""What the doctor can tell of domains: their prompts, what each reward says of simple answers, where code of
+answers would run, and whether environments can be made, begin and answer.
+
+Importable without torch, as `checks.py` is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import os
+import re
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from pathlib import PurePath
+from typing import TYPE_CHECKING, Any
+
+from opd.config import Recipe
+from opd.config.environments import EnvironmentConfig
+from opd.config.rewards import FunctionReward, PythonReward, ServedReward
+from opd.errors import ConfigError, DataError, RewardError
+from opd.foreign import shown
+from opd.own_code import calling
+from opd.pipelines.check.checks import Finding, attempt
+from opd.sandbox.containers import HOME
+
+if TYPE_CHECKING:
+    from opd.rollout.prompts import Domain, Prompt
+
+    Answer = tuple[Prompt, str]
+    """A prompt, and what was written to it."""
+
+_PEEK = 64
+"""Prompts a procedural source makes for a check: enough to see their form."""
+
+
+def check_domains(recipe: Recipe, domains: dict[str, Domain]) -> list[Finding]:
+    """Loads a small part of every domain into `domains` and its reward function."""
+    findings: list[Finding] = []
+    for name in recipe.domains:
+        title = f"domain {name}"
+        scorer = attempt(title, lambda name=name: check_scorer(recipe, name))
+        source = attempt(title, lambda name=name: _check_domain(recipe, name, domains))
+        # One line for a sound domain, and all that is wrong with another.
+        findings += scorer + ([f for f in source if f.level != "ok"] if scorer else source)
+    trained = recipe.specialist_domains()
+    return findings + [
+        Finding(
+            "warning",
+            f"domain {name}",
+            f"domains.{name}.specialist has no effect: this run trains no specialist of {name}; leave it out,"
+            " or the path of the teacher in its place",
+        )
+        for name, config in recipe.domains.items()
+        if config.specialist is not None and name not in trained
+    ]
+
+
+def check_scorer(recipe: Recipe, name: str) -> list[Finding]:
+    """Nothing. Raises what is wrong with the reward of a domain, whatever its prompts are."""
+    from opd.rewards.kinds import own_reward, scorer_of
+
+    config = recipe.domains[name]
+    if config.is_file:
+        scorer_of(config, name, None)
+    else:
+        own_reward(config)
+    return []
+
+
+def _check_domain(recipe: Recipe, name: str, domains: dict[str, Domain]) -> list[Finding]:
+    from opd.data.load import load_domain
+    from opd.rewards.kinds import check_labels, scored_by
+
+    config = recipe.domains[name]
+    # Short of the run's own settings in size alone, and no smaller than the recipe asks for.
+    small = config.model_copy(update={"prompts": min(config.prompts, _PEEK)})
+    held_out = recipe.evaluation.prompts_per_domain
+    if ":" in config.source:  # generated: a few show their form, where files are read whole
+        held_out = min(8, held_out)
+    domain = load_domain(name, small, seed=recipe.seed, held_out_prompts=held_out)
+    domains[name] = domain
+    if recipe.storage.trajectories == "disk":
+        _require_json([*domain.train, *domain.held_out])
+    if recipe.base is not None and domain.demonstrations is None:
+        detail = (
+            f"{config.source} has no demonstrations for the warm-up of `base`; give model.path and no `base`"
+        )
+        return [Finding("error", f"domain {name}", detail)]
+    check_labels(config, name, [*domain.train, *domain.held_out])
+    return [Finding("ok", f"domain {name}", f"{config.source}, scored by {scored_by(config)}")]
+
+
+def _require_json(prompts: Iterable[Prompt]) -> None:
+    """Raise `DataError` for the first prompt with a label or a column that samples on disk cannot keep."""
+    for prompt in prompts:
+        for name, value in {"label": prompt.label, **prompt.metadata}.items():
+            try:
+                json.dumps(value, allow_nan=False)
+            except (TypeError, ValueError, RecursionError) as error:
+                raise DataError(
+                    f"{prompt.where or f'domain {prompt.domain}'}: {shown(name)} holds what JSON cannot"
+                    f" ({shown(error)}); write it as text, or set storage.trajectories to memory."
+                ) from error
+
+
+def check_held_out(recipe: Recipe, domains: Mapping[str, Domain]) -> list[Finding]:
+    """Whether the evaluation asks enough prompts to know accuracies: a warning, or nothing."""
+    from opd.pipelines.evaluation.statistics import FEW, Count, wilson
+
+    counts, most = {}, recipe.evaluation.prompts_per_domain
+    for name, domain in domains.items():
+        generated = ":" in recipe.domains[name].source  # of which a few were made for the check
+        counts[name] = most if generated else min(most, len(domain.held_out))
+    few = {name: count for name, count in counts.items() if count < FEW}
+    if not few:
+        return []
+    least, level = min(few.values()), recipe.evaluation.confidence
+    interval = wilson(Count(least // 2, least), level)
+    half = 50 * (interval.high - interval.low)
+    detail = (
+        f"{', '.join(f'{name} {count}' for name, count in few.items())}: with {least} an accuracy of 50 % is"
+        f" known to ± {half:.0f} points ({100 * level:g} % interval), and models that are closer cannot be"
+        " told apart; raise evaluation.prompts_per_domain, or held_out where a file has no more"
+    )
+    return [Finding("warning", "held-out prompts", detail, {"points": half})]
+
+
+def check_rewards(
+    recipe: Recipe, domains: Mapping[str, Domain], written: Mapping[str, Sequence[Answer]] | None = None
+) -> list[Finding]:
+    """What each domain's reward says of an empty answer, one of one token and the label; or else of what was
+    `written` by the base, each to its own prompt. A reward that raises is an error, one that says the same of
+    all these, or that takes garbage for right, a warning.
+    """
+    findings: list[Finding] = []
+    for name, domain in domains.items():
+        config = recipe.domains[name]
+        if config.environment is not None:
+            continue  # what is scored is an episode
+        if domain.train and (config.reward is not None or domain.checker is not None):
+            title = f"reward {name}" if written is None else f"reward {name}, the base"
+            texts = None if written is None else written.get(name, ())
+            findings += attempt(title, lambda d=domain, t=title, w=texts: _check_reward(recipe, d, t, w))
+    return findings
+
+
+def _simple_answers(domain: Domain) -> dict[str, str]:
+    label = domain.train[0].label
+    own = {_LABEL: str(label)} if isinstance(label, str | int | float) else {}
+    return {"an empty answer": "", _NULL: "0"} | own
+
+
+def _check_reward(
+    recipe: Recipe, domain: Domain, title: str, written: Sequence[Answer] | None
+) -> list[Finding]:
+    simple = _simple_answers(domain)
+    asked = [(domain.train[0], text) for text in simple.values()]
+    answers = asked if written is None else list(written)
+    names = list(simple) if written is None else [repr(text[:20]) for _, text in answers]
+    if not answers:
+        return []
+    _reach(recipe.domains[domain.name].reward)
+    scored = _scores(recipe, domain, answers)
+    _check_weights(recipe, domain.name, {part for _, parts in scored for part in parts})
+    scores = [score for score, _ in scored]
+    said = ", ".join(f"{score:g} for {name}" for name, score in zip(names, scores, strict=True))
+    if written is None and (garbage := _garbage(recipe, domain)) is not None:
+        return [Finding("warning", title, f"{said}; {garbage}")]
+    if written is None or len({*scores, *(score for score, _ in _scores(recipe, domain, asked))}) > 1:
+        return [Finding("ok", title, said)]
+    detail = (
+        f"{said}, and the same for {', '.join(simple)}: where every answer is worth the same, GRPO has no"
+        " signal; look whether the reward reads answers as the model writes them"
+    )
+    return [Finding("warning", title, detail)]
+
+
+_GARBAGE = {"an empty answer": "", "'zxqv wkjy'": "zxqv wkjy", "'%%%'": "%%%"}
+"""Answers that nobody means."""
+_ROWS = 3
+"""Prompts that are answered with them."""
+_IS_RIGHT = 0.5
+"""An answer that is worth more is right."""
+_ZERO = re.compile(r"(?<![\d.,])[-+]?0+(?:\.0*)?(?![\d.,]*\d)")
+
+
+def _garbage(recipe: Recipe, domain: Domain) -> str | None:
+    """Say of the first row at which garbage is right, or 0 where the label is another, what it gets; `None`
+    where there is none. A server is not asked: each answer costs.
+    """
+    reward = recipe.domains[domain.name].reward
+    if isinstance(reward, ServedReward):
+        return None
+    is_own = reward is None or isinstance(reward, FunctionReward)
+    rows = [(prompt, _texts_for(prompt)) for prompt in domain.train[:_ROWS]]
+    scored = iter(_scores(recipe, domain, [(row, text) for row, texts in rows for text in texts.values()]))
+    for prompt, texts in rows:
+        scores = {name: next(scored)[0] for name in texts}
+        right = _right_garbage(scores, is_own)
+        if right:
+            said = ", ".join(f"{scores[name]:g} for {name}" for name in right)
+            own = scores.get(_LABEL)
+            label = "" if own is None else f", {own:g} for its label {shown(prompt.label, 40)}"
+            mend = f"domains.{domain.name}.reward" if reward is not None else "the checker of its source"
+            return (
+                f"at {prompt.where or 'one of its prompts'} garbage is right ({said}{label}), and a model"
+                f" would learn to write it; mend {mend}, or the labels that it reads"
+            )
+    return None
+
+
+def _right_garbage(scores: Mapping[str, float], is_own: bool) -> list[str]:
+    """The answers among `scores` that are right, as good as the label, and cannot be meant. `is_own`: whether
+    a function scores, for which a label is no pattern that 0 may fit.
+    """
+    label = scores.get(_LABEL)
+    bar = max(_IS_RIGHT, label or 0.0)
+    named = [*_GARBAGE, _NULL] if label is not None and (is_own or label > _IS_RIGHT) else _GARBAGE
+    return [name for name in named if _IS_RIGHT < scores.get(name, 0.0) >= bar]
+
+
+_LABEL, _NULL = "its label", "'0'"
+
+
+def _texts_for(prompt: Prompt) -> dict[str, str]:
+    """Garbage by name, and where the label is a text or a number the label, and 0 if it is another."""
+    label = prompt.label
+    if isinstance(label, bool) or not isinstance(label, str | int | float):
+        return dict(_GARBAGE)
+    null = {} if _ZERO.search(str(label)) else {_NULL: "0"}
+    return {**_GARBAGE, _LABEL: str(label), **null}
+
+
+def _reach(reward: object) -> None:
+    """Raise `RewardError` where nobody listens: the run would wait for the server as long as its patience."""
+    if isinstance(reward, ServedReward):
+        from opd.rewards.endpoint import reach
+
+        reach(reward)
+
+
+def _check_weights(recipe: Recipe, name: str, parts: set[str]) -> None:
+    """Raise `RewardError` for a weight of a part that no answer's reward had, `parts` being all they had."""
+    own = recipe.domains[name].specialist is not None
+    met = {f"domains.{name}.specialist" if own else "specialist": recipe.for_domain(name).specialist}
+    met = met if name in recipe.grpo_domains() else {}
+    way = "return a dict with it, or leave the weight out"
+    if "mixed_grpo" in recipe.baselines.methods or recipe.baselines.mixed_grpo_all_tokens:
+        met["specialist"] = recipe.specialist
+        way += "; the baseline mixed_grpo weighs the rewards of all domains alike, and can be left out, too"
+    for where, config in met.items():
+        for part in config.shaping.weights:
+            if part not in parts:
+                raise RewardError(
+                    f"{where}.shaping.weights names the part {part!r}, which the reward of domain {name}"
+                    f" lacks (its parts: {', '.join(sorted(parts)) or 'none'}); {way}."
+                )
+
+
+def _scores(
+    recipe: Recipe, domain: Domain, answers: Sequence[Answer]
+) -> list[tuple[float, Mapping[str, float]]]:
+    """The reward of each of `answers`, and its parts."""
+    from opd.rewards.kinds import reward_of
+    from opd.rollout.rewards import Job
+
+    function = reward_of(recipe.domains[domain.name], domain)
+    samples = [answer_to(repr(text[:20]), prompt, text) for prompt, text in answers]
+    job = Job(function, samples, recipe.rollout.reward_timeout, "answer")
+    job.start()
+    return list(job.result())
+
+
+def answer_to(uid: str, prompt: Prompt, text: str, context: str | None = None) -> Any:
+    """An answer to `prompt` as a reward function sees it; its tokens are its characters. `context`: what the
+    student reads of the prompt.
+    """
+    from opd.rollout.rewards import RewardSample, Turn
+
+    said = context if context is not None else prompt.text
+    said = said if said is not None else str(prompt.messages)
+    own = {"messages": prompt.messages} if prompt.messages is not None else {"prompt": prompt.text}
+    return RewardSample(
+        uid=uid,
+        text=text,
+        prompt=said,
+        label=prompt.label,
+        domain=prompt.domain,
+        metadata=prompt.metadata | own,
+        turns=(Turn("assistant", text),),
+        token_ids=tuple(map(ord, text)),
+        loss_mask=(True,) * len(text),
+    )
+
+
+def check_sandbox(recipe: Recipe) -> list[Finding]:
+    """Where code that the student writes will run, for the domains whose reward is `python`."""
+    findings: list[Finding] = []
+    for name, config in recipe.domains.items():
+        if isinstance(config.reward, PythonReward):
+            findings += attempt(f"sandbox {name}", partial(_check_sandbox, name, config.reward))
+    return findings
+
+
+def _check_sandbox(name: str, reward: PythonReward) -> list[Finding]:
+    from opd.sandbox.answers import find_sandbox
+
+    found = find_sandbox(reward.sandbox)
+    if not found.open:
+        detail = f"{found.name}: no other process, no network, nothing read or written elsewhere"
+        return [Finding("ok", f"sandbox {name}", detail)]
+    detail = (
+        f"{found.name}, which does not keep answers' code from {' and '.join(found.open)}; install"
+        " opd[verifiers] where user namespaces work, or run where nothing is worth stealing"
+    )
+    return [Finding("warning", f"sandbox {name}", detail)]
+
+
+_SAID = 60
+_MEND = {
+    "container": "put it into the image, or take other params.tools",
+    "process": "install it, or take other params.tools",
+    "bubblewrap": "install it where the system's programs are, or take other params.tools",
+}
+"""Of a program that is not there, by the kind of substrate."""
+_OWN = (HOME, "/tmp", "/proc", "/dev")
+"""Folders that are a sandbox's own, but of the kind `process`."""
+
+
+def check_environments(recipe: Recipe, domains: Mapping[str, Domain]) -> list[Finding]:
+    """Each is made, reset to the domain's first prompt, and asked what it says of an empty action. One that
+    raises or takes too long is an error.
+    """
+    findings: list[Finding] = []
+    for name, domain in domains.items():
+        config = recipe.domains[name].environment
+        if config is None or not domain.train:
+            continue
+        found = attempt(f"environment {name}", partial(_check_tools, name, config))
+        findings += found
+        if all(finding.level != "error" for finding in found):
+            findings += attempt(f"environment {name}", partial(_check_environment, recipe, domain))
+    for name, own in recipe.of_sets().domains.items():
+        if own.environment is not None:
+            findings += attempt(f"environment {name}", partial(_check_tools, name, own.environment))
+    return findings
+
+
+def _check_tools(domain: str, config: EnvironmentConfig) -> list[Finding]:
+    """Where tools run, what that does not keep their commands from, and whether all they need is there."""
+    if config.agent is not None:
+        return []
+    from opd.environments.kinds import environment_class
+    from opd.environments.tools import MOST_CALLS, Tools
+    from opd.sandbox.substrates import find_substrate
+
+    made, title = environment_class(config, domain), f"tools {domain}"
+    if not (inspect.isclass(made) and issubclass(made, Tools)):
+        return []
+    tools = made(**config.params)
+    settings = tools.sandbox
+    found = find_substrate(settings.substrate, settings.image)
+    if lost := _check_reads(title, settings.reads, found.kind):
+        return lost
+    place = found.kind if found.container is None else f"{found.kind}: {found.container}"
+    with calling(f"domains.{domain}.environment: {config.type}", ConfigError):
+        missing = asyncio.run(tools.missing())
+    findings = [
+        Finding("error", title, f"{place} has no {program} for {' and '.join(of)}; {_MEND[found.kind]}")
+        for program, of in missing.items()
+    ]
+    if (longest := MOST_CALLS * settings.seconds) >= config.seconds:
+        detail = (
+            f"a turn's {MOST_CALLS} commands may take {settings.seconds:g} s each, and a step of the"
+            f" environment {config.seconds:g} s, so that commands that sleep would end the run; set"
+            f" domains.{domain}.environment.seconds above {longest:g}, or params.sandbox.seconds lower"
+        )
+        findings.append(Finding("error", title, detail))
+    if not found.open:
+        return [*findings, Finding("ok", title, f"run in {place}")]
+    detail = f"run in {place}, which does not keep them from all of: {', '.join(found.open)}"
+    return [*findings, Finding("warning", title, detail)]
+
+
+def _check_reads(title: str, reads: Sequence[str], kind: str) -> list[Finding]:
+    """What commands are to read and cannot: a process would do without it, a container not begin."""
+    findings = []
+    for path in reads:
+        there, place = os.path.exists(path), PurePath(os.path.normpath(path))
+        own = [one for one in _OWN if kind != "process" and PurePath(one).is_relative_to(place)]
+        if not there or not os.path.isabs(path):
+            wrong = "is not an absolute path" if there else "is not there"
+            detail = f"params.sandbox.reads has {shown(path)}, which {wrong}; mend the path, or take it out"
+        elif own:
+            detail = (
+                f"params.sandbox.reads has {shown(path)}, where commands have a {own[0]} of their own; name"
+                " the files and folders in it that they are to read"
+            )
+        else:
+            continue
+        findings.append(Finding("error", title, detail))
+    return findings
+
+
+def _check_environment(recipe: Recipe, domain: Domain) -> list[Finding]:
+    from opd.environments.kinds import environment_class
+    from opd.environments.protocol import Action, Task
+    from opd.environments.world import World
+
+    config = recipe.domains[domain.name].environment
+    assert config is not None
+    if config.agent is not None:
+        return [_check_agent(domain.name, config)]
+    prompt, made = domain.train[0], environment_class(config, domain.name)
+    task = Task(
+        "doctor", prompt.text or "", prompt.messages or [], prompt.label, dict(prompt.metadata), recipe.seed
+    )
+    once = config.model_copy(update={"attempts": 1})
+    world = World(partial(made, **config.params), task, once, domain.name)
+
+    async def act() -> str:
+        try:
+            first = await world.reset()
+            step = await world.step(Action(""))
+        finally:
+            await world.close()
+        said = "" if first is None else f"begins with {str(first)[:_SAID]!r}, "
+        over = ", which ends the episode" if step.done else ""
+        return f"{said}answers an empty action with {str(step.observation)[:_SAID]!r}{over}"
+
+    begin = time.monotonic()
+    said = asyncio.run(act())
+    detail = f"{config.type} {said} (reward {world.done[0][1].reward:g}, {time.monotonic() - begin:.2f} s)"
+    return [Finding("ok", f"environment {domain.name}", detail)]
+
+
+def _check_agent(domain: str, config: EnvironmentConfig) -> Finding:
+    """An agent's function can be called as the recipe says, and what serves it is installed."""
+    from opd.environments.gateway import require_server
+    from opd.environments.kinds import agent_function
+
+    require_server()
+    agent_function(config, domain)
+    return Finding("ok", f"environment {domain}", f"agent {config.agent} can be called")

@@ -1,0 +1,287 @@
+"""What only answers show: how far each existing teacher is from the student, and what rewards say of it, on a
+few responses that the student writes itself; with `opd doctor --pairs FILE` whether a reward prefers the
+better of two answers.
+
+A row has `prompt` (text or messages), `chosen` and `rejected`, and `label` where the reward needs one; or
+`chosen` and `rejected` are whole conversations, as in much preference data. By Bradley and Terry's model
+(1952) the better one is preferred with probability sigmoid(r(chosen) - r(rejected)): the share of pairs in
+which that is above one half is the accuracy that reward models are measured by.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from opd.config import Recipe
+from opd.errors import ConfigError, DataError
+from opd.models.token_ids import id_count
+from opd.pipelines.check.checks import Finding, attempt, given_teachers, show
+from opd.pipelines.check.domains import answer_to, check_rewards
+from opd.pipelines.evaluation.statistics import FEW, score_interval
+from opd.pipelines.stages.precision import model_dtype
+from opd.progress import doing
+from opd.rewards.kinds import check_labels, own_reward, scored_by
+from opd.rollout.prompts import Prompt, encode_prompt
+from opd.rollout.rewards import Job
+from opd.types import HiddenStates, RolloutRequest, Sample
+
+if TYPE_CHECKING:
+    from opd.models.causal_lm import CausalLM
+    from opd.protocols import Teacher
+    from opd.rollout.prompts import Domain
+    from opd.teachers.kinds import Placement
+
+FAR = 3.1
+"""Nats per token: the farthest start that a merge was measured from. The quick start's base begins at 0.7 to
+3.1 from its teachers, and its merge keeps 99.8 % of their accuracy."""
+_PROMPTS, _NEW_TOKENS, _ANSWERS = 8, 32, 3
+
+
+def check_kl(recipe: Recipe, domains: Mapping[str, Domain], tokenizer: Any) -> list[Finding]:
+    """KL(student || teacher) for every domain and teacher that exists; loads the models."""
+    teachers = given_teachers(recipe)
+    if recipe.model.path is None or not Path(recipe.model.path).is_dir() or not teachers:
+        return []
+    from opd.pipelines.stages.student import load_model
+    from opd.teachers.kinds import Placement
+
+    student = load_model(recipe, Path(recipe.model.path))
+    taught, followed = recipe.taught(), recipe.followed()
+    findings: list[Finding] = []
+    place = Placement(
+        model_dtype(recipe), recipe.model.device, recipe.distill.batch.max_tokens, id_count(tokenizer)
+    )
+    for name, source in teachers.items():
+        with open_here(name, source, place) as teacher:
+            for domain in domains.values():
+                if domain.name in (*taught.get(name, ()), *followed.get(name, ())):
+                    title = f"KL to {name} on {domain.name}"
+                    asked = partial(_check, recipe, domain, student, teacher, tokenizer, title)
+                    findings += attempt(title, asked)
+    return findings
+
+
+def check_base(recipe: Recipe, domains: Mapping[str, Domain], tokenizer: Any) -> list[Finding]:
+    """What each reward says of a few answers of a base that exists; loads the model."""
+    if recipe.model.path is None or not Path(recipe.model.path).is_dir():
+        return []
+    from opd.pipelines.stages.student import load_model
+
+    student = load_model(recipe, Path(recipe.model.path))
+    written = {}
+    for name, domain in domains.items():
+        samples = sample_responses(recipe, domain, student, tokenizer)[:_ANSWERS]
+        texts = [tokenizer.decode(own.response_ids.tolist(), skip_special_tokens=True) for own in samples]
+        prompts = [domain.held_out[int(own.uid.rpartition("/")[2])] for own in samples]
+        written[name] = list(zip(prompts, texts, strict=True))
+    return check_rewards(recipe, domains, written)
+
+
+@contextmanager
+def open_here(name: str, source: str, place: Placement) -> Iterator[Teacher]:
+    """The teacher in a folder or at a URL, in this process; what is published is streamed."""
+    from opd.teachers.local_teacher import LocalTeacher
+    from opd.teachers.skeleton import is_published
+    from opd.teachers.streamed_teacher import streamed_teachers
+
+    if is_published(source):
+        with closing(streamed_teachers({name: source}, place)[name]) as teacher:
+            yield teacher
+    else:
+        options = {"dtype": place.dtype, "device": place.device, "max_tokens": place.max_tokens}
+        yield LocalTeacher(name, source, vocabulary=place.vocabulary, **options)
+
+
+def _check(
+    recipe: Recipe, domain: Domain, student: CausalLM, teacher: Teacher, tokenizer: Any, title: str
+) -> list[Finding]:
+    samples = sample_responses(recipe, domain, student, tokenizer)
+    value = mean_kl(student, teacher, samples, id_count(tokenizer), recipe.rollout.temperature)
+    text, numbers = f"{value:.3f} nats per token at the start", {"kl": value}
+    if value > FAR:
+        detail = (
+            f"{text}; no merge was measured from beyond {FAR}: the student rarely writes what this teacher"
+            " would; prefer a teacher trained from this student, or give the merge more steps"
+        )
+        return [Finding("warning", title, detail, numbers)]
+    return [Finding("ok", title, text, numbers)]
+
+
+def sample_responses(recipe: Recipe, domain: Domain, student: CausalLM, tokenizer: Any) -> list[Sample]:
+    """The student's responses to a few held-out prompts, sampled as the recipe does; a uid ends with the
+    place of its prompt among them.
+    """
+    from opd.pipelines.stages.domains import prompt_room, template_arguments
+    from opd.pipelines.stages.student import sampling_params
+    from opd.rollout.collect import responses
+    from opd.rollout.prompts import encode_prompt, truncated
+    from opd.rollout.torch_engine import TorchEngine
+
+    recipe = recipe.for_domain(domain.name)
+    room, kwargs = prompt_room(recipe, tokenizer, domain.name), template_arguments(recipe, domain.name)
+    prompts = [
+        truncated(encode_prompt(prompt, tokenizer, kwargs), room.tokens, tokenizer.bos_token_id)
+        for prompt in domain.held_out[:_PROMPTS]
+    ]
+    sampling = sampling_params(recipe, tokenizer)
+    sampling = replace(sampling, max_new_tokens=min(_NEW_TOKENS, sampling.max_new_tokens))
+    requests = [
+        RolloutRequest(f"doctor/{domain.name}/{number}", prompt, sampling, recipe.seed)
+        for number, prompt in enumerate(prompts)
+    ]
+    engine = TorchEngine(
+        student,
+        max_running=_PROMPTS,
+        max_sequence=recipe.rollout.max_sequence,
+        vocab_size=id_count(tokenizer),
+        settings=recipe.runtime.decode,
+    )
+    written = {uid: tokens.token_ids for uid, _, tokens in responses(engine, requests)}
+    return [
+        Sample(request.uid, request.uid, domain.name, request.prompt_ids, response_ids=ids)
+        for request in requests
+        if len(ids := written[request.uid])
+    ]
+
+
+def mean_kl(
+    student: CausalLM, teacher: Teacher, samples: Sequence[Sample], vocabulary: int, temperature: float
+) -> float:
+    """Mean KL(student || teacher) over all response tokens, in nats, over the first `vocabulary` tokens."""
+    import torch
+
+    from opd.kernels.ops import linear_kl
+    from opd.teachers.score_cache import check_finite
+    from opd.train.packing import pack_tokens
+
+    with torch.no_grad():
+        ids, positions, cu_seqlens, rows = (t.to(student.device) for t in pack_tokens(samples))
+        hidden = student.hidden(ids, positions, cu_seqlens)[rows]
+        targets = teacher.score(samples)
+        assert isinstance(targets, HiddenStates)  # of a teacher in this process
+        check_finite(hidden, "the student")
+        check_finite(targets.rows, f"teacher {teacher.name}")
+        divergence = linear_kl(
+            hidden, student.head(vocabulary), targets.rows, teacher.load_head(), temperature=temperature
+        )
+    return float(divergence.mean())
+
+
+class Pair(NamedTuple):
+    """Two answers to one prompt."""
+
+    prompt: Prompt
+    chosen: str
+    rejected: str
+
+
+def calibrate(recipe: Recipe, path: Path, domain: str | None, *, as_json: bool = False) -> int:
+    """Print how the reward of `domain` orders the pairs in `path`; returns the exit status."""
+    if domain is None and len(recipe.domains) == 1:
+        domain = next(iter(recipe.domains))
+    if domain is None or domain not in recipe.domains:
+        known = ", ".join(recipe.domains)
+        raise ConfigError(f"--pairs needs --domain, one of {known}: whose reward is asked")
+    findings = attempt(f"pairs {domain}", lambda: [_measured(recipe, domain, path)])
+    return show(f"opd doctor: {recipe.name}", findings, as_json=as_json)
+
+
+def _measured(recipe: Recipe, domain: str, path: Path) -> Finding:
+    config, pairs = recipe.domains[domain], read_pairs(path, domain)
+    function = own_reward(config)
+    if function is None:
+        raise ConfigError(
+            f"domain {domain} is scored by its source's own checker; --pairs is for a `reward` of its own"
+        )
+    check_labels(config, domain, [pair.prompt for pair in pairs])
+    context = _contexts(recipe, domain)
+    samples = []
+    for number, pair in enumerate(pairs):
+        for name in ("chosen", "rejected"):
+            one = answer_to(f"{name} {number + 1}", pair.prompt, getattr(pair, name), context(pair.prompt))
+            samples.append(one)
+    job = Job(function, samples, recipe.rollout.reward_timeout, "answer")
+    with doing(f"asking the reward of {domain} for {len(samples)} answers"):
+        job.start()
+        scores = [score for score, _ in job.result()]
+    return _told(scored_by(config), domain, scores[::2], scores[1::2], recipe.evaluation.confidence)
+
+
+def _told(
+    by: str, domain: str, chosen: Sequence[float], rejected: Sequence[float], confidence: float
+) -> Finding:
+    margins = [better - worse for better, worse in zip(chosen, rejected, strict=True)]
+    count, ties = len(margins), margins.count(0.0)
+    right = (sum(margin > 0 for margin in margins) + ties / 2) / count
+    found = score_interval(right, count, confidence)
+    loss = sum(_softplus(-margin) for margin in margins) / count
+    detail = (
+        f"{by}: Bradley-Terry accuracy {found.value:.3f} ({found.low:.3f} to {found.high:.3f}) on {count:,}"
+        f" pairs, {ties:,} of them ties, which count half; loss {loss:.3f} nats"
+    )
+    level = "ok"
+    if found.low <= 0.5:
+        level, detail = "warning", f"{detail}; it is not shown to be better than chance"
+        detail += ": give more pairs" if count < FEW and found.high > 0.5 else ": mend the reward"
+    numbers = found._asdict() | {"pairs": count, "ties": ties, "loss": loss}
+    return Finding(level, f"pairs {domain}", detail, numbers)
+
+
+def _softplus(x: float) -> float:
+    """log(1 + exp(x))"""
+    return max(x, 0.0) + math.log1p(math.exp(-abs(x)))
+
+
+def _contexts(recipe: Recipe, domain: str) -> Callable[[Prompt], str]:
+    """What the student reads of a prompt: through its chat template, if it has a tokenizer before it is
+    trained."""
+    source = recipe.model.tokenizer or recipe.model.path
+    if source is None:
+        return lambda prompt: prompt.text if prompt.text is not None else str(prompt.messages)
+    from opd.pipelines.stages.domains import template_arguments
+    from opd.pipelines.stages.student import tokenizer_of
+
+    tokenizer: Any = tokenizer_of(recipe, Path(source))
+    template = template_arguments(recipe, domain)
+    return lambda prompt: str(
+        tokenizer.decode(encode_prompt(prompt, tokenizer, template), skip_special_tokens=False)
+    )
+
+
+def read_pairs(path: Path, domain: str) -> list[Pair]:
+    """The pairs of a `.jsonl` or `.parquet` file. Raises `DataError` naming file and line."""
+    from opd.data.load import prompt_of, rows_of
+
+    pairs = []
+    for where, row in rows_of(path, domain, set()):
+        answers = {}
+        for column in ("chosen", "rejected"):
+            answers[column], before = _answer(where, column, row.get(column))
+            if before and row.get("prompt") is None:
+                row = row | {"prompt": before}
+        pairs.append(Pair(prompt_of(where, row, domain), answers["chosen"], answers["rejected"]))
+    if not pairs:
+        raise DataError(f"{path} has no pairs; give rows with `prompt`, `chosen` and `rejected`.")
+    return pairs
+
+
+def _answer(where: str, column: str, given: Any) -> tuple[str, list[dict[str, Any]]]:
+    """The text of an answer, and the messages before it, where it is a conversation."""
+    from opd.data.load import check_messages, check_text
+
+    if isinstance(given, str):
+        check_text(where, given, column)
+        return given, []
+    if isinstance(given, list) and given:
+        read = check_messages(where, given, column)
+        if read[-1]["role"] == "assistant":
+            return read[-1]["content"], read[:-1]
+    raise DataError(
+        f"{where}: `{column}` is no text, and no messages that end with the assistant's; mend it."
+    )

@@ -1,0 +1,378 @@
+"""How much memory a stage takes, part by part and phase by phase, from the shapes of its models."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Literal, NamedTuple
+
+from opd.config import BatchConfig, Recipe
+from opd.config.train import OffloadConfig
+from opd.pipelines.check.checks import readable
+from opd.pipelines.check.shapes import ModelShape, layer_bytes, logits_bytes
+from opd.pipelines.stages.precision import WIDTH, has_masters, is_cut, learning_width, model_dtype
+
+MIB = 1 << 20
+
+PHASES = ("rollout", "score", "train", "sync")
+"""Of a step, in their order."""
+_ALWAYS, _WRITES, _LEARNS = frozenset(PHASES), frozenset({"rollout"}), frozenset({"train"})
+_SYNC = frozenset({"sync"})
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Bytes of memory or disk, by what they are for."""
+
+    name: str
+    """As it is printed."""
+    size: int
+    owner: Literal["engine", "trainer"] | None = None
+    """The key of `runtime.offload` that lets it leave the device; without, it comes and goes by itself."""
+    phases: frozenset[str] = _ALWAYS
+    """Those that need it: it is held in the others too while its owner stays."""
+    mend: str = ""
+    """What makes room where this part alone is too much."""
+
+    def is_held(self, phase: str, offload: OffloadConfig) -> bool:
+        """Whether it takes memory in `phase` of a step."""
+        stays = self.owner is not None and not getattr(offload, self.owner)
+        return stays or phase in self.phases
+
+
+Parts = list[Part]
+
+
+def total(parts: Iterable[Part]) -> int:
+    """Bytes of all of them."""
+    return sum(part.size for part in parts)
+
+
+def sizes_of(parts: Iterable[Part]) -> dict[str, int]:
+    """Bytes by name."""
+    return {part.name: part.size for part in parts}
+
+
+def listed(parts: Iterable[Part]) -> str:
+    """Those that take something, in words."""
+    return ", ".join(f"{part.name} {readable(part.size)}" for part in parts if part.size)
+
+
+class PhaseSizes(NamedTuple):
+    """What the phases of a step hold."""
+
+    told: str
+    """In words, with `room`."""
+    sizes: dict[str, int]
+    """Bytes by phase; `with offload` those of the largest phase with all that can be handed over."""
+    room: str
+    """What would make it less, in words; empty where nothing would."""
+
+
+def memory_parts(recipe: Recipe, student: ModelShape, teachers: Mapping[str, ModelShape]) -> Parts:
+    """What the stage holds that holds the most at once: the merge, what trains all weights of the base, or
+    the specialists that train side by side. With `runtime.offload` in its largest phase.
+    """
+    offload, stages = recipe.runtime.offload, stages_of(recipe, student, teachers)
+    if not (offload.engine or offload.trainer):
+        return max(stages, key=total)
+    return max((held for stage in stages for held in _by_phase(stage, offload).values()), key=total)
+
+
+def memory_by_phase(
+    recipe: Recipe, student: ModelShape, teachers: Mapping[str, ModelShape]
+) -> dict[str, Parts]:
+    """By phase of a step what the stage holds whose largest phase is the largest."""
+    stages = [_by_phase(stage, recipe.runtime.offload) for stage in stages_of(recipe, student, teachers)]
+    return max(stages, key=lambda phases: max(map(total, phases.values())))
+
+
+def _by_phase(parts: Parts, offload: OffloadConfig) -> dict[str, Parts]:
+    return {phase: [part for part in parts if part.is_held(phase, offload)] for phase in PHASES}
+
+
+def told_by_phase(recipe: Recipe, student: ModelShape, teachers: Mapping[str, ModelShape]) -> PhaseSizes:
+    """The bytes of the phases, and those with `runtime.offload` where that makes them less."""
+    sizes = {phase: total(held) for phase, held in memory_by_phase(recipe, student, teachers).items()}
+    told = ", ".join(f"{phase} {readable(size)}" for phase, size in sizes.items())
+    other = handed_over(recipe)
+    most = max(map(total, memory_by_phase(other, student, teachers).values())) if other is not None else 0
+    if other is None or most >= max(sizes.values()):
+        return PhaseSizes(told, sizes, "")
+    room = f"at most {readable(most)} with runtime.offload {_asked(other)}"
+    return PhaseSizes(f"{told}; {room}", sizes | {"with offload": most}, room)
+
+
+def _asked(recipe: Recipe) -> str:
+    given = recipe.runtime.offload.model_dump()
+    return "{" + ", ".join(f"{name}: true" for name, value in given.items() if value) + "}"
+
+
+def handed_over(recipe: Recipe) -> Recipe | None:
+    """`recipe` with everything handed over that can be; `None` where that changes nothing."""
+    embedded = recipe.rollout.engine.type == "torch" and recipe.launch.type == "local"
+    most = OffloadConfig(engine=embedded, trainer=not recipe.train.offloads_itself)
+    if recipe.rollout.schedule != "in_turn" or most == recipe.runtime.offload:
+        return None
+    runtime = recipe.runtime.model_copy(update={"offload": most})
+    return recipe.model_copy(update={"runtime": runtime})
+
+
+def put_away(parts: Parts) -> int:
+    """Bytes of those that leave with the trainer while the student writes."""
+    return total(part for part in parts if part.owner == "trainer" and part.phases != _ALWAYS)
+
+
+def stages_of(recipe: Recipe, student: ModelShape, teachers: Mapping[str, ModelShape]) -> list[Parts]:
+    """What each stage that trains holds: the merge, what trains all weights of the base, specialists."""
+    lora = recipe.model.lora is not None
+    merge = _training(recipe, student, recipe.distill.batch, lora) + _led(recipe, student, teachers)
+    if recipe.distill.prefixes == "student":
+        merge += _frozen(recipe, student, kept=False)
+    if recipe.distill.prefixes == "teacher":
+        # One writes at a time, beside the student; what was written stays to the end.
+        largest = max(teachers.get(name, student).parameters for name in recipe.taught())
+        writer = largest * WIDTH[model_dtype(recipe)] + _cache(recipe, student)
+        merge.append(Part("a teacher that writes", writer, phases=_WRITES))
+        merge.append(Part("teachers' answers", answers_held(recipe)[1]))
+    stages = [merge]
+    if recipe.base is not None:
+        stages.append(_training(recipe, student, recipe.base.batch, lora=False))
+    for domain, sft in recipe.demonstrated().items():
+        stages.append(_training(recipe, student, sft.batch, lora and bool(domain)))
+    return [*stages, *_grpo_stages(recipe, student, teachers)]
+
+
+def _grpo_stages(recipe: Recipe, student: ModelShape, teachers: Mapping[str, ModelShape]) -> list[Parts]:
+    """The specialists that train side by side, as large as they may be, and the baseline of all domains."""
+    trained, lora = recipe.grpo_domains(), recipe.model.lora is not None
+    demonstrated = [recipe.domains[name].sft for name in recipe.specialist_domains() if name not in trained]
+    side = [_grpo(recipe.for_domain(name), student, teachers) for name in trained]
+    side += [_training(recipe, student, sft.batch, lora) for sft in demonstrated if sft is not None]
+    together: dict[str, Part] = {}
+    for part in chain.from_iterable(sorted(side, key=total)[-recipe.runtime.workers :]):
+        there = together[part.name].size if part.name in together else 0
+        together[part.name] = replace(part, size=part.size + there)
+    baseline = "mixed_grpo" in recipe.baselines.methods or recipe.baselines.mixed_grpo_all_tokens
+    return [[*together.values()]] * bool(side) + [_grpo(recipe, student, teachers)] * baseline
+
+
+def _grpo(recipe: Recipe, student: ModelShape, teachers: Mapping[str, ModelShape]) -> Parts:
+    """A GRPO stage with the `specialist` of this recipe."""
+    config = recipe.specialist
+    parts = _training(recipe, student, config.batch, recipe.model.lora is not None)
+    if config.opd is not None:
+        parts += _led(recipe.following_teachers(), student, teachers)
+    if config.advantage.type == "gae":
+        parts.append(Part("critics", _critic(recipe, student), "trainer", _LEARNS))
+    parts += _frozen(recipe, student, kept=bool(config.reference_kl.coef))
+    if config.refill is not None:
+        tokens = recipe.rollout.max_new_tokens if recipe.storage.trajectories == "memory" else 0
+        answers = config.most_prompts * config.group_size
+        parts.append(Part("answers of a step", answers * (_SAMPLE + _TOKEN * tokens)))
+    return parts
+
+
+def _frozen(recipe: Recipe, student: ModelShape, kept: bool) -> Parts:
+    """The model that a stage began as, once, where `evaluation.base_kl_every` or a reference (`kept`) needs
+    it; of several ranks each has its share.
+    """
+    held = kept or recipe.evaluation.base_kl_every > 0
+    size = student.parameters * WIDTH[model_dtype(recipe)] // (recipe.train.ranks or 1)
+    return [Part("frozen copy of the start", size)] if held else []
+
+
+_TOKEN, _SAMPLE = 13, 2000
+"""Bytes of a response's token in memory (id, log-probability, version, mask), and of a sample beside them."""
+
+
+def answers_held(recipe: Recipe) -> tuple[int, int]:
+    """How many answers of teachers a merge with `prefixes: teacher` holds from before its first step, and
+    their bytes, if all are as long as they may get.
+    """
+    config = recipe.distill
+    counts = {
+        name: recipe.for_domain(name).distill.prompts_per_domain * config.steps * config.samples_per_prompt
+        for name in recipe.domains
+    }
+    sizes = [
+        count * (_SAMPLE + _TOKEN * recipe.for_domain(name).rollout.max_new_tokens)
+        for name, count in counts.items()
+    ]
+    return sum(counts.values()), sum(sizes)
+
+
+def _training(recipe: Recipe, student: ModelShape, batch: BatchConfig, lora: bool) -> Parts:
+    """A student that writes and learns, without what it learns from."""
+    width, own = WIDTH[model_dtype(recipe)], learning_width(recipe)
+    learns = student.adapters if lora else student.parameters
+    # An engine that is sent adapters keeps the layers they belong to twice, as they were and merged.
+    received = student.adapted + student.adapters if lora else 0
+    weights, gradients, moments = _sharing(recipe)
+    ranks, copy = recipe.train.ranks or 1, (student.parameters + received) * width
+    is_shared = is_cut(recipe, ranks, student.parameters * width)
+    if is_shared:  # it is the trainer's, and has no other form
+        copy = 0 if recipe.train.backend == "torch" else copy // ranks
+    is_pushed = recipe.model.lora is None  # a base that nobody pushes stays
+    held = (learns * own + (student.parameters * width if lora else 0)) // weights
+    copies = _copies(recipe, student, learns, width)
+    activations = student.layers * layer_bytes(batch.max_tokens, student.hidden_size, width)
+    return [
+        # They stay where the engine writes with them.
+        Part("weights", held, "trainer", _LEARNS | _SYNC if copy else _ALWAYS),
+        Part(f"copies in {model_dtype(recipe)}", copies, phases=_LEARNS),
+        Part("gradients", learns * own // gradients, phases=_LEARNS),
+        Part("AdamW", 2 * learns * own // moments, "trainer", _LEARNS),
+        Part("engine copy", copy, "engine", _WRITES | _SYNC if is_pushed else _ALWAYS),
+        Part("KV cache", _cache(recipe, student), "engine", _WRITES),
+        *([] if is_shared else _decode(recipe, student)),
+        Part("activations", activations, phases=_LEARNS),
+    ]
+
+
+def _sharing(recipe: Recipe) -> tuple[int, int, int]:
+    """How many of `train.ranks` share what one has of weights, gradients and AdamW's moments."""
+    train, ranks = recipe.train, recipe.train.ranks or 1
+    if train.backend == "megatron":
+        width = train.tensor_parallel * train.pipeline_parallel
+        return width, width, width
+    if train.backend == "deepspeed":
+        return ranks if train.zero_stage == 3 else 1, ranks if train.zero_stage > 1 else 1, ranks
+    return ranks, ranks, ranks
+
+
+def with_critic(recipe: Recipe) -> list[str]:
+    """The domains whose specialist has a critic."""
+    names = recipe.grpo_domains()
+    return [name for name in names if recipe.for_domain(name).specialist.advantage.type == "gae"]
+
+
+def _critic(recipe: Recipe, student: ModelShape) -> int:
+    """Weights, gradients and moments of a critic, all of which is trained, whatever the student trains."""
+    learns = student.parameters
+    return 4 * learns * learning_width(recipe) + _copies(recipe, student, learns, WIDTH[model_dtype(recipe)])
+
+
+def _copies(recipe: Recipe, student: ModelShape, learns: int, width: int) -> int:
+    """What master weights are rounded to while layers compute: everything, or with FSDP2 the embedding and
+    the head for a whole pass, and of the layers the one that computes and the next.
+    """
+    if not has_masters(recipe):
+        return 0
+    if recipe.train.backend != "torch":
+        return learns * width
+    outside = min(student.vocabulary * student.hidden_size, student.parameters)
+    return (outside + 2 * (student.parameters - outside) // max(student.layers, 1)) * width
+
+
+def _led(recipe: Recipe, student: ModelShape, teachers: Mapping[str, ModelShape]) -> Parts:
+    """What following its teachers takes beside training, in a stage with this recipe."""
+    return [
+        Part("teachers", _teachers(recipe, student, teachers, WIDTH[model_dtype(recipe)])),
+        Part("logits of a chunk", logits_bytes(_chunk(recipe), student.vocabulary), phases=_LEARNS),
+    ]
+
+
+def _chunk(recipe: Recipe) -> int:
+    """Tokens whose logits exist at a time, at most."""
+    from opd.kernels.projection import CHUNK, CHUNK_DEVICE
+
+    return recipe.distill.batch.kl_chunk or (CHUNK_DEVICE if on_cuda(recipe.model.device) else CHUNK)
+
+
+def _teachers(recipe: Recipe, student: ModelShape, teachers: Mapping[str, ModelShape], width: int) -> int:
+    shapes = {name: teachers.get(name, student) for name in recipe.taught()}
+    sizes = {name: shape.parameters * width for name, shape in shapes.items()}
+    streamed = [name for name in sizes if recipe.teacher(name).streams]
+    kept = sum(size for name, size in sizes.items() if name not in streamed)
+    if not streamed:
+        return kept
+    # Layers in a buffer of at most one teacher, and heads: the one in use and the next.
+    head = width * max(shape.vocabulary * shape.hidden_size for shape in (student, *shapes.values()))
+    buffer = min(recipe.storage.prefetch_mb * MIB + head, max(sizes[name] for name in streamed))
+    return kept + buffer + min(2, len(streamed)) * head
+
+
+_DRAWN = 28
+"""Bytes of a logit while a token is drawn, about: the logits, their logarithms, probabilities, what is sorted
+for a cut with its order, and sums in float64."""
+_LAYER = 24
+"""Numbers of a layer of a captured step per hidden unit and request, about."""
+_SCORE = 8
+"""Bytes of a score, its weight and its mask, about."""
+
+
+def on_cuda(device: str) -> bool:
+    """Whether `model.device` means CUDA here."""
+    import torch
+
+    return device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
+
+
+def _window(recipe: Recipe) -> tuple[int, int]:
+    """Tokens of keys and values that a request may have, and those that are read of it."""
+    from opd.rollout.kv_cache import LEAST_WINDOW, WINDOW_PARTS, bucket
+
+    length = min(recipe.rollout.max_sequence, 2 * recipe.longest_response())
+    return length, bucket(length, LEAST_WINDOW, WINDOW_PARTS) if on_cuda(recipe.model.device) else length
+
+
+def _cache(recipe: Recipe, student: ModelShape) -> int:
+    """Bytes of the keys and values of the embedded engine."""
+    cache, limit = (
+        recipe.rollout.max_running * _window(recipe)[1] * token_bytes(recipe, student),
+        _limit(recipe),
+    )
+    return cache if limit is None else min(cache, limit)
+
+
+def _decode(recipe: Recipe, student: ModelShape) -> Parts:
+    """Weights as decode wants them, and on CUDA what captured steps read and write."""
+    laid_out = Part("weights laid out for decode", _laid_out(recipe, student), "engine", _WRITES | _SYNC)
+    if not on_cuda(recipe.model.device):
+        return [laid_out]
+    most, limit, (length, read) = recipe.rollout.max_running, _limit(recipe), _window(recipe)
+    width = WIDTH[model_dtype(recipe)]
+    rows = most if limit is None else min(most, max(1, limit // (length * token_bytes(recipe, student))))
+    heads = -(-student.hidden_size // 64)
+    layer = student.hidden_size * _LAYER * width + heads * read * _SCORE
+    row = student.hidden_size * width + 9 * 8 + max(layer, student.vocabulary * _DRAWN)
+    return [laid_out, Part("decode buffers and graphs", rows * row, "engine", _WRITES)]
+
+
+def token_bytes(recipe: Recipe, student: ModelShape) -> int:
+    """Bytes of a token's keys and values."""
+    return student.layers * student.kv_width * 2 * WIDTH[model_dtype(recipe)]
+
+
+def _limit(recipe: Recipe) -> int | None:
+    """Bytes that keys and values may take; `None` where they depend on a device that is elsewhere."""
+    import torch
+
+    from opd.rollout.kv_cache import kv_budget
+
+    own, cuda = recipe.runtime.decode.kv_cache_mb, on_cuda(recipe.model.device)
+    name = "cpu" if not cuda else "cuda" if recipe.model.device == "auto" else recipe.model.device
+    device = torch.device(name)
+    if own is None and cuda and (device.index or 0) >= torch.cuda.device_count():
+        return None
+    return kv_budget(own, device)
+
+
+def _laid_out(recipe: Recipe, student: ModelShape) -> int:
+    """Bytes of the copies that decode makes of weights: of those that are multiplied as one, and on a CPU of
+    others where another layout or float32 is faster.
+    """
+    from opd.kernels.projection import onednn_packs, widens
+    from opd.models.causal_lm import torch_dtype
+
+    dtype = model_dtype(recipe)
+    width, head = WIDTH[dtype], student.vocabulary * student.hidden_size
+    if on_cuda(recipe.model.device):
+        return student.fused * width
+    if dtype == "float32":
+        return (student.fused + student.linear * onednn_packs()) * width
+    if widens(torch_dtype(dtype)):
+        return (student.fused + student.linear + head) * 4
+    return student.fused * width + head * 4

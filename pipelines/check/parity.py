@@ -1,0 +1,319 @@
+"""`opd doctor --parity`: every back end scores the same samples of the student, and their log-probabilities
+and KL are compared at several temperatures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+from torch import Tensor
+
+from opd.config import Recipe
+from opd.errors import OpdError, TeacherError
+from opd.kernels.head import Head
+from opd.kernels.ops import linear_kl, linear_logprobs
+from opd.models.token_ids import id_count
+from opd.pipelines.check.checks import given_teachers
+from opd.pipelines.check.measured import open_here, sample_responses
+from opd.pipelines.commands.ending import one_line
+from opd.pipelines.stages.precision import model_dtype
+from opd.protocols import Teacher
+from opd.teachers.kinds import Placement
+from opd.types import HiddenStates, Sample, TokenLogprobs, TopKLogprobs
+
+if TYPE_CHECKING:
+    from opd.models.causal_lm import CausalLM
+
+TEMPERATURES = (1.0, 0.7)
+"""At 1 a back end that ignores the temperature goes unnoticed."""
+TOLERANCE = {"float32": 1e-4, "bfloat16": 1e-1, "float16": 2e-2}
+"""Nats. For 16 bits it is the rounding of every layer's output, done in another order."""
+
+
+@dataclass(frozen=True, slots=True)
+class ParityProblem:
+    """The samples, and the student that wrote them."""
+
+    samples: Sequence[Sample]
+    targets: Tensor
+    """[N] int64: the response tokens, end to end."""
+    student_hidden: Tensor
+    """[N, D]: the student's last hidden states where it predicts them."""
+    student_head: Head
+    """Over the tokenizer's vocabulary."""
+    placement: Placement
+
+
+@dataclass(frozen=True, slots=True)
+class ParityScores:
+    """What one back end says of a teacher on the samples of a problem."""
+
+    logprobs: Mapping[float, Tensor]
+    """Temperature -> [N] float32 nats: the teacher's log-probability of every response token."""
+    kl: Mapping[float, Tensor]
+    """Temperature -> [N] float32 nats: KL(student || teacher); nothing where only tokens are scored."""
+
+
+Mode = Callable[[ParityProblem, Mapping[str, str]], dict[str, ParityScores]]
+"""Scores the teachers it can run, given as name -> folder or URL."""
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """The largest differences between two back ends, over all tokens and temperatures."""
+
+    logprobs: float
+    kl: float
+    """NaN where one of the two has none."""
+
+    def within(self, tolerance: float) -> bool:
+        """Whether both are; a missing KL does not count."""
+        return self.logprobs <= tolerance and not self.kl > tolerance
+
+
+def difference(ours: ParityScores, theirs: ParityScores) -> Difference:
+    """At the temperatures both have. Raises `TeacherError` if there is none or if tokens are missing."""
+    common = [temperature for temperature in ours.logprobs if temperature in theirs.logprobs]
+    if not common:
+        raise TeacherError("two back ends have scored at no common temperature; score at one of them again.")
+    with_kl = [temperature for temperature in common if temperature in ours.kl and temperature in theirs.kl]
+    return Difference(
+        max(_largest(ours.logprobs[t], theirs.logprobs[t]) for t in common),
+        max((_largest(ours.kl[t], theirs.kl[t]) for t in with_kl), default=float("nan")),
+    )
+
+
+def scores_of(problem: ParityProblem, teacher: Teacher) -> ParityScores:
+    """What `teacher` says, whichever of its signals it gives.
+
+    Log-probabilities that come without hidden states count for temperature 1 alone.
+    """
+    targets = teacher.score(problem.samples)
+    if isinstance(targets, TokenLogprobs):
+        return ParityScores({1.0: targets.logprobs.float().cpu()}, {})
+    if isinstance(targets, TopKLogprobs) and targets.sampled is not None:
+        return ParityScores({1.0: targets.sampled.float().cpu()}, {})
+    if not isinstance(targets, HiddenStates):
+        raise TeacherError(
+            f"teacher {teacher.name} gives {type(targets).__name__}, which cannot be compared token by token;"
+            " ask it for hidden states or sampled tokens."
+        )
+    head, device = teacher.load_head(), targets.rows.device
+    student = problem.student_hidden.to(device)
+    logprobs, kl = {}, {}
+    with torch.no_grad():
+        for t in TEMPERATURES:
+            of_token = linear_logprobs(targets.rows, head, problem.targets.to(device), temperature=t)
+            divergence = linear_kl(student, problem.student_head, targets.rows, head, temperature=t)
+            logprobs[t], kl[t] = of_token.cpu(), divergence.cpu()
+    return ParityScores(logprobs, kl)
+
+
+def by_torch(problem: ParityProblem, sources: Mapping[str, str]) -> dict[str, ParityScores]:
+    """Hugging Face models in this process; published ones are streamed."""
+    found = {}
+    for name, source in sources.items():
+        with open_here(name, source, problem.placement) as teacher:
+            found[name] = scores_of(problem, teacher)
+    return found
+
+
+def by_megatron(problem: ParityProblem, sources: Mapping[str, str]) -> dict[str, ParityScores]:
+    """Megatron-Core in this process."""
+    from opd.teachers.megatron_teacher import megatron_teachers
+
+    with megatron_teachers(sources, problem.placement) as teachers:
+        return {name: scores_of(problem, teacher) for name, teacher in teachers.items()}
+
+
+def by_kind(recipe: Recipe, type: str) -> Mode:
+    """The mode of the recipe's own teachers of that kind, opened as a merge does."""
+
+    def score(problem: ParityProblem, sources: Mapping[str, str]) -> dict[str, ParityScores]:
+        from opd.teachers.kinds import TeacherOpening, open_kinds
+
+        mine = [name for name in sources if name in recipe.teachers and recipe.teacher(name).type == type]
+        with ExitStack() as stack:
+            read = {name: sources[name] for name in mine}
+            for name in mine:
+                if recipe.teacher(name).streams:
+                    read[name] = stack.enter_context(_published(sources[name]))
+            opened = stack.enter_context(open_kinds(mine, TeacherOpening(recipe, problem.placement, read)))
+            return {name: scores_of(problem, teacher) for name, teacher in opened.items()}
+
+    return score
+
+
+@contextmanager
+def _published(source: str) -> Iterator[str]:
+    """`source` published, for as long as the block runs if it was not."""
+    from opd.pipelines.commands.publish import publish_checkpoint
+    from opd.teachers.skeleton import is_published
+
+    if is_published(source):
+        yield source
+        return
+    with TemporaryDirectory(prefix="opd-parity-") as folder:
+        publish_checkpoint(source, folder)
+        yield folder
+
+
+def _largest(one: Tensor, other: Tensor) -> float:
+    if one.shape != other.shape:
+        raise TeacherError(
+            f"two back ends have scored {len(one)} and {len(other)} tokens of the same samples; one of them"
+            " has lost or added tokens."
+        )
+    if not (torch.isfinite(one).all() and torch.isfinite(other).all()):
+        return float("inf")
+    return float((one.double() - other.double()).abs().max()) if len(one) else 0.0
+
+
+REFERENCE = "torch"
+ITSELF = "the student itself"
+"""The teacher of the noise floor: what its KL is above 0 is the back end's rounding."""
+
+
+def modes_of(recipe: Recipe) -> dict[str, Mode]:
+    """The back ends that can run here, by name, the reference first."""
+    from opd.pipelines.check.parity_ranks import RANKS, by_two_ranks  # which import this file
+
+    modes: dict[str, Mode] = {REFERENCE: by_torch}
+    if find_spec("megatron") is not None:
+        modes["megatron TP 1"] = by_megatron
+        on_gpu = recipe.model.device != "cpu" and torch.cuda.is_available()
+        if not on_gpu or torch.cuda.device_count() >= RANKS:
+            modes["megatron TP 2"] = by_two_ranks
+    for settings in recipe.teachers.values():
+        if settings.type not in ("local", "streamed", "megatron"):
+            modes[settings.type] = by_kind(recipe, settings.type)
+    return modes
+
+
+def check_parity(
+    recipe: Recipe, console: Console | None = None, modes: Mapping[str, Mode] | None = None
+) -> int:
+    """Compare and print a table; returns the exit status: 2 if back ends differ by more than they may.
+
+    The teachers are those of the recipe that exist already, and the student itself. Its samples are answers
+    to held-out prompts of every domain, and a prompt alone, and answers of one token.
+    """
+    console = console or Console()
+    modes = modes_of(recipe) if modes is None else modes
+    tolerance = TOLERANCE[model_dtype(recipe)]
+    with _problem(recipe) as (problem, sources):
+        found, failed = _score(problem, sources, modes)
+    table = Table(title=Text(one_line(f"opd doctor --parity: {recipe.name}")), title_justify="left")
+    for column in ("teacher", "back end", "max |Δ log p|", "max |Δ KL|", "mean KL at T 1, 0.7", ""):
+        table.add_column(column, overflow="fold")
+    wrong = len(failed)
+    for teacher in sources:
+        for mode, scores in found.items():
+            if teacher not in scores:
+                continue
+            apart = difference(scores[teacher], found[REFERENCE][teacher])
+            good = apart.within(tolerance)
+            wrong += not good
+            mark = "[green]ok[/]" if good else "[red]differs[/]"
+            numbers = (f"{apart.logprobs:.1e}", f"{apart.kl:.1e}", _mean_kl(scores[teacher]))
+            table.add_row(Text(teacher), mode, *numbers, mark)
+    console.print(table)
+    tokens, counts = len(problem.targets), [len(s.response_ids) for s in problem.samples]
+    console.print(
+        f"{len(counts)} samples, {tokens} response tokens, {counts.count(0)} responses of no token and"
+        f" {counts.count(1)} of one; temperatures 1 and 0.7; {model_dtype(recipe)},"
+        f" tolerance {tolerance:g} nats"
+    )
+    for mode, scores in found.items():
+        if ITSELF not in scores:
+            continue
+        floor = max(float(values.abs().max()) for values in scores[ITSELF].kl.values())
+        console.print(f"noise floor, {mode}: KL of the student to itself is at most {floor:.1e} nats")
+    for mode, reason in failed.items():
+        console.print(Text.assemble((f"{mode} was not compared:", "red"), f" {one_line(reason)}"))
+    return 2 if wrong else 0
+
+
+def _score(
+    problem: ParityProblem, sources: Mapping[str, str], modes: Mapping[str, Mode]
+) -> tuple[dict[str, dict[str, ParityScores]], dict[str, str]]:
+    """Mode -> teacher -> scores, and why a mode has none. The reference must not fail."""
+    found, failed = {REFERENCE: modes[REFERENCE](problem, sources)}, {}
+    for name, mode in modes.items():
+        if name != REFERENCE:
+            try:
+                found[name] = mode(problem, sources)
+            except OpdError as error:
+                failed[name] = str(error)
+    return found, failed
+
+
+def _mean_kl(scores: ParityScores) -> str:
+    return ", ".join(f"{float(values.mean()):.2e}" for values in scores.kl.values())
+
+
+@contextmanager
+def _problem(recipe: Recipe) -> Iterator[tuple[ParityProblem, dict[str, str]]]:
+    """The samples, and every teacher's folder or URL, the student's among them, while the block runs."""
+    from opd.models.causal_lm import CausalLM
+    from opd.models.checkpoint import save_checkpoint
+    from opd.pipelines.stages.domains import load_domains, student_tokenizer
+    from opd.pipelines.stages.student import load_model
+
+    domains = load_domains(recipe)
+    tokenizer = student_tokenizer(recipe, domains.values())
+    with TemporaryDirectory(prefix="opd-parity-") as folder:
+        if recipe.model.path is not None:
+            student, path = load_model(recipe, Path(recipe.model.path)), recipe.model.path
+        else:
+            student = CausalLM.from_config(
+                recipe.model.config or {}, tokenizer=tokenizer, dtype=model_dtype(recipe), seed=recipe.seed
+            )
+            path = str(save_checkpoint(student, tokenizer, Path(folder) / "student", {}))
+        samples = [
+            sample
+            for domain in domains.values()
+            for sample in _with_short_ones(sample_responses(recipe, domain, student, tokenizer))
+        ]
+        problem = problem_of(recipe, student, samples, id_count(tokenizer))
+        yield problem, {**given_teachers(recipe), ITSELF: path}
+
+
+def problem_of(recipe: Recipe, student: CausalLM, samples: list[Sample], vocabulary: int) -> ParityProblem:
+    """`samples` with the student's hidden states at their responses and its head over `vocabulary` tokens."""
+    from opd.train.packing import pack_tokens
+
+    input_ids, position_ids, cu_seqlens, rows = pack_tokens(samples)
+    device = student.device
+    with torch.no_grad():
+        hidden = student.hidden(input_ids.to(device), position_ids.to(device), cu_seqlens)
+    return ParityProblem(
+        samples,
+        input_ids[rows + 1],
+        hidden[rows.to(device)],
+        student.head(vocabulary),
+        Placement(model_dtype(recipe), recipe.model.device, recipe.distill.batch.max_tokens, vocabulary),
+    )
+
+
+def _with_short_ones(samples: list[Sample]) -> list[Sample]:
+    """`samples`, the first one's prompt without a response, and its first token alone."""
+    if not samples:
+        return []
+    first: Any = samples[0]
+    shortened = [
+        replace(first, uid=f"{first.uid}/{length}", response_ids=np.array(first.response_ids[:length]))
+        for length in (0, 1)
+    ]
+    return [*samples, *shortened]

@@ -1,0 +1,115 @@
+"""The shape of a model: what estimates know of it, and the formulas that need nothing else."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from opd.config.train import LoRAConfig
+
+LAYER_VALUES = 17
+"""Values a decoder layer keeps per token and hidden unit for its backward pass, with fused attention
+(Korthikanti et al. 2022, "Reducing Activation Recomputation", section 4: 34 bytes in half precision)."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """What an estimate needs to know of a model."""
+
+    parameters: int
+    hidden_size: int
+    windows: tuple[int | None, ...]
+    """How far each layer's attention sees; `None`: to the beginning."""
+    vocabulary: int
+    kv_width: int
+    """Key-value heads times head size: values per token, layer and side of the cache."""
+    adapters: int = 0
+    """Parameters of the adapters that `model.lora` puts on it."""
+    adapted: int = 0
+    """Parameters of the layers they belong to."""
+    narrowest: int = 0
+    """The smallest width of one of these."""
+    fused: int = 0
+    """Parameters of the layers that decode multiplies together with others, from a copy: queries, keys and
+    values; gate and up. None of a model whose own code decodes."""
+    linear: int = 0
+    """Those of the other linear layers that decode multiplies."""
+    stored: int = 0
+    """Bytes of its weights where they lie."""
+    published: bool = False
+    """Whether they lie where `opd publish` writes."""
+    digest: str = ""
+    """Of what is read of it from an object store: adapters on one base have one digest."""
+
+    @property
+    def layers(self) -> int:
+        """Decoder layers."""
+        return len(self.windows)
+
+
+def layer_bytes(tokens: int, hidden_size: int, width: int) -> int:
+    """Bytes that a layer keeps of so many tokens for its backward pass, in values of `width` bytes."""
+    return tokens * hidden_size * LAYER_VALUES * width
+
+
+def logits_bytes(rows: int, vocabulary: int) -> int:
+    """Bytes of the logits of so many tokens while their loss is computed: three of each in float32."""
+    return 3 * rows * vocabulary * 4
+
+
+def stored_of(source: str) -> dict[str, Any]:
+    """How much disk the weights of a teacher take where they are, and whether they were published."""
+    from opd.models.hf_folder import described_in
+    from opd.storage.object_store import folder_of
+    from opd.storage.published import PublishedModel
+    from opd.storage.weight_folder import read_headers
+    from opd.teachers.published_adapter import PublishedAdapter, is_adapter
+    from opd.teachers.skeleton import is_published
+
+    if is_published(source):
+        url = PublishedAdapter.open(source).base if is_adapter(source) else source
+        with PublishedModel.open(url) as model:
+            digest = model.manifest.digest if folder_of(url) is None else ""
+            return {"stored": sum(model.manifest.sizes), "published": True, "digest": digest}
+    folder = described_in(Path(source))  # of an adapter, its base: what it adds is small
+    return {"stored": sum(tensor.nbytes for tensor in read_headers(folder).values())}
+
+
+_FUSED = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+
+
+def shape_of(config: Any, module: Any, lora: LoRAConfig | None = None) -> ModelShape:
+    """Counts the parameters of `module`, the model of `config` on the meta device."""
+    import torch
+
+    from opd.models.adapters import target_layers
+    from opd.models.hf_folder import layer_windows
+    from opd.models.long_sequence import layers_of
+    from opd.rollout.forward import supports
+
+    text = config.get_text_config()
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    adapted = target_layers(module, lora.targets) if lora is not None else []
+    linear = [module.get_submodule(name) for name in adapted]
+    rank = lora.rank if lora is not None else 0
+    layers = layers_of(module.get_decoder())
+    decoded = [
+        (name.rpartition(".")[2], part.weight.numel())
+        for layer in (layers if supports(text, layers) else ())
+        for name, part in layer.named_modules()
+        if isinstance(part, torch.nn.Linear)
+    ]
+    return ModelShape(
+        fused=sum(size for name, size in decoded if name in _FUSED),
+        linear=sum(size for name, size in decoded if name not in _FUSED),
+        adapters=sum(rank * (layer.in_features + layer.out_features) for layer in linear),
+        adapted=sum(layer.weight.numel() for layer in linear),
+        narrowest=min((min(layer.weight.shape) for layer in linear), default=0),
+        parameters=sum(parameter.numel() for parameter in module.parameters()),
+        hidden_size=text.hidden_size,
+        windows=layer_windows(config),
+        vocabulary=text.vocab_size,
+        kv_width=heads * width,
+    )

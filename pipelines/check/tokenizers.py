@@ -1,0 +1,270 @@
+"""What the doctor can tell of tokenizers: where answers end, whether the chat template writes the same again,
+whether teachers have the same tokens, and whether prompts fit.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from opd.config import Recipe
+from opd.models.token_ids import id_count
+from opd.pipelines.check.checks import Finding, given_teachers
+
+if TYPE_CHECKING:
+    from opd.pipelines.check.models import Models
+    from opd.rollout.prompts import Domain
+
+
+@dataclass(frozen=True, slots=True)
+class Mends:
+    """What somebody can do about a model that does not end its answers: here by a recipe."""
+
+    stop: str = "add {id} to rollout.stop_ids"
+    """Where it ends them with the token `id`."""
+    endless: str = (
+        "give rollout.stop what it writes there, or model.chat_template one that ends an answer: else it goes"
+        " on to rollout.max_new_tokens"
+    )
+    header: str = "give model.chat_template one that heeds add_generation_prompt"
+
+
+def template_findings(
+    tokenizer: Any,
+    template: Mapping[str, Any],
+    stops: Sequence[int],
+    strings: Sequence[str] = (),
+    mends: Mends = Mends(),
+) -> list[Finding]:
+    """Whether answers end where the chat template ends them, and prompts go on to where the model begins.
+
+    `template`: its own arguments; `stops`, `strings`: what ends a response.
+    """
+    from opd.data.demonstrations import missing_header
+    from opd.models.tokenizers import after_answer, end_of_turn
+
+    findings, turn = [], end_of_turn(tokenizer, template)
+    after = after_answer(tokenizer, template)
+    if turn is not None and turn not in stops:
+        detail = (
+            f"the chat template ends an answer with {turn} {tokenizer.convert_ids_to_tokens(turn)!r}, at"
+            " which responses do not end"
+        )
+        findings.append(Finding("warning", "stop ids", f"{detail}; {mends.stop.format(id=turn)}"))
+    elif after is not None and not set(after) & set(stops) and not strings:
+        detail = (
+            "the chat template writes nothing after an answer at which responses end, so a model that has"
+            " learnt from it does not end them"
+        )
+        findings.append(Finding("warning", "stop ids", f"{detail}; {mends.endless}"))
+    header = missing_header(tokenizer, template)
+    if header is not None:
+        detail = (
+            f"it has no generation prompt: prompts end before {header!r}, which the model would have to write"
+        )
+        findings.append(Finding("warning", "chat template", f"{detail}; {mends.header}"))
+    return findings
+
+
+def written(tokenizer: Any, template: Mapping[str, Any], day: str = "2020-01-01") -> str | None:
+    """A conversation as the chat template writes it: templates that write the same are the same."""
+    from opd.models.chat_templates import TemplateError, render
+
+    if not tokenizer.chat_template:
+        return None
+    roles = ("user", "assistant", "user")
+    conversation = [{"role": role, "content": f"words of {role}"} for role in roles]
+    try:
+        return render(tokenizer, conversation, template, answer=True, day=day)
+    except TemplateError as error:  # equal ones raise the same
+        return str(error)
+
+
+_DRAWS = re.compile(r"\|\s*random\b|\blipsum\s*\(")
+_DATES = re.compile(r"\b\w*(?:date|today|time)\w*\b(?!\s*\()", re.IGNORECASE)
+
+
+def check_sameness(tokenizer: Any, template: Mapping[str, Any]) -> list[Finding]:
+    """Whether the chat template writes the same prompts when they are written again: another time, another
+    day.
+    """
+    said = []
+    source = str(tokenizer.chat_template)
+    if _DRAWS.search(source):
+        said.append(
+            "it draws what it writes at random (`random`, `lipsum`): whoever writes a prompt again, such as a"
+            " run that goes on, writes another; give model.chat_template one that does not"
+        )
+    now = written(tokenizer, template)
+    if now != written(tokenizer, template, "2020-01-01T23:59:59"):
+        said.append(
+            "it writes the time of day (`strftime_now`) into prompts, so that no two are written alike;"
+            f" {_mend_of_time(tokenizer, template)}"
+        )
+    elif now != written(tokenizer, template, "2021-12-31"):
+        said.append(
+            "it writes the date into prompts: a run that goes on on another day gives other prompts;"
+            f" {_mend_of_time(tokenizer, template)}"
+        )
+    return [Finding("warning", "chat template", detail) for detail in said]
+
+
+def _mend_of_time(tokenizer: Any, template: Mapping[str, Any]) -> str:
+    """Return what makes a template write the same: an argument of its own in the time's place, or another."""
+    for name in dict.fromkeys(_DATES.findall(str(tokenizer.chat_template))):
+        given = {**template, name: "1 Jan 2020"}
+        if written(tokenizer, given) == written(tokenizer, given, "2021-12-31T23:59:59"):
+            return f"give it in model.chat_template_kwargs, as {name}"
+    return "give model.chat_template one without it"
+
+
+def check_tokenizer(title: str, path: Path, recipe: Recipe, models: Models) -> list[Finding]:
+    """Whether the teacher's scores are of the student's tokens: what differs, one sentence each."""
+    from opd.models.tokenizers import compare, has_tokenizer, load_tokenizer
+
+    if not has_tokenizer(path):
+        detail = "its folder has no tokenizer, so nothing shows that its tokens are the student's"
+        return [Finding("warning", title, f"{detail}; copy the tokenizer it was trained with there")]
+    tokenizer = load_tokenizer(path)
+    found = compare(models.tokenizer, tokenizer, models.stops)
+    advice = _advice(recipe, tokenizer, models) if found.wrong else ""
+    wrong = [Finding("error", title, f"{sentence}; {advice}") for sentence in found.wrong]
+    harmless = [Finding("warning", title, sentence) for sentence in found.harmless]
+    return wrong + harmless + _check_turns(title, path, tokenizer, recipe, models)
+
+
+def _advice(recipe: Recipe, theirs: Any, models: Models) -> str:
+    """What mends tokens that are not the teacher's. A student's weights know one tokenizer: only one that was
+    named in its place, or a student that has learnt nothing yet, may get another.
+    """
+    from opd.models.tokenizers import compare, has_tokenizer, load_tokenizer
+
+    model = recipe.model
+    if model.path is None:
+        if len(given_teachers(recipe)) == 1:
+            return f"set model.tokenizer to the teacher's, which a new student can have, or {SAME_TOKENS}"
+    elif model.tokenizer is not None and has_tokenizer(Path(model.path)):
+        own = compare(load_tokenizer(model.path), theirs, models.stops)
+        if not own.wrong:
+            return "leave out model.tokenizer: the tokenizer in model.path has the teacher's tokens"
+    return SAME_TOKENS
+
+
+def _check_turns(title: str, path: Path, tokenizer: Any, recipe: Recipe, models: Models) -> list[Finding]:
+    """Whether the teacher ends its responses, and writes prompts, as the student does."""
+    from opd.models.tokenizers import stops_of
+
+    findings, model = [], recipe.model
+    ends = [stop for stop in stops_of(tokenizer, path) if stop.token_id not in models.stops]
+    if ends:
+        detail = f"it also ends its responses at {', '.join(map(str, ends))}, where the student's go on"
+        findings.append(Finding("warning", title, f"{detail}; consider rollout.stop_ids"))
+    if not models.chat:
+        return findings
+    theirs, ours = (written(each, model.chat_template_kwargs) for each in (tokenizer, models.tokenizer))
+    if theirs != ours and ours is not None:
+        what = "has no chat template" if theirs is None else "has another chat template"
+        detail = f"it {what}: prompts are written with the student's; model.chat_template can name another"
+        findings.append(Finding("warning", title, detail))
+    return findings
+
+
+def check_stops(recipe: Recipe, models: Models) -> list[Finding]:
+    """Where responses end, and whether that is where the chat template ends a turn."""
+    from opd.pipelines.stages.student import model_stops
+
+    tokenizer, title = models.tokenizer, "stop ids"
+    stops = model_stops(recipe, tokenizer)
+    models.stops = tuple(stop.token_id for stop in stops)
+    ids = id_count(tokenizer)
+    outside = [str(token) for token in models.stops if not 0 <= token < ids]
+    if outside:
+        detail = f"rollout.stop_ids {', '.join(outside)} lie outside of the tokenizer's {ids} tokens"
+        return [Finding("error", title, f"{detail}; give ids that it has")]
+    if recipe.base is not None and tokenizer.eos_token_id is None:
+        detail = "the tokenizer has no end-of-sequence token, which the warm-up's demonstrations end with"
+        return [Finding("error", title, f"{detail}; set its eos_token")]
+    if not stops and not recipe.rollout.stop:
+        detail = "neither tokenizer nor model has an end-of-sequence token, so no response could end"
+        return [Finding("error", title, f"{detail}; set eos_token, or give rollout.stop_ids")]
+    findings = [Finding("ok", title, "a response ends at " + ", ".join(map(str, stops)))] if stops else []
+    if not models.chat or not tokenizer.chat_template:
+        return findings
+    template, strings = recipe.model.chat_template_kwargs, recipe.rollout.stop
+    found = template_findings(tokenizer, template, models.stops, strings)
+    return findings + found + check_sameness(tokenizer, template)
+
+
+def check_rows(title: str, config: Any, tokenizer: Any, advice: str) -> list[Finding]:
+    """Whether a model has a row for every token of the student's tokenizer; more are cut off."""
+    from opd.models.tokenizers import rows_fault
+
+    fault = rows_fault(config, tokenizer)
+    return [] if fault is None else [Finding("error", title, f"{fault}; {advice}")]
+
+
+def check_bos(title: str, config: Any, tokenizer: Any) -> list[Finding]:
+    there, here = getattr(config.get_text_config(), "bos_token_id", None), tokenizer.bos_token_id
+    if here is None or there is None or here == there:
+        return []
+    detail = f"config.json says bos_token_id {there}, the tokenizer {here}; the latter is used"
+    return [Finding("warning", title, detail)]
+
+
+def check_prompts(recipe: Recipe, domain: Domain, tokenizer: Any) -> list[Finding]:
+    """All prompts: do they need a chat template, do they fit? Of some, how long are they?"""
+    pass
+    from opd.pipelines.stages.domains import prompt_room, template_arguments
+    from opd.rollout.prompts import encode_prompt, fit
+
+    title, policy = f"prompts {domain.name}", recipe.domains[domain.name].long_prompts
+    prompts = [*domain.train, *domain.held_out]
+    if any(prompt.messages is not None for prompt in prompts) and not tokenizer.chat_template:
+        detail = (
+            "prompts are messages but the tokenizer has no chat template; set model.chat_template to a file"
+            " or a folder that has one, or model.tokenizer"
+        )
+        return [Finding("error", title, detail)]
+    kwargs, room = template_arguments(recipe, domain.name), prompt_room(recipe, tokenizer, domain.name)
+    fitted = fit(domain, room, policy, lambda prompt: encode_prompt(prompt, tokenizer, kwargs))
+    prompts = [*fitted.domain.train, *fitted.domain.held_out]
+    some = prompts[:: -(-len(prompts) // _MEASURED)]
+    lengths = [len(encode_prompt(prompt, tokenizer, kwargs)) for prompt in some]
+    if min(lengths, default=0) == 0:
+        return [Finding("error", title, "a prompt has no tokens; every prompt needs at least one")]
+    spread = f"{min(lengths)} to {max(lengths)} tokens" + (
+        f" in {len(some)} of them" if len(some) < len(prompts) else ""
+    )
+    findings = [Finding("ok", title, f"{len(prompts)} prompts looked at, {spread}")]
+    if fitted.long:
+        findings.append(Finding("warning", title, fitted.sentence(room, policy)))
+    return findings + check_tools_shown(recipe, domain, tokenizer)
+
+
+_MEASURED = 256
+"""Prompts of a domain that are encoded to see how long they are."""
+
+SAME_TOKENS = "use a teacher with the student's tokens"
+
+
+def check_tools_shown(recipe: Recipe, domain: Domain, tokenizer: Any) -> list[Finding]:
+    """Whether the chat template tells the model of the tools that it may call."""
+    from opd.pipelines.stages.domains import template_arguments
+    from opd.rollout.prompts import encode_prompt
+
+    given = template_arguments(recipe, domain.name)
+    prompt = next((one for one in [*domain.train, *domain.held_out] if one.messages is not None), None)
+    if not given.get("tools") or prompt is None:
+        return []
+    without = {name: value for name, value in given.items() if name != "tools"}
+    with_tools, alone = (encode_prompt(prompt, tokenizer, one).tolist() for one in (given, without))
+    if with_tools != alone:
+        return []
+    detail = (
+        "the chat template writes no tools, so the model is not told what it may call; set"
+        " model.chat_template to one that does, or describe them in the prompts"
+    )
+    return [Finding("warning", f"tools {domain.name}", detail)]
