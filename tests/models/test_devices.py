@@ -29,6 +29,7 @@ def gpus(monkeypatch):
         chosen.append(own.index)
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(torch.cuda, "set_device", choose)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: getattr(own, "index", 0))
     return chosen
