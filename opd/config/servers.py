@@ -3,15 +3,56 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
 from opd.config.base import Config
 
-_SHARE = {"sglang": "mem-fraction-static", "vllm": "gpu-memory-utilization"}
-"""What a server's share of a device's memory is called."""
+
+@dataclass(frozen=True, slots=True)
+class ServerProgram:
+    """How servers of a program are started, in the program's own words."""
+
+    module: str
+    """What an interpreter runs to serve."""
+    model: str
+    """The argument for the model's path."""
+    ranks: str
+    """The argument for the GPUs of a server."""
+    share: str
+    """The argument for a server's share of a device's memory."""
+    questions: Sequence[tuple[str, str, dict[str, Any] | None]]
+    """Method, path and body of what the process that computes has to answer itself, the first that a server
+    knows."""
+    repeats: bool = False
+    """Whether its noise is the same at each start, unless it is given a seed."""
+
+
+PROGRAMS = {
+    "sglang": ServerProgram(
+        "sglang.launch_server",
+        "model-path",
+        "tp-size",
+        "mem-fraction-static",
+        [("GET", "/server_info", None)],
+    ),
+    # It says whether it sleeps in the developers' mode alone, between two steps of whatever it computes;
+    # without that mode it has to compute a token, or one's states where it pools.
+    "vllm": ServerProgram(
+        *("vllm.entrypoints.openai.api_server", "model", "tensor-parallel-size", "gpu-memory-utilization"),
+        [
+            ("GET", "/is_sleeping", None),
+            ("POST", "/v1/completions", {"prompt": [0], "max_tokens": 1, "temperature": 0}),
+            ("POST", "/pooling", {"input": [0]}),
+        ],
+        repeats=True,
+    ),
+}
+"""By the `type` of a group of servers."""
+_SHARES = [program.share for program in PROGRAMS.values()]
 SET_BY_US = (
     "model-path",
     "model",
@@ -75,7 +116,7 @@ def _check_argument(name: str, value: Any) -> None:
         raise ValueError(f"{name!r} is no argument here; write it {how}: {plain}")
     if name in SET_BY_US:
         raise ValueError(f"{name} is set by opd; leave it out")
-    looked_at = (*SET_BY_US, *_SHARE.values(), *COMPUTED)
+    looked_at = (*SET_BY_US, *_SHARES, *COMPUTED)
     whole = next((own for own in looked_at if own.startswith(name)), name)
     if whole != name and name not in looked_at:
         mend = "is set by opd; leave it out" if whole in SET_BY_US else "is looked at here; write it out"
@@ -87,7 +128,7 @@ def _check_argument(name: str, value: Any) -> None:
     flag = next((word for word in words if word.startswith("-") and not _NUMBER.fullmatch(word)), None)
     if flag is not None:
         raise ValueError(f"{name} has {flag!r}, which a server takes for another argument; take it out there")
-    if name in _SHARE.values() and not _is_share(value):
+    if name in _SHARES and not _is_share(value):
         raise ValueError(f"{name} is {value!r}; give a number above 0, at most 1")
 
 
@@ -177,9 +218,9 @@ class ServerGroupConfig(Config):
         return self.key and (self.type == "vllm" or workers in (1, "1"))
 
     @property
-    def module(self) -> str:
-        """What an interpreter runs to serve."""
-        return {"sglang": "sglang.launch_server", "vllm": "vllm.entrypoints.openai.api_server"}[self.type]
+    def server_program(self) -> ServerProgram:
+        """How its servers are started."""
+        return PROGRAMS[self.type]
 
     @property
     def words(self) -> list[str]:
@@ -194,7 +235,7 @@ class ServerGroupConfig(Config):
 
 def _share_of(group: ServerGroupConfig) -> float:
     """Of a device's memory that each of its servers takes."""
-    given = group.arguments.get(_SHARE[group.type], 1.0)
+    given = group.arguments.get(group.server_program.share, 1.0)
     return 1.0 if isinstance(given, list) else float(given)
 
 

@@ -137,7 +137,7 @@ def _check_servers(name: str, group: ServerGroupConfig) -> list[Finding]:
     if not group.command and importlib.util.find_spec(group.type) is None:
         raise ConfigError(
             f"servers.{name} needs {group.type}, which this environment lacks; give servers.{name}.command,"
-            f" such as [/path/to/python, -m, {group.module}]."
+            f" such as [/path/to/python, -m, {group.server_program.module}]."
         )
     return [Finding("ok", f"servers {name}", f"{group.count} to be started by {program}")]
 

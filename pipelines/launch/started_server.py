@@ -41,8 +41,6 @@ HOST = "127.0.0.1"
 PLUGIN = Path(opd_hidden_states.__file__).parent
 GUARD = Path(__file__).with_name("server_guard.py")
 _OF_RANKS = re.compile(r"(LOCAL_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|TORCHELASTIC_.*")
-_FLAGS = {"sglang": ("--model-path", "--tp-size"), "vllm": ("--model", "--tensor-parallel-size")}
-"""What a kind of server calls its model, and its GPUs."""
 _LAST_BYTES = 20_000
 _RAISED = re.compile(r"[\w.]+(Error|Exception): ")
 LOOK = 0.5
@@ -51,23 +49,8 @@ ANSWER = 5.0
 """Seconds it has to answer a look: one that is at work may be slow to."""
 ASKED = 10
 """How often in `silence_seconds` what computes in a server is asked for a word."""
-Question = tuple[str, str, dict[str, Any] | None]
-"""Method, path and body."""
 Ask = Callable[[str, dict[str, Any]], int]
 """Posts a body to a path of a server; returns the status of its answer."""
-_ONE_TOKEN = {"prompt": [0], "max_tokens": 1, "temperature": 0}
-_QUESTIONS: dict[str, list[Question]] = {
-    "sglang": [("GET", "/server_info", None)],
-    "vllm": [
-        ("GET", "/is_sleeping", None),
-        ("POST", "/v1/completions", _ONE_TOKEN),
-        ("POST", "/pooling", {"input": [0]}),
-    ],
-}
-"""What the process that computes has to answer itself, the first that a server knows. vLLM's says whether it
-sleeps in the developers' mode alone, between two steps of whatever it computes; without that mode it has to
-compute a token, or one's states where it pools.
-"""
 _NO_SUCH = 127
 _UNTOLD = Telling()
 GRACE = 10.0
@@ -89,11 +72,11 @@ def ending() -> float:
 
 def command_of(group: ServerGroupConfig, model: Path, port: int, host: str = HOST) -> list[str]:
     """The command line of one server of `group`."""
-    path, ranks = _FLAGS[group.type]
-    own = [*(group.command or [sys.executable, "-m", group.module])]
-    own += [path, str(model), "--host", host, "--port", str(port)]
+    program = group.server_program
+    own = [*(group.command or [sys.executable, "-m", program.module])]
+    own += [f"--{program.model}", str(model), "--host", host, "--port", str(port)]
     if group.tensor_parallel > 1:
-        own += [ranks, str(group.tensor_parallel)]
+        own += [f"--{program.ranks}", str(group.tensor_parallel)]
     return own + group.words
 
 
@@ -104,7 +87,7 @@ def _noise(group: ServerGroupConfig) -> list[str]:
     told = "seed" in group.arguments or any(
         word.partition("=")[0] == "--seed" for word in group.command or []
     )
-    if group.type != "vllm" or told:
+    if told or not group.server_program.repeats:
         return []
     return ["--seed", str(secrets.randbelow(2**31))]
 
@@ -228,13 +211,14 @@ class StartedServer:
     def _heard(self, answer: http.client.HTTPResponse, now: float) -> None:
         """Any answer is one of what computes, but that a page is not there, which another process says."""
         answer.read(1)
-        if answer.status == http.HTTPStatus.NOT_FOUND and self._known + 1 < len(_QUESTIONS[self.group.type]):
+        more = self._known + 1 < len(self.group.server_program.questions)
+        if answer.status == http.HTTPStatus.NOT_FOUND and more:
             self._known += 1
         else:
             self.worked = now
 
     def _ask(self) -> None:
-        method, path, body = _QUESTIONS[self.group.type][self._known]
+        method, path, body = self.group.server_program.questions[self._known]
         question = http.client.HTTPConnection(self.host, self.port, timeout=ANSWER)
         try:
             question.request(method, path, None if body is None else json.dumps(body), self._headers)
