@@ -24,11 +24,15 @@ class ServerProgram:
     """The argument for the GPUs of a server."""
     share: str
     """The argument for a server's share of a device's memory."""
+    room: str
+    """The argument for the tokens of a request."""
     questions: Sequence[tuple[str, str, dict[str, Any] | None]]
     """Method, path and body of what the process that computes has to answer itself, the first that a server
     knows."""
     repeats: bool = False
     """Whether its noise is the same at each start, unless it is given a seed."""
+    key_file: bool = True
+    """Whether it reads its key from the file that `config` names; else a middleware does from a variable."""
 
 
 PROGRAMS = {
@@ -37,18 +41,24 @@ PROGRAMS = {
         "model-path",
         "tp-size",
         "mem-fraction-static",
+        "context-length",
         [("GET", "/server_info", None)],
     ),
     # It says whether it sleeps in the developers' mode alone, between two steps of whatever it computes;
     # without that mode it has to compute a token, or one's states where it pools.
     "vllm": ServerProgram(
-        *("vllm.entrypoints.openai.api_server", "model", "tensor-parallel-size", "gpu-memory-utilization"),
+        "vllm.entrypoints.openai.api_server",
+        "model",
+        "tensor-parallel-size",
+        "gpu-memory-utilization",
+        "max-model-len",
         [
             ("GET", "/is_sleeping", None),
             ("POST", "/v1/completions", {"prompt": [0], "max_tokens": 1, "temperature": 0}),
             ("POST", "/pooling", {"input": [0]}),
         ],
         repeats=True,
+        key_file=False,
     ),
 }
 """By the `type` of a group of servers."""
@@ -197,12 +207,13 @@ class ServerGroupConfig(Config):
 
     @model_validator(mode="after")
     def _one_key(self) -> Self:
-        if self.type == "sglang" and self.key and "config" in self.arguments:
+        in_file = self.server_program.key_file
+        if in_file and self.key and "config" in self.arguments:
             raise ValueError(
                 "arguments has config, by which opd gives a server its key; write what is in that file here,"
                 " or set key to false"
             )
-        own = {"--api-key", "--admin-api-key"} | ({"--config"} if self.type == "sglang" else set())
+        own = {"--api-key", "--admin-api-key"} | ({"--config"} if in_file else set())
         told = next((word for word in self.command if word.partition("=")[0] in own), None)
         if self.key and told is not None:
             raise ValueError(
@@ -215,7 +226,7 @@ class ServerGroupConfig(Config):
     def locked(self) -> bool:
         """Whether its servers ask for a key: SGLang's cannot where several processes take their requests."""
         workers = self.arguments.get("tokenizer-worker-num", 1)
-        return self.key and (self.type == "vllm" or workers in (1, "1"))
+        return self.key and (not self.server_program.key_file or workers in (1, "1"))
 
     @property
     def server_program(self) -> ServerProgram:

@@ -115,6 +115,10 @@ ADAPTED = USUAL_TARGETS
 class ServedEngineConfig(ServerConfig):
     """The student writes on workers, which serve a model of its architecture."""
 
+    sleeps: ClassVar[bool] = False
+    """Whether workers can give their memory back between the times when they write."""
+    goes_on: ClassVar[bool] = True
+    """Whether workers can write on after what the model's own configuration says is an end."""
     type: str
     lora: Literal["adapters", "merged"] | None = None
     """What workers are given where `model.lora` trains adapters. `adapters`: the base once, then adapters
@@ -159,6 +163,8 @@ class SGLangEngineConfig(ServedEngineConfig):
     at the beginning of a stage and after every optimiser step. One stage at a time can use them."""
 
     kept: ClassVar[int] = 6  # a prompt that leaves no more is refused, and responses end two before
+    sleeps: ClassVar[bool] = True
+    goes_on: ClassVar[bool] = False
 
     type: Literal["sglang"]
     sync: Literal["disk", "tensors", "delta"] | None = None
@@ -277,6 +283,8 @@ class TeacherSettings(Config):
 
     elsewhere: ClassVar[bool] = False
     """Whether it computes outside of this run's processes."""
+    own_code: ClassVar[bool] = True
+    """Whether this project's code of models computes it, which has to know the architecture."""
 
     @property
     def reads(self) -> Reads:
@@ -317,6 +325,7 @@ class MegatronTeacherConfig(TeacherSettings):
     """Megatron-Core in this process (extra `megatron`); teachers of one architecture take turns on one
     module."""
 
+    own_code: ClassVar[bool] = False
     type: Literal["megatron"] = "megatron"
     tensor_parallel: int = Field(default=1, gt=0, le=4096)
     """Ranks that share a teacher. Above 1 needs that many processes with a process group."""
@@ -362,6 +371,7 @@ class ServedTeacherConfig(TeacherSettings, ServerConfig):
     outputs alone."""
 
     elsewhere: ClassVar[bool] = True
+    own_code: ClassVar[bool] = False
 
     @model_validator(mode="after")
     def _known(self) -> Self:

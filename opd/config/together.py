@@ -200,10 +200,10 @@ def _ranks_share_what_is_here(recipe: Recipe) -> None:
 
 def _the_device_is_handed_over(recipe: Recipe) -> None:
     engine = recipe.rollout.engine
-    if engine.type == "vllm" and recipe.runtime.offload.engine:
+    if isinstance(engine, ServedEngineConfig) and not engine.sleeps and recipe.runtime.offload.engine:
         raise ValueError(
-            "runtime.offload.engine puts engines to sleep, which vLLM workers are not told; leave it out, or"
-            " take rollout.engine sglang or torch"
+            f"runtime.offload.engine puts engines to sleep, which {engine.type} workers are not told; leave"
+            " it out, or take rollout.engine sglang or torch"
         )
     ends = engine.type == "torch" or engine.servers is not None
     recipe.runtime.offload.check(recipe.rollout.schedule, recipe.train, ends=ends)

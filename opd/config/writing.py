@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from opd.config.base import GENERATE, Changes, Config, Own
-from opd.config.teachers import EngineConfig, TorchEngineConfig
+from opd.config.teachers import EngineConfig, ServedEngineConfig, TorchEngineConfig
 
 
 class WritingConfig(Config):
@@ -87,10 +87,10 @@ class RolloutConfig(WritingConfig):
     def _responses_end(self) -> RolloutConfig:
         if self.model_stop_ids:
             return self
-        if self.engine.type == "sglang":
+        if isinstance(self.engine, ServedEngineConfig) and not self.engine.goes_on:
             raise ValueError(
-                "model_stop_ids false needs engine torch: an SGLang worker always stops where its model says;"
-                " leave it out"
+                f"model_stop_ids false needs engine torch: {self.engine.type} workers always stop where their"
+                " model says; leave it out"
             )
         if not self.stop_ids and not self.stop:
             raise ValueError(

@@ -194,13 +194,12 @@ def _check_teacher(recipe: Recipe, name: str, source: str, models: Models) -> li
     from opd.models.hf_weights import check_weights
     from opd.teachers.skeleton import is_published, small_files
 
-    here = recipe.teacher(name).type in ("local", "streamed")  # not in a server's own code
     whole = not is_published(source)
     if whole:
         check_folder(Path(source), digests=models.weights)
     with small_files(source) as folder:
         config = read_config(folder)
-        if here:
+        if recipe.teacher(name).own_code:
             check_architecture(config, source)
         module = empty_model(config, source)
         if whole:

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from opd.served.http_pool import HTTPPool
 
 WORKERS = "rollout workers"
-_ROOM = {"sglang": "context-length", "vllm": "max-model-len"}
-"""What the tokens are called that a server takes a request."""
 _SCRIPTS = re.compile(r"(ba|da|z|k)?sh|python[\d.]*")
 """Programs whose first word that is no option is a file to run."""
 
@@ -67,7 +65,7 @@ def _written_on(recipe: Recipe, name: str) -> ServedEngineConfig | None:
 
 def _check_room(recipe: Recipe, name: str, group: ServerGroupConfig) -> list[Finding]:
     """Whether the student's servers are told to take as many tokens as a request may have."""
-    engine, argument = _written_on(recipe, name), _ROOM[group.type]
+    engine, argument = _written_on(recipe, name), group.server_program.room
     told = group.arguments.get(argument)
     if engine is None or told is None:
         return []

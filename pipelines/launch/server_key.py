@@ -86,7 +86,8 @@ def telling(group: ServerGroupConfig, key: str, log: Path) -> Telling:
     """How a server of `group` that writes to `log` is told `key`, if it takes one."""
     if not (key and group.locked):
         return Telling()
-    if group.type == "vllm":  # its own key is asked for where it writes, and not where it is given weights
+    if not group.server_program.key_file:
+        # vLLM's own key is asked for where it writes, and not where it is given weights.
         return Telling(["--middleware", _MIDDLEWARE], {VARIABLE: key, "VLLM_API_KEY": key}, plugin=True)
     file = log.with_name(f".{log.stem}.yaml")
     file.unlink(missing_ok=True)

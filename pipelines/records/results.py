@@ -19,6 +19,7 @@ from opd.config import Recipe
 from opd.config.environments import AGENT, LIBRARIES
 from opd.config.hub_names import told
 from opd.config.rewards import ServedReward
+from opd.config.teachers import ServerConfig
 from opd.pipelines.evaluation.evaluate import (
     best_teachers,
     compared_with_training,
@@ -110,7 +111,8 @@ def used_extras(recipe: Recipe) -> list[str]:
     scored = [*recipe.domains.values(), *recipe.of_sets().domains.values()]
     rewards = [config.reward for config in scored]
     sources = [config.source for config in scored] + [sft.source for sft in recipe.demonstrated().values()]
-    teachers = {recipe.teacher(name).type for name in recipe.used_teachers()}
+    followed = [recipe.teacher(name) for name in recipe.used_teachers()]
+    teachers = {teacher.type for teacher in followed}
     worlds = {own.environment.type for own in scored if own.environment is not None}
     places = [recipe.storage.published or "", *recipe.given_teachers().values()]
     asked = {
@@ -120,8 +122,7 @@ def used_extras(recipe: Recipe) -> list[str]:
         "verifiers": any(
             getattr(reward, "type", "") in ("math", "json_schema", "python") for reward in rewards
         ),
-        "sglang": bool({"sglang", "vllm"} & teachers)
-        or recipe.rollout.engine.type in ("sglang", "vllm")
+        "sglang": any(isinstance(one, ServerConfig) for one in (*followed, recipe.rollout.engine))
         or any(isinstance(reward, ServedReward) for reward in rewards),
         "agents": bool({AGENT, "openenv", *LIBRARIES} & worlds),
         **{name: name in worlds for name in ("textworld", "gymnasium")},

@@ -204,6 +204,7 @@ def test_right_and_wrong(kind):
     for reward, text, label, score in CASES:
         if kind in (reward, isinstance(reward, dict) and reward["type"]):
             batches.setdefault(json.dumps(reward), []).append((text, label, score))
+    assert batches, "a kind of reward needs cases here"
     for reward, cases in batches.items():
         found = scored(json.loads(reward), *[(text, label) for text, label, _ in cases])
         assert found == pytest.approx([score for *_, score in cases]), cases

@@ -198,7 +198,7 @@ OWN = {"type": "vllm", "servers": "own"}
         (
             {"engine": OWN},
             {"runtime": {"offload": {"engine": True}}, "servers": {"own": {"type": "vllm"}}},
-            "which vLLM workers are not told",
+            "which vllm workers are not told",
         ),
         ({"engine": OWN}, {"servers": {"own": {}}}, "needs vllm servers, but servers.own.type is sglang"),
     ],

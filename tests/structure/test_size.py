@@ -14,7 +14,7 @@ from arrows import module_name, sources
 ROOT = Path(__file__).resolve().parents[2]
 CEILINGS = {
     "": (3_700, 18),
-    "config": (5_450, 22),
+    "config": (5_500, 22),
     "data": (2_000, 8),
     "environments": (4_950, 19),
     "kernels": (4_050, 13),
