@@ -88,7 +88,7 @@ def sampling_of(folder: Path) -> dict[str, float]:
         if not is_number or not least <= value <= most or (key == "top_k" and value != int(value)):
             kind = "whole number" if key == "top_k" else "number"
             raise CheckpointError(
-                f"{path} says {key} {shown(value, 40)}; give a {kind} from {least:g} to {most:g}."
+                f"{path} says {key} {shown(value, 40)}; give a {kind} from {least:,} to {most:,}."
             )
         found[key] = int(value) if key == "top_k" else float(value)
     return found

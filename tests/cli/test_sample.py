@@ -320,9 +320,9 @@ def test_what_a_model_without_recipe_lacks_is_mended_as_the_sentence_says(tmp_pa
         ({"temperature": 0}, (0.0, 1.0, 0)),
         ({"temperature": 1e-38}, (0.0, 1.0, 0)),
         ({"temperature": None, "top_k": 3.0}, (1.0, 1.0, 3)),
-        ({"temperature": -1}, "says temperature -1; give a number from 0 to 1000"),
+        ({"temperature": -1}, "says temperature -1; give a number from 0 to 1,000"),
         ({"top_p": 0}, "says top_p 0; give a number from 1e-06 to 1"),
-        ({"top_k": "many"}, "says top_k many; give a number"),
+        ({"top_k": "many"}, "says top_k many; give a whole number from 0 to 2,147,483,647"),
         ({"temperature": True}, "says temperature True"),
     ],
 )
