@@ -17,7 +17,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from opd.config.sandbox import SandboxConfig
+from opd.config.environments import SandboxConfig
 from opd.environments.trajectory import Command, LoggedCommand, LoggedEpisode, TrajectoryLog
 from opd.errors import StorageError
 from opd.foreign import shown, whole

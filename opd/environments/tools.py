@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 
 from pydantic import ValidationError
 
-from opd.config.sandbox import SandboxConfig
+from opd.config.environments import SandboxConfig
 from opd.config.schema import explain
 from opd.environments.protocol import Action, Message, Observation, Step, Task, ToolCall
 from opd.environments.recorded import RecordedSandbox, opening, settings_of

@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from opd.config.sandbox import IMAGE_NAME
+from opd.config.environments import IMAGE_NAME
 from opd.foreign import decoding, read_document, shown
 from opd.sandbox.isolation import OWNER, is_left, owner
 from opd.sandbox.protocol import Limits, SandboxError

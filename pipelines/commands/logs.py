@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from opd.config.sandbox import SandboxConfig
+from opd.config.environments import SandboxConfig
 from opd.environments.recorded import image_in, limits_in, opening
 from opd.environments.tools import limits_of
 from opd.environments.trajectory import LoggedCommand, LoggedEpisode, LoggedStep, read_trajectories

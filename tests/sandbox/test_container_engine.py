@@ -16,8 +16,7 @@ from boxes import SMALL, gone, opened
 from pydantic import ValidationError
 from recipes import tiny_recipe
 
-from opd.config.environments import EnvironmentConfig
-from opd.config.sandbox import SandboxConfig
+from opd.config.environments import EnvironmentConfig, SandboxConfig
 from opd.errors import RunFolderError
 from opd.pipelines.records.run_folder import RunFolder
 from opd.sandbox import containers

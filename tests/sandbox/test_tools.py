@@ -18,8 +18,7 @@ import pytest
 from boxes import gone, running
 from recipes import tiny_recipe
 
-from opd.config.environments import EnvironmentConfig
-from opd.config.sandbox import SandboxConfig
+from opd.config.environments import EnvironmentConfig, SandboxConfig
 from opd.environments import trajectory
 from opd.environments.kinds import tools_of
 from opd.environments.protocol import Action, Task, ToolCall
