@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import fcntl
 import json
 import os
 import select
@@ -27,6 +28,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import IO, Any
 
@@ -38,6 +40,8 @@ LONGEST = 1 << 24
 """Bytes of an answer of a `LimitedProcess`."""
 _PASSED = ("PATH", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", "HOME", "LANG", "LC_ALL", "TZ", "TMPDIR")
 _PIECE = 1 << 16
+_LOOK = 1.0
+"""Seconds between two looks at whether the other one lives."""
 
 
 class Channel:
@@ -56,12 +60,13 @@ class Channel:
         """The next message as JSON that nobody has looked at; `None` if none is whole after `seconds`. Raises
         `EOFError` once none can come any more, and where it has more than `most` bytes.
         """
-        looked = 0
+        looked, until = 0, None if seconds is None else time.monotonic() + seconds
         while (end := self._heard.find(b"\n", looked)) < 0:
             looked = len(self._heard)
-            if seconds is not None and not stirs(self._end, seconds):
-                return None
-            with contextlib.suppress(OSError):  # a child that was killed before it had read all
+            # A child that was killed before it had read all; an end that is closed here.
+            with contextlib.suppress(OSError, ValueError):
+                if until is not None and not stirs(self._end, max(0.0, until - time.monotonic())):
+                    return None
                 self._heard += self._end.recv(_PIECE)
             if len(self._heard) == looked or looked > most:
                 raise EOFError
@@ -94,6 +99,16 @@ def stirs(end: socket.socket, seconds: float) -> bool:
     return bool(poll.poll(1000 * seconds))
 
 
+def above_standard(number: int) -> int:
+    """A copy of a descriptor whose number is no standard stream's, which a process may have closed."""
+    return fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, 3)
+
+
+def _above_standard(end: socket.socket) -> socket.socket:
+    with end:
+        return socket.socket(fileno=above_standard(end.fileno()))
+
+
 class Child:
     """A process that `command` begins, with nothing to read. Raises `OSError` if it cannot be begun.
 
@@ -112,7 +127,7 @@ class Child:
         *,
         apart: bool = False,
     ) -> None:
-        ours, theirs = socket.socketpair()
+        ours, theirs = map(_above_standard, socket.socketpair())
         self.channel = Channel(ours)
         own = {**(os.environ if environment is None else environment), PARENT: str(theirs.fileno())}
         try:
@@ -157,26 +172,32 @@ def parent_channel() -> Channel | None:
     inherit it.
     """
     number = os.environ.pop(PARENT, None)
-    if number is None:
-        return None
-    os.set_inheritable(int(number), False)
-    return Channel(socket.socket(fileno=int(number)))
+    with contextlib.suppress(OSError, ValueError):  # what is no socket is somebody else's variable
+        if number is not None:
+            os.set_inheritable(int(number), False)
+            return Channel(socket.socket(fileno=int(number)))
+    return None
 
 
 def listen(
     channel: Channel,
     hear: Callable[[bytes], Any] = lambda message: None,
     ended: Callable[[], Any] = lambda: os._exit(1),
+    lives: Callable[[], bool] = lambda: True,
 ) -> threading.Thread:
     """Give `hear` what the other one says, in the thread that is returned. When that one is gone, this
-    process ends at once, in the middle of whatever it does, unless `ended` does something else.
+    process ends at once, in the middle of whatever it does, unless `ended` does something else; so it does
+    where `hear` fails. `lives`: whether the other one is there, whoever else has its end.
     """
 
     def attend() -> None:
-        with contextlib.suppress(EOFError):
-            while (message := channel.hear()) is not None:
-                hear(message)
-        ended()
+        try:
+            with contextlib.suppress(EOFError):
+                while (message := channel.hear(_LOOK)) is not None or lives():
+                    if message is not None:
+                        hear(message)
+        finally:
+            ended()
 
     thread = threading.Thread(target=attend, name="opd listens", daemon=True)
     thread.start()
@@ -212,12 +233,22 @@ class LimitedProcess:
 
     def _asked(self, message: list[Any]) -> tuple[bytes | None, bool]:
         """The answer; and where there is none, whether the process was ended by another one."""
-        child = self._child or self._start()
+        child, ready = self._child, self._child is not None
         with contextlib.suppress(EOFError, OSError):
+            child = child or self._start()
+            ready = ready or child.channel.hear() is not None
             child.channel.say(message)
             return child.channel.hear(most=LONGEST), False
-        killed = child.wait(1.0) in (-signal.SIGKILL, -signal.SIGTERM)  # not one that answers with too much
+        status = None if child is None else child.wait(1.0)
+        killed = status in (-signal.SIGKILL, -signal.SIGTERM)  # not one that answers with too much
         self._end()
+        if not ready and not killed:  # it would look like a request that takes too long
+            from opd.errors import OpdError
+
+            raise OpdError(
+                f"the process that computes {self._module} ended with status {status} before it was ready;"
+                f" look at what `{sys.executable} -c 'import {self._module}'` says."
+            )
         return None, killed
 
     def _start(self) -> Child:
@@ -260,6 +291,7 @@ def _answer_within_limits(around: str, name: str, memory: int) -> None:
 
     restrict_files(["/"])
     refuse_calls()
+    channel.say("ready")
     while (data := channel.hear(most=1 << 40)) is not None:
         seconds, request = json.loads(data)
         # Nothing answers this signal: it ends the process, in the middle of whatever a library computes.

@@ -64,6 +64,7 @@ def hide(secret: str | None) -> None:
         return
     _values.update({secret, quote(secret, safe=""), quote(secret), html.escape(secret), unquote(secret)})
     _values.update({json.dumps(secret)[1:-1], repr(secret)[1:-1]})
+    _values.add(html.escape(secret).replace("&quot;", "&#34;").replace("&#x27;", "&#39;"))  # of templates
     _values.add(base64.b64encode(secret.encode(errors="surrogateescape")).decode())  # `Basic`
     longest_first = sorted((value for value in _values if len(value) >= _LEAST), key=len, reverse=True)
     _known = re.compile("|".join(map(re.escape, longest_first)))

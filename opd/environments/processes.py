@@ -48,7 +48,7 @@ class Worker:
         self.worlds = 0
         """Open in it."""
         self.dead = False
-        self._listener = listen(self._child.channel, self._hear, self._ended)
+        self._listener = listen(self._child.channel, self._hear, self._ended, self._lives)
 
     async def call(self, world: int, what: str, given: Any, *, ends: bool = True) -> Any:
         """What the worker answers. Raises `WorkerError`; who stops waiting ends the worker, if it `ends`."""
@@ -91,12 +91,15 @@ class Worker:
     def _hear(self, answer: bytes) -> None:
         try:
             number, value, error = json.loads(answer)
-        except ValueError:  # not its own words
+            with self._lock:
+                found = self._waiting.pop(number, None)
+        except (ValueError, TypeError, RecursionError):  # not its own words
             return self.end()
-        with self._lock:
-            found = self._waiting.pop(number, None)
         if found is not None and found.set_running_or_notify_cancel():
             found.set_result(value) if error is None else found.set_exception(WorkerError(error))
+
+    def _lives(self) -> bool:
+        return self._child.status() is None
 
     def _ended(self) -> None:
         self._child.wait(_ENDING)  # one that ends by itself has a status of its own

@@ -16,9 +16,10 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal
 
 from opd import lockdown
+from opd.child import above_standard
 from opd.errors import RewardError
 from opd.sandbox.grader import SIZE
 from opd.sandbox.isolation import DEVICES, Kind, command_line, confinement, read_until, started
@@ -108,6 +109,14 @@ def _written(process: subprocess.Popen[bytes], most: int, limits: Limits) -> byt
     return read_until(process.stdout.fileno(), most, limits.seconds)
 
 
+def _kept(end: int) -> BinaryIO:
+    """An end of a pipe with a number that is no standard stream's."""
+    try:
+        return os.fdopen(above_standard(end), "rb", 0)
+    finally:
+        os.close(end)
+
+
 def run_tests(
     sandbox: Substrate, source: str, tests: Sequence[Any], setup: str, limits: Limits
 ) -> list[bool]:
@@ -116,7 +125,7 @@ def run_tests(
     time has not passed.
     """
     with ExitStack() as stack:
-        ends = [stack.enter_context(os.fdopen(end, "rb", 0)) for _ in range(2) for end in os.pipe()]
+        ends = [stack.enter_context(_kept(end)) for _ in range(2) for end in os.pipe()]
         asked, ask, told, tell = (end.fileno() for end in ends)
         serve = {"mode": "serve", "source": source, "read": asked, "write": tell}
         stack.enter_context(_grader(sandbox.kind, serve, limits, (asked, tell)))

@@ -28,6 +28,7 @@ from typing import Any, Literal
 from zlib import crc32
 
 from opd import lockdown
+from opd.child import above_standard
 from opd.sandbox.protocol import Limits, SandboxError
 
 Kind = Literal["bubblewrap", "process", "container", "landlock", "limits"]
@@ -117,7 +118,7 @@ def started(
     """A program at its `job`, until the block ends, which kills it and its group. `keep`: descriptors that it
     is given. `folder`: where it is, with its temporary files. No variable of this process is passed.
     """
-    with tempfile.TemporaryFile() as asked:
+    with tempfile.TemporaryFile() as file, os.fdopen(above_standard(file.fileno()), "wb") as asked:
         asked.write(json.dumps(job).encode())
         asked.seek(0)
         process = subprocess.Popen(

@@ -239,8 +239,11 @@ class ProcessMember:
         status = self.child.status()  # first: what it said before is there then
         with suppress(EOFError):
             while (said := self.child.channel.hear(0.0)) is not None:
-                kind, *words = json.loads(said)
-                message = Message(kind, tuple(words))
+                try:
+                    kind, *words = json.loads(said)
+                    message = Message(str(kind), tuple(words))
+                except (ValueError, TypeError, RecursionError):  # code of the user's own has found the way
+                    message = Message("crash", ("it said what is no message",))
                 if message.kind in ON_THE_WAY:
                     yield message
                 else:

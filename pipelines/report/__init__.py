@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from opd.pipelines.report.load import load_run
+from opd.pipelines.report.load import drawing, load_run
 from opd.storage.files import write_atomic
 
 __all__ = ["write_report"]
@@ -25,7 +25,8 @@ def write_report(run_dir: Path) -> Path:
     from opd.pipelines.report.page import render  # matplotlib would add to the start of every process
 
     run_dir = Path(run_dir)
-    page = render(load_run(run_dir))
+    with drawing(run_dir):
+        page = render(load_run(run_dir))
     target = run_dir / "report.html"
     write_atomic(target, page.encode())
     return target

@@ -14,7 +14,7 @@ from opd.foreign import visible
 from opd.pipelines.evaluation.statistics import at_the_end, mean_accuracy
 from opd.pipelines.records.settings import changes
 from opd.pipelines.records.stage_names import stage_model
-from opd.pipelines.report.load import load_run
+from opd.pipelines.report.load import drawing, load_run
 from opd.pipelines.report.results import Run
 from opd.pipelines.report.verdict import aligned, compare, retained
 from opd.pipelines.report.words import model_label, own_label, point_bounds, points
@@ -154,7 +154,13 @@ def compare_runs(folders: Sequence[Path], page: Path) -> str:
         raise RunFolderError(f"{page} cannot be written: give a file in a folder that is there with --out")
     if page.exists() and not _is_page(page):
         raise RunFolderError(f"{page} is there already and is no page; give another file with --out")
-    write_atomic(page, _page(runs).encode())
+    with drawing(", ".join(map(str, folders))):
+        write_atomic(page, _page(runs).encode())
+        parts = _tables(runs)
+    return visible("\n\n".join([*parts, f"page  {page}"]))
+
+
+def _tables(runs: Runs) -> list[str]:
     tables = [
         [runs.head("mean sampled accuracy, %"), *runs.accuracy()],
         [runs.head("merged student, %"), *runs.domains()],
@@ -162,8 +168,7 @@ def compare_runs(folders: Sequence[Path], page: Path) -> str:
     differing = runs.settings()
     if differing:
         tables.append([["setting", *runs.names], *differing])
-    parts = [runs.verdict(), *("\n".join(aligned(table)) for table in tables), f"page  {page}"]
-    return visible("\n\n".join(parts))
+    return [runs.verdict(), *("\n".join(aligned(table)) for table in tables)]
 
 
 def _is_page(path: Path) -> bool:

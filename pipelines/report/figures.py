@@ -212,7 +212,7 @@ def teachers(run: Run, cues: Cues) -> list[Panel]:
 
 def _by_position(merge: StageResult) -> Panel | None:
     """KL against the place in the response, at the beginning of the merge and at its end."""
-    places = sorted(int(name) for name in merge.names(KL_AT))
+    places = sorted(int(name) for name in merge.names(KL_AT) if name.isdecimal() and len(name) < 12)
     columns = [merge.column(f"{KL_AT}{place}")[2] for place in places]
     if len(places) < 2 or min(map(len, columns)) < 2:
         return None

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,20 @@ def load_run(folder: Path) -> Run:
             " `opd evaluate RECIPE --resume`"
         ) from error
     return replace(found, code_changes=run.code_changes, setting_changes=run.setting_changes)
+
+
+@contextmanager
+def drawing(folders: object) -> Iterator[None]:
+    """Raise `RunFolderError` if the settings or results in `folders` have not the form that a run writes."""
+    from jinja2 import TemplateError
+
+    try:
+        yield
+    except (*_UNUSABLE, TemplateError) as error:
+        raise RunFolderError(
+            f"the report of {folders} cannot be drawn ({type(error).__name__}: {reason_of(error)}): its"
+            " config.json or results.json is not as a run writes it; restore them"
+        ) from error
 
 
 class LiveRun:

@@ -67,12 +67,18 @@ def clean(text: str) -> str:
     return visible(redact(text))
 
 
+def _shown(value: Any) -> Any:
+    """Return a value of a template as a page may show it; what is HTML already, as it is."""
+    return clean(value) if isinstance(value, str) and not hasattr(value, "__html__") else value
+
+
 @cache
 def _environment() -> Environment:
     found = Environment(
         loader=FileSystemLoader(TEMPLATES),
         autoescape=True,
         undefined=StrictUndefined,
+        finalize=_shown,  # before a text is escaped, which a secret in it would not be known by
         trim_blocks=True,
         lstrip_blocks=True,
     )

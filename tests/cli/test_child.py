@@ -2,12 +2,16 @@
 
 import json
 import os
+import signal
 import socket
+import subprocess
 import sys
+import threading
 
 import pytest
 
-from opd.child import PARENT, Channel, Child
+from opd.child import PARENT, Channel, Child, LimitedProcess, listen, parent_channel
+from opd.errors import OpdError
 
 
 @pytest.fixture
@@ -97,3 +101,58 @@ def test_a_command_that_cannot_be_run_leaves_nothing_open():
     with pytest.raises(OSError, match="nowhere"):
         Child(["/nowhere/at/all"])
     assert len(os.listdir("/proc/self/fd")) == len(before)
+
+
+@pytest.mark.parametrize("closed", [(0, 1), (0, 2), (1, 2), (0, 1, 2)])
+def test_a_parent_may_have_closed_its_standard_streams(closed, tmp_path):
+    code = f"""
+import os
+for number in {closed}: os.close(number)
+from opd.child import LimitedProcess
+from opd.sandbox.answers import answer_limits, find_sandbox, run_programs
+process = LimitedProcess("opd.rewards.verifier", 1 << 28)
+request = {{"pattern": "a+", "text": "caab", "ignore_case": False, "full": False, "group": None}}
+answer = process.ask(request, 5.0)
+programs = run_programs(find_sandbox(), "print(input())", ["7"], answer_limits())
+with open({str(tmp_path / "told")!r}, "w") as file:
+    file.write(repr((answer is not None, programs)))
+"""
+    subprocess.run([sys.executable, "-c", code], timeout=300)
+    assert (tmp_path / "told").read_text() == "(True, ['7\\n'])"
+
+
+def test_a_program_that_cannot_begin_is_no_endless_request():
+    with pytest.raises(OpdError, match="no_such_module ended with status 1 before it was ready"):
+        LimitedProcess("no_such_module", 1 << 28).ask({}, 5.0)
+
+
+def test_a_dead_child_is_known_though_another_has_its_end(child):
+    code = """
+import time
+other = os.fork()
+if other == 0:
+    time.sleep(3600)
+parent.say(other)
+os._exit(3)
+"""
+    one, heard, over = child(code), [], threading.Event()
+    listen(one.channel, heard.append, over.set, lambda: one.status() is None)
+    assert over.wait(300)
+    (other,) = map(json.loads, heard)
+    os.kill(other, signal.SIGKILL)  # which it was there for
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_who_listens_ends_with_what_it_cannot_hear(ends):
+    channel, theirs = ends
+    over = threading.Event()
+    theirs.sendall(b"[]\n")
+    thread = listen(channel, lambda said: json.loads(said)[0], over.set)
+    assert over.wait(300)
+    thread.join(300)
+
+
+@pytest.mark.parametrize("said", ["x", "99999", "1"])
+def test_a_variable_that_names_no_channel_is_none(said, monkeypatch):
+    monkeypatch.setenv(PARENT, said)
+    assert parent_channel() is None

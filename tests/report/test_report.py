@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from opd import redact
 from opd.errors import RunFolderError
 from opd.pipelines.evaluation.measure import side_by_side
 from opd.pipelines.evaluation.statistics import at_the_end
@@ -357,3 +358,31 @@ def test_colours_can_be_read(scheme: str) -> None:
     assert min(_contrast(code["ink"], code[role]) for role in ("heat", "panel")) >= 4.5
     assert min(_contrast(code[f"c{i}"], code["page"]) for i in range(SERIES)) >= 3
     assert len({colour.light for colour in ROLES.values()}) == len(ROLES)
+
+
+def test_a_secret_with_quotes_is_in_no_page(make_run, monkeypatch):
+    monkeypatch.setattr(redact, "_values", set())
+    monkeypatch.setattr(redact, "_known", None)
+    secret = "pa'ss\"wo<rd>&99"
+    redact.hide(secret)
+    folder = make_run({**results(), "name": f"a run of {secret}"})
+    page = write_report(folder).read_text("utf-8")
+    assert redact.HIDDEN in page
+    assert not [form for form in ("ss&#34;wo", "ss&quot;wo", 'ss"wo', "wo&lt;rd") if form in page]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [{"domains": None}, {"domains": {"sort": 5}}, {"distill": 5}, {"base": "x"}, {"evaluation": None}],
+)
+def test_settings_of_another_form_are_one_sentence(make_run, config):
+    folder = make_run(results(), stages=["base", "merge"], config=config)
+    with pytest.raises(RunFolderError, match=r"cannot be drawn .*config\.json or results\.json is not as"):
+        write_report(folder)
+
+
+def test_a_metric_of_no_place_is_not_drawn(make_run):
+    folder = make_run(results())
+    rows = [{"step": n, "time": n, "kl_at/final": 1.0, "kl_at/1e9": 1.0, "kl_at/1": 1.0} for n in range(4)]
+    write_lines(folder / "stages/merge/metrics.jsonl", rows)
+    assert "1e9" not in write_report(folder).read_text("utf-8")
