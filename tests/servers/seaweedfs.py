@@ -49,9 +49,25 @@ def aws_environment(endpoint: str, key: str = KEY, secret: str = SECRET) -> dict
     }
 
 
+class TakenPortError(Exception):
+    """Another program was faster to take a port that was free."""
+
+
 @contextlib.contextmanager
 def seaweedfs(folder: Path) -> Iterator[S3Server]:
     """Run a server with its data in `folder`; the bucket `models` is made by the first write."""
+    with contextlib.ExitStack() as stack:
+        for attempt in range(10):
+            with contextlib.suppress(TakenPortError):
+                server = stack.enter_context(_running(folder / str(attempt)))
+                break
+        else:
+            raise RuntimeError(f"the S3 server found no free ports: see {folder}")
+        yield server
+
+
+@contextlib.contextmanager
+def _running(folder: Path) -> Iterator[S3Server]:
     program = weed()
     if program is None:
         raise FileNotFoundError("weed")
@@ -88,6 +104,17 @@ def seaweedfs(folder: Path) -> Iterator[S3Server]:
         for name, (port, grpc) in zip(("master", "volume", "filer", "s3"), ports, strict=True):
             for socket_file in (f"seaweedfs-{name}-{port}.sock", f"seaweedfs-{name}-grpc-{grpc}.sock"):
                 Path("/tmp", socket_file).unlink(missing_ok=True)
+
+
+_held: list[socket.socket] = []
+
+
+def absent_port() -> int:
+    """A port that nobody listens on, and nobody takes while this process runs."""
+    held = socket.socket()
+    held.bind(("127.0.0.1", 0))
+    _held.append(held)
+    return held.getsockname()[1]
 
 
 def free_ports(count: int) -> list[tuple[int, int]]:
@@ -130,6 +157,9 @@ def _wait_until_ready(server: S3Server, process: subprocess.Popen) -> None:
             return
         except (BotoCoreError, ClientError) as error:
             if process.poll() is not None or time.monotonic() > deadline:
-                log = (server.folder / "weed.log").read_text(errors="replace")[-2000:]
+                log = (server.folder / "weed.log").read_text(errors="replace")
+                if "address already in use" in log:
+                    raise TakenPortError from None
+                log = log[-2000:]
                 raise RuntimeError(f"the S3 server did not start ({error}): {log}") from error
             time.sleep(0.1)

@@ -31,7 +31,7 @@ from dialects import (
 from fault_proxy import fault_proxy
 from real_servers import VLLMServer, require_vllm, running
 from recipes import tiny_recipe
-from seaweedfs import free_ports
+from seaweedfs import absent_port
 from served_models import MODEL, PADDED, recipe_tokenizer, write_model
 from served_writing import (
     Corrupting,
@@ -515,7 +515,7 @@ def test_every_token_is_in_the_log_before_it_is_seen(given, tmp_path):
 def test_nobody_there(dialect, padded_models, tmp_path):
     pytest.importorskip("orjson", reason="needs the extra sglang")
     patience = Patience(unreachable=0.3, connect_timeout=1.0)
-    urls = [f"http://127.0.0.1:{free_ports(1)[0][0]}"]
+    urls = [f"http://127.0.0.1:{absent_port()}"]
     push = FolderPush(WeightFolder(tmp_path / "weights", padded_models["a"]), dialect.reads)
     engine = dialect.make_engine(urls, padded_models["a"], push, patience=patience, version=0)
     with pytest.raises(RolloutError, match="no usable answer"):
@@ -565,7 +565,7 @@ def test_two_urls_of_one_server_are_found(server):
 @on(*EVERY)
 def test_the_doctor_looks_at_every_worker(server):
     """A real one, of which it changes nothing."""
-    absent = f"http://127.0.0.1:{free_ports(1)[0][0]}"
+    absent = f"http://127.0.0.1:{absent_port()}"
     engine = {"type": server.dialect.name, "urls": [server.url, absent], "connect_timeout": 1.0}
     settings = {"base": None, "rollout": {"engine": engine, "max_sequence": 250}}
 

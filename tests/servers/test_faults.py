@@ -15,7 +15,7 @@ import torch
 from dialects import SGLANG, on
 from fault_proxy import fault_proxy
 from safetensors.torch import load_file, save_file
-from seaweedfs import free_ports
+from seaweedfs import absent_port
 from served_models import PADDED, recipe_tokenizer, write_model
 
 from opd.config.teachers import SGLangTeacherConfig
@@ -163,7 +163,7 @@ def test_refused_at_the_start_and_there_soon_after(served, proxies, due):
 
 @EACH
 def test_nobody_there_stops_the_run(served):
-    port = free_ports(1)[0][0]
+    port = absent_port()
     teacher = served([f"http://127.0.0.1:{port}"], patience=0.5)
     with pytest.raises(TeacherError, match=r"teacher a: no usable answer from http://127.0.0.1:\d+ in"):
         teacher.connect()

@@ -6,7 +6,7 @@ import pytest
 from little_models import LittleSGLang, little
 from little_web import Reply, serving
 from recipes import tiny_recipe
-from seaweedfs import free_ports
+from seaweedfs import absent_port
 
 from opd.pipelines.check.servers import check_kinds
 
@@ -74,6 +74,6 @@ def test_an_sglang_server_is_no_vllm_server(model, monkeypatch):
 
 
 def test_plain_http_is_not_said_to_fail_for_its_certificate(model):
-    detail = said(model, f"http://127.0.0.1:{free_ports(1)[0][0]}")
+    detail = said(model, f"http://127.0.0.1:{absent_port()}")
     assert "Cannot connect to host 127.0.0.1" in detail
     assert "ssl" not in detail

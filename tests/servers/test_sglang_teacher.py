@@ -8,7 +8,7 @@ import pytest
 import tiny
 import torch
 from recipes import tiny_recipe
-from seaweedfs import free_ports
+from seaweedfs import absent_port
 from served_models import PADDED, recipe_tokenizer
 
 from opd.config.distill import DistillConfig
@@ -271,7 +271,7 @@ def served_recipe(urls, path, **server):
 @pytest.mark.parametrize("kind", ["folder", "published"])
 def test_the_doctor_looks_at_every_server(sglang, served_models, published, kind):
     path = served_models["a"] if kind == "folder" else published["a"]
-    absent = f"http://127.0.0.1:{free_ports(1)[0][0]}"
+    absent = f"http://127.0.0.1:{absent_port()}"
     findings = check_kinds(served_recipe([sglang.url, absent], path))
     assert [finding.level for finding in findings] == ["ok", "error"] * 2
     assert "weight version default, checksum " in findings[0].detail
