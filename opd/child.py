@@ -100,13 +100,11 @@ def stirs(end: socket.socket, seconds: float) -> bool:
 
 
 def above_standard(number: int) -> int:
-    """A copy of a descriptor whose number is no standard stream's, which a process may have closed."""
-    return fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, 3)
-
-
-def _above_standard(end: socket.socket) -> socket.socket:
-    with end:
-        return socket.socket(fileno=above_standard(end.fileno()))
+    """Move a descriptor to a number that is no standard stream's: a process may have closed its own."""
+    try:
+        return fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, 3)
+    finally:
+        os.close(number)
 
 
 class Child:
@@ -127,7 +125,8 @@ class Child:
         *,
         apart: bool = False,
     ) -> None:
-        ours, theirs = map(_above_standard, socket.socketpair())
+        ends = socket.socketpair()
+        ours, theirs = (socket.socket(fileno=above_standard(end.detach())) for end in ends)
         self.channel = Channel(ours)
         own = {**(os.environ if environment is None else environment), PARENT: str(theirs.fileno())}
         try:

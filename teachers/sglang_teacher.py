@@ -15,7 +15,7 @@ from opd.foreign import decoding
 from opd.served.hidden_segments import HiddenSegment, Plugin, most_answered, plugin_of, width_of
 from opd.served.http_client import RefusedError, Server, UnavailableError
 from opd.served.http_pool import HTTPPool
-from opd.served.scoring import EXACT, HALF, PROBE, Question, is_uniform, says_nothing
+from opd.served.scoring import EXACT, PROBE, Question, is_uniform, says_nothing, tolerance
 from opd.served.sglang_protocol import (
     check_finished,
     hidden_body,
@@ -78,7 +78,7 @@ class SGLangScorer(Scorer):
         self.check_settings(pool.owner, server, settings)
         if settings.get("enable_return_hidden_states"):
             self._tells_hidden.add(server.url)
-        return HALF if settings and settings.get("dtype") != "float32" else EXACT
+        return tolerance(settings) if settings else EXACT
 
     def _check_kind(self, owner: str, server: Server, info: dict[str, Any]) -> None:
         for key in ("architectures", "model_type"):

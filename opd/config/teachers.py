@@ -283,7 +283,7 @@ class TeacherSettings(Config):
 
     elsewhere: ClassVar[bool] = False
     """Whether it computes outside of this run's processes."""
-    own_code: ClassVar[bool] = True
+    needs_architecture: ClassVar[bool] = True
     """Whether this project's code of models computes it, which has to know the architecture."""
 
     @property
@@ -325,7 +325,7 @@ class MegatronTeacherConfig(TeacherSettings):
     """Megatron-Core in this process (extra `megatron`); teachers of one architecture take turns on one
     module."""
 
-    own_code: ClassVar[bool] = False
+    needs_architecture: ClassVar[bool] = False
     type: Literal["megatron"] = "megatron"
     tensor_parallel: int = Field(default=1, gt=0, le=4096)
     """Ranks that share a teacher. Above 1 needs that many processes with a process group."""
@@ -371,7 +371,7 @@ class ServedTeacherConfig(TeacherSettings, ServerConfig):
     outputs alone."""
 
     elsewhere: ClassVar[bool] = True
-    own_code: ClassVar[bool] = False
+    needs_architecture: ClassVar[bool] = False
 
     @model_validator(mode="after")
     def _known(self) -> Self:

@@ -1,9 +1,9 @@
 """Environments in processes of their own, a few that act in many worlds each (`environment.processes`).
 
 A world of plain Python that computes would hold up the decoder, with which it shares an interpreter; here it
-does not. A worker that dies, or in which a call
-takes too long and which is ended for that, fails the worlds that were in it; they are made anew elsewhere and
-brought to where they were, as any that fails (`opd.environments.world`).
+does not. A worker that dies, or in which a call takes too long and which is ended for that, fails the worlds
+that were in it; they are made anew elsewhere and brought to where they were, as any that fails
+(`opd.environments.world`).
 """
 
 from __future__ import annotations

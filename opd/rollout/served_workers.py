@@ -151,7 +151,7 @@ class Verbs(ABC):
     """Whether a pause ends what is being written, which is asked for again after it; else it waits there."""
     adapters: ClassVar[bool] = False
     """Whether they are given adapters alone, on a base that they hold."""
-    started_with: str = ""
+    requirement: str = ""
     """How they have to be started, for people: the end of a sentence."""
 
     def __init__(self, config: Mapping[str, Any] | None) -> None:

@@ -111,7 +111,7 @@ class VLLMVerbs(Verbs):
     ) -> None:
         super().__init__(model.config)
         self._model, self._mode = model, mode
-        self.started_with = f", with {mode}"
+        self.requirement = f", with {mode}"
         self._expected = None if outputs is None else ExpectedAnswers(outputs)
         self._asked: dict[str, asyncio.Task[str]] = {}
         """By URL, who will ask what a server holds, and has not yet."""

@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, Literal
 
 from opd import lockdown
 from opd.child import above_standard
@@ -109,14 +109,6 @@ def _written(process: subprocess.Popen[bytes], most: int, limits: Limits) -> byt
     return read_until(process.stdout.fileno(), most, limits.seconds)
 
 
-def _kept(end: int) -> BinaryIO:
-    """An end of a pipe with a number that is no standard stream's."""
-    try:
-        return os.fdopen(above_standard(end), "rb", 0)
-    finally:
-        os.close(end)
-
-
 def run_tests(
     sandbox: Substrate, source: str, tests: Sequence[Any], setup: str, limits: Limits
 ) -> list[bool]:
@@ -125,7 +117,8 @@ def run_tests(
     time has not passed.
     """
     with ExitStack() as stack:
-        ends = [stack.enter_context(_kept(end)) for _ in range(2) for end in os.pipe()]
+        both = (end for _ in range(2) for end in os.pipe())
+        ends = [stack.enter_context(os.fdopen(above_standard(end), "rb", 0)) for end in both]
         asked, ask, told, tell = (end.fileno() for end in ends)
         serve = {"mode": "serve", "source": source, "read": asked, "write": tell}
         stack.enter_context(_grader(sandbox.kind, serve, limits, (asked, tell)))

@@ -118,7 +118,7 @@ def started(
     """A program at its `job`, until the block ends, which kills it and its group. `keep`: descriptors that it
     is given. `folder`: where it is, with its temporary files. No variable of this process is passed.
     """
-    with tempfile.TemporaryFile() as file, os.fdopen(above_standard(file.fileno()), "wb") as asked:
+    with tempfile.TemporaryFile() as file, os.fdopen(above_standard(os.dup(file.fileno())), "wb") as asked:
         asked.write(json.dumps(job).encode())
         asked.seek(0)
         process = subprocess.Popen(

@@ -199,7 +199,7 @@ def _check_teacher(recipe: Recipe, name: str, source: str, models: Models) -> li
         check_folder(Path(source), digests=models.weights)
     with small_files(source) as folder:
         config = read_config(folder)
-        if recipe.teacher(name).own_code:
+        if recipe.teacher(name).needs_architecture:
             check_architecture(config, source)
         module = empty_model(config, source)
         if whole:

@@ -216,7 +216,7 @@ async def _visit_worker(
         check_config(server.url, info, form.get("text_config", form))
     except (UnavailableError, RefusedError) as trouble:
         raise RolloutError(f"{pool.owner}: {trouble}; start the worker or correct its URL.") from None
-    return Finding("ok", WORKERS, f"{server.url} serves {info.get('model_path')}{verbs.started_with}{sent}")
+    return Finding("ok", WORKERS, f"{server.url} serves {info.get('model_path')}{verbs.requirement}{sent}")
 
 
 async def _adapters(recipe: Recipe, pool: HTTPPool, server: Server) -> str:
