@@ -34,7 +34,7 @@ from opd.served.http_client import (
     advice,
 )
 from opd.served.http_pool import HTTPPool, UrlsFile, check_distinct
-from opd.served.loop_thread import LoopThread
+from opd.loop_thread import LoopThread
 from opd.served.scoring import Question
 from opd.storage.published import PublishedModel
 from opd.teachers.kinds import Placement, TeacherKind, TeacherOpening

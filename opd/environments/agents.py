@@ -12,10 +12,7 @@ import asyncio
 import inspect
 import json
 import logging
-import queue
-import threading
 import time
-from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -25,21 +22,28 @@ import numpy as np
 
 from opd.config.environments import EnvironmentConfig
 from opd.environments.branches import Branches, BranchTurn
-from opd.environments.episodes import EPISODE, assemble, ended_groups, task_of
+from opd.environments.episodes import EPISODE, assemble, task_of
 from opd.environments.gateway import Gateway, Session, require_server
 from opd.environments.kinds import agent_function
 from opd.environments.protocol import Task
-from opd.environments.world import MOST_INFO, FailedError, Loop, given_up, in_thread, number_of
+from opd.environments.world import (
+    MOST_INFO,
+    FailedError,
+    given_up,
+    in_thread,
+    number_of,
+    without_exit,
+)
 from opd.errors import RolloutError
 from opd.foreign import MAX_DEPTH, depth_exceeds, shown
 from opd.own_code import confined, raised, told
 from opd.retry import Retry
-from opd.rollout.beside import write_alone
 from opd.rollout.collect import EncodedPrompt, Generates
 from opd.rollout.ledger import OtherRequestError
+from opd.rollout.requests import RequestWriter, gather_all, write_alone
 from opd.rollout.rewards import LARGEST
-from opd.storage.transcript import Tokens, Transcript
-from opd.types import Chunk, RolloutRequest, Sample, SampleGroup, SamplingParams, Status
+from opd.storage.transcript import Tokens
+from opd.types import Sample, SampleGroup, SamplingParams, Status
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -62,8 +66,11 @@ class _Episode:
     """One sample on its way."""
 
     sample: Sample
+    group: SampleGroup
     task: Task
     session: Session
+    branches: list[Sample] = field(default_factory=list)
+    """Further samples of it."""
 
 
 class Agents:
@@ -99,146 +106,88 @@ class Agents:
         """`group_size` episodes of each prompt. Raises `RolloutError` for an agent that fails."""
         return write_alone(self, engine, prompts, group_size, sampling, seed)
 
-    def begin(
+    async def play(
         self,
+        writer: RequestWriter,
         prompts: Sequence[EncodedPrompt],
         group_size: int,
         sampling: SamplingParams,
         seed: int,
-        news: threading.Event,
-    ) -> _AgentBatch:
-        """See `opd.rollout.beside`."""
+    ) -> list[SampleGroup]:
+        """See `opd.rollout.requests.EpisodeKind`."""
         groups = [prompt.group(group_size) for prompt in prompts]
         episodes = [
-            _Episode(sample, task_of(sample, seed), Session(self._branches(sample, sampling)))
+            _Episode(sample, group, task_of(sample, seed), Session(self._branches(sample, sampling)))
             for group in groups
             for sample in group.samples
         ]
-        opened = partial(Gateway, self._tokenizer)
-        batch = _AgentBatch(self._config, self._domain, self._run, opened, seed, news)
-        batch.add(groups, episodes)
-        return batch
+        player = _AgentPlayer(self._config, self._domain, self._run, writer, seed)
+        with Gateway(self._tokenizer, player.ask) as gateway:
+            await gather_all(player.play(gateway, episode) for episode in episodes)
+        for episode in episodes:
+            episode.group.branches += episode.branches
+        player.log_without_room(len(episodes))
+        return groups
 
     def _branches(self, sample: Sample, sampling: SamplingParams) -> Branches:
         return Branches(sample, self._config, self._tokenizer, self._template, sampling)
 
 
-class _AgentBatch:
-    """Episodes that are written together."""
+class _AgentPlayer:
+    """Calls the agents of a domain, in a loop of their own: one that holds it up holds up others, but not the
+    gateway.
+    """
 
     def __init__(
         self,
         config: EnvironmentConfig,
         domain: str,
         run: Callable[..., Any],
-        gateway: Callable[..., Gateway],
+        writer: RequestWriter,
         seed: int,
-        news: threading.Event,
     ) -> None:
         self._config, self._domain, self._run, self._seed = config, domain, run, seed
         self._what = f"agent {config.agent} (domain {domain}"
-        self._waiting: deque[_Episode] = deque()
-        """Not begun: as many are open as may be."""
-        self._running = 0
-        self._writing: dict[str, BranchTurn] = {}
-        """By uid of the request in flight."""
-        self._transcript = Transcript()
-        self._groups: list[SampleGroup] = []
+        self._writer = writer
+        self._room = asyncio.Semaphore(config.concurrent)
         self._without_room: list[str] = []
         """Of episodes that were refused turns or tokens, and raised: what they raised."""
-        self._gateway = gateway(self._asked)
-        self._loop = Loop(news)
-        """Of the agents: one that holds it up holds up others, but not the gateway."""
 
-    def add(self, groups: Sequence[SampleGroup], episodes: Sequence[_Episode]) -> None:
-        """Write these, too."""
-        self._groups += groups
-        self._waiting.extend(episodes)
+    def ask(self, session: Session, turn: BranchTurn, told: Callable[[Tokens, Status | None], None]) -> None:
+        """See `Gateway`."""
+        request = session.branches.request(turn, self._seed)
+        self._writer.ask(request, told, partial(getattr, turn, "live"), self._explain)
 
-    def close(self) -> None:
-        """See `Writing`."""
-
-        async def nothing() -> None:
-            return None
-
-        self._loop.close(nothing)
-        self._gateway.close()
-
-    def groups(self) -> list[SampleGroup]:
-        """See `Writing`."""
-        groups = ended_groups(self._groups)
-        if count := len(self._without_room):
-            _log.info(
-                "%s): %d of %d episodes raised with no room left, which is reward 0; the first: %s",
-                self._what,
-                count,
-                sum(len(group.samples) for group in groups),
-                shown(self._without_room[0], 200),
-            )
-        return groups
-
-    def explained(self, error: OtherRequestError) -> RolloutError:
-        """See `Writing`."""
+    def _explain(self, error: OtherRequestError) -> RolloutError:
         return RolloutError(
             f"{self._what}) asks behind an answer otherwise than before it was interrupted: take its"
             f" randomness from task.seed, and no time of day from anywhere ({error})"
         )
 
-    def _asked(self, session: Session, turns: Sequence[BranchTurn]) -> None:
-        """A client wants these to be written. In the gateway's thread."""
-        self._loop.tell((session, turns), None)
+    async def play(self, gateway: Gateway, episode: _Episode) -> None:
+        """Play `episode` to its end, once there is room for it; its sample is whole then."""
+        async with self._room:
+            self._end(episode, await self._play(gateway, episode))
 
-    def due(self) -> Sequence[RolloutRequest] | None:
-        """Requests that are due. The engine's thread asks."""
-        while self._waiting and self._running < self._config.concurrent:
-            episode = self._waiting.popleft()
-            self._running += 1
-            self._loop.start(episode, partial(self._play, episode))
-        asked: list[RolloutRequest] = []
-        while True:
-            try:
-                key, found, error = self._loop.results.get(block=False)
-            except queue.Empty:
-                break
-            if error is not None:
-                raise error
-            if isinstance(key, _Episode):
-                self._running -= 1
-                self._end(key, found)
-            else:
-                asked += self._begin(*key)
-        if not asked and not self._running and not self._waiting:
-            return None
-        return asked
+    def log_without_room(self, count: int) -> None:
+        """Say how many of `count` episodes raised because there was no room left."""
+        if self._without_room:
+            _log.info(
+                "%s): %d of %d episodes raised with no room left, which is reward 0; the first: %s",
+                self._what,
+                len(self._without_room),
+                count,
+                shown(self._without_room[0], 200),
+            )
 
-    def _begin(self, session: Session, turns: Sequence[BranchTurn]) -> list[RolloutRequest]:
-        self._writing |= {turn.uid: turn for turn in turns}
-        self._transcript.begin({turn.uid: Tokens.empty() for turn in turns})
-        return [session.branches.request(turn, self._seed) for turn in turns]
-
-    def take(self, chunk: Chunk) -> None:
-        """What the engine has written, told to who waits for it."""
-        self._transcript.add(chunk)
-        news: list[tuple[BranchTurn, Tokens, Status | None]] = []
-        for uid in dict.fromkeys((*chunk.uids, *chunk.finished)):
-            status = chunk.finished.get(uid)
-            if status not in (None, Status.COMPLETED, Status.TRUNCATED):
-                raise RolloutError(f"request {uid} ended as {status}; restart with --resume.")
-            turn = self._writing[uid] if status is None else self._writing.pop(uid)
-            if turn.live or status is not None:
-                news.append((turn, self._transcript.tokens(uid), status))
-        self._transcript.end(chunk.finished)
-        if news:
-            self._gateway.loop.call(_feed, news)
-
-    async def _play(self, episode: _Episode) -> AgentOutcome:
+    async def _play(self, gateway: Gateway, episode: _Episode) -> AgentOutcome:
         """Call the agent until it returns. Raises `RolloutError` once all attempts have failed."""
         session, retry = episode.session, Retry(attempts=self._config.attempts)
         where = f"{self._what}, {episode.task.uid})"
         for failures in range(1, retry.attempts + 1):
-            key = self._gateway.admit(session)
+            key = gateway.admit(session)
             try:
-                return self._checked(await self._call(episode, key), session.branches)
+                return self._checked(await self._call(gateway, episode, key), session.branches)
             except FailedError as error:
                 if session.branches.limit is not None:  # it was refused what the recipe does not allow
                     self._without_room.append(f"{episode.task.uid} {error}")
@@ -247,15 +196,15 @@ class _AgentBatch:
                     raise given_up(where, error, failures) from error
                 _log.warning("%s: %s; it is called again, and given the same answers", where, error)
             finally:
-                self._gateway.expel(key)
+                gateway.expel(key)
             session.branches.again()
             await asyncio.sleep(retry.seconds(failures))
         raise AssertionError("a retry has at least one attempt")
 
-    async def _call(self, episode: _Episode, key: str) -> Any:
+    async def _call(self, gateway: Gateway, episode: _Episode, key: str) -> Any:
         """What the agent returns. Raises `FailedError` if it raises, or does nothing for too long."""
         given = {name: value for name, value in self._config.params.items() if name != "run"}
-        call = partial(self._run, episode.task, self._gateway.url, key, **given)
+        call = partial(self._run, episode.task, gateway.url, key, **given)
         limit, session = self._config.seconds, episode.session
         session.quiet = time.monotonic()
         with confined(self._what + ")"):
@@ -279,13 +228,10 @@ class _AgentBatch:
                 work.cancel()
 
     async def _called(self, call: Callable[..., Any]) -> Any:
-        try:
-            if inspect.iscoroutinefunction(self._run):
-                return await call()
-            found = await in_thread(call, (), str(self._config.agent))
-            return await found if inspect.isawaitable(found) else found
-        except (SystemExit, KeyboardInterrupt) as error:  # an exit is no end of the command
-            raise RuntimeError(f"{type(error).__name__}: {error}") from error
+        if inspect.iscoroutinefunction(self._run):
+            return await without_exit(call())
+        found = await in_thread(call, (), str(self._config.agent))
+        return await without_exit(found) if inspect.isawaitable(found) else found
 
     def _checked(self, said: Any, branches: Branches) -> AgentOutcome:
         """`said`, if it is what an agent may return."""
@@ -324,7 +270,11 @@ class _AgentBatch:
             assemble(sample, None, [])
         for place, end in enumerate(ends):
             path = end.path()
-            one = sample if not place else self._branch(sample, end)
+            one = sample
+            if place:
+                own = {"uid": f"{sample.uid}/{end.branch}", "branch_of": sample.uid}
+                one = replace(sample, metadata=dict(sample.metadata), **own)
+                episode.branches.append(one)
             assemble(one, path[0].added, _written(path, learnt))
             learnt.update(path)
         sample.metadata[EPISODE] = {
@@ -338,14 +288,6 @@ class _AgentBatch:
             "success": self._config.success,
             "branches": len(ends),
         }
-
-    def _branch(self, sample: Sample, end: BranchTurn) -> Sample:
-        """A further sample of the episode of `sample`, for the branch that ends in `end`."""
-        group = next(one for one in self._groups if one.uid == sample.group_uid)
-        own = {"uid": f"{sample.uid}/{end.branch}", "branch_of": sample.uid}
-        branch = replace(sample, metadata=dict(sample.metadata), **own)
-        group.branches.append(branch)
-        return branch
 
 
 def _written(path: Sequence[BranchTurn], learnt: Collection[BranchTurn]) -> list[tuple[Tokens, bool]]:
@@ -365,8 +307,3 @@ def _written(path: Sequence[BranchTurn], learnt: Collection[BranchTurn]) -> list
 
 def _given(ids: np.ndarray, versions: np.ndarray) -> Tokens:
     return Tokens(ids, np.zeros(len(ids), np.float32), versions)
-
-
-def _feed(news: Sequence[tuple[BranchTurn, Tokens, Status | None]]) -> None:
-    for turn, tokens, status in news:
-        turn.feed(tokens, status)

@@ -8,10 +8,8 @@ the engine wrote.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
-import queue
-import threading
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -23,14 +21,12 @@ from opd.config.environments import EnvironmentConfig
 from opd.environments.conversation import Conversation, bounded, parse
 from opd.environments.kinds import environment_class, tools_of
 from opd.environments.processes import shared, world_command
-from opd.environments.protocol import Action, Observation, Step, Task
-from opd.environments.world import Loop, World
-from opd.errors import RolloutError
-from opd.rollout.beside import write_alone
+from opd.environments.protocol import Action, Observation, Task
+from opd.environments.world import World
 from opd.rollout.collect import EncodedPrompt, Generates
-from opd.rollout.ledger import OtherRequestError
-from opd.storage.transcript import Tokens, Transcript
-from opd.types import Chunk, RolloutRequest, Sample, SampleGroup, SamplingParams, Status
+from opd.rollout.requests import RequestWriter, gather_all, write_alone
+from opd.storage.transcript import Tokens
+from opd.types import RolloutRequest, Sample, SampleGroup, SamplingParams, Status
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -131,17 +127,6 @@ def task_of(sample: Sample, seed: int) -> Task:
     return Task(sample.uid, str(prompt or ""), list(messages or []), sample.label, metadata, own)
 
 
-def ended_groups(groups: Sequence[SampleGroup]) -> list[SampleGroup]:
-    """`groups`, whose episodes have all ended. Raises `RolloutError` if one has not."""
-    for group in groups:
-        for sample in group.samples:
-            if sample.status is Status.PENDING:
-                raise RolloutError(
-                    f"the engine ended without finishing episode {sample.uid}; restart with --resume."
-                )
-    return list(groups)
-
-
 class Episodes:
     """Implements `opd.rollout.collect.Generate` for a domain with an environment.
 
@@ -178,23 +163,23 @@ class Episodes:
         """`group_size` episodes of each prompt. Raises `RolloutError` for an environment that fails."""
         return write_alone(self, engine, prompts, group_size, sampling, seed)
 
-    def begin(
+    async def play(
         self,
+        writer: RequestWriter,
         prompts: Sequence[EncodedPrompt],
         group_size: int,
         sampling: SamplingParams,
         seed: int,
-        news: threading.Event,
-    ) -> _EpisodeBatch:
-        """See `opd.rollout.beside`."""
+    ) -> list[SampleGroup]:
+        """See `opd.rollout.requests.EpisodeKind`."""
         groups = [prompt.group(group_size) for prompt in prompts]
         samples = [sample for group in groups for sample in group.samples]
         conversation = Conversation(self._tokenizer, self._template, sampling.stop_ids)
         success = self._config.success
         episodes = [Episode(one, self._world(one, seed), success=success) for one in samples]
-        batch = _EpisodeBatch(self._config, conversation, sampling, seed, news)
-        batch.add(groups, episodes)
-        return batch
+        player = _Player(self._config, conversation, sampling, seed, writer)
+        await gather_all(player.play(episode) for episode in episodes)
+        return groups
 
     def _world(self, sample: Sample, seed: int) -> World:
         make: Any = partial(self._class, **self._config.params)
@@ -212,8 +197,8 @@ def _logged(make: Callable[[], Any], log: TrajectoryLog) -> Any:
     return made
 
 
-class _EpisodeBatch:
-    """Episodes that are written together, from the first reset to the last close."""
+class _Player:
+    """Plays the episodes of a domain, each a loop of turns."""
 
     def __init__(
         self,
@@ -221,79 +206,42 @@ class _EpisodeBatch:
         conversation: Conversation,
         sampling: SamplingParams,
         seed: int,
-        news: threading.Event,
+        writer: RequestWriter,
     ) -> None:
         self._config, self._conversation = config, conversation
-        self._sampling, self._seed = sampling, seed
-        self._loop = Loop(news)
-        self._groups: list[SampleGroup] = []
-        self._waiting: deque[Episode] = deque()
-        """Not begun: as many are open as may be."""
-        self._writing: dict[str, Episode] = {}
-        """By uid of the request in flight."""
-        self._acting = 0
-        """Episodes whose environments are at work."""
-        self._ready: list[RolloutRequest] = []
-        self._open: dict[str, World] = {}
-        self._transcript = Transcript()
+        self._sampling, self._seed, self._writer = sampling, seed, writer
+        self._room = asyncio.Semaphore(config.concurrent)
 
-    def close(self) -> None:
-        """See `Writing`."""
+    async def play(self, episode: Episode) -> None:
+        """Play `episode` to its end, once there is room for it; its sample is whole then."""
+        try:
+            async with self._room:
+                episode.finish(await self._turns(episode))
+        finally:
+            await episode.world.close()
 
-        async def close() -> None:
-            for world in list(self._open.values()):
-                await world.close()
+    async def _turns(self, episode: Episode) -> Ended:
+        """Write and act in turn. Returns why the episode is over."""
+        self._open(episode, await episode.world.reset())
+        while (left := self._left(episode)) > 0:
+            tokens, status = await self._writer.write(self._request(episode, left))
+            episode.add(tokens, written=True)
+            if status is Status.TRUNCATED and self._left(episode) <= 0:
+                return "tokens"  # half an action is not to be carried out
+            step = await episode.world.step(self._action(episode, tokens, status))
+            episode.rewards.append(step.reward)
+            episode.info |= step.info
+            episode.turn += 1
+            if step.done:
+                return "done"
+            if episode.turn >= self._config.max_turns:
+                return "turns"
+            if not self._say(episode, step.observation):
+                return "tokens"
+        return "tokens"
 
-        self._loop.close(close)
-
-    def add(self, groups: Sequence[SampleGroup], episodes: Sequence[Episode]) -> None:
-        """Write these, too."""
-        self._groups += groups
-        self._waiting.extend(episodes)
-
-    def groups(self) -> list[SampleGroup]:
-        """See `Writing`."""
-        return ended_groups(self._groups)
-
-    def explained(self, error: OtherRequestError) -> RolloutError:
-        """See `Writing`."""
-        return error
-
-    def due(self) -> Sequence[RolloutRequest] | None:
-        """Turns that are due. The engine's thread asks."""
-        while self._waiting and len(self._open) < self._config.concurrent:
-            episode = self._waiting.popleft()
-            self._open[episode.sample.uid] = episode.world
-            self._act(episode, episode.world.reset)
-        self._listen()
-        if not self._ready and not self._writing and not self._acting and not self._waiting:
-            return None
-        asked, self._ready = self._ready, []
-        return asked
-
-    def _act(self, episode: Episode, work: Callable[[], Any]) -> None:
-        self._acting += 1
-        self._loop.start(episode, work)
-
-    def _listen(self) -> None:
-        """Hear what environments have answered."""
-        while True:
-            try:
-                episode, said, error = self._loop.results.get(block=False)
-            except queue.Empty:
-                return
-            self._acting -= 1
-            if error is not None:
-                raise error
-            if episode is None:
-                continue
-            if episode.opening is None:
-                self._begin(episode, said)
-            else:
-                self._answer(episode, said)
-
-    def _begin(self, episode: Episode, said: Observation) -> None:
-        """The environment was reset."""
+    def _open(self, episode: Episode, said: Observation) -> None:
+        """Put what the reset environment said behind the prompt."""
         sample = episode.sample
         episode.opening = sample.prompt_ids
         if said:
@@ -303,27 +251,17 @@ class _EpisodeBatch:
             else:
                 added = self._conversation.plain(told)
                 episode.opening = np.concatenate([sample.prompt_ids, added])
-        self._ask(episode)
 
-    def _ask(self, episode: Episode) -> None:
-        """The model's next turn, or the end where no token is left."""
-        left = self._left(episode)
-        if left <= 0:
-            self._end(episode, "tokens")
-            return
-        most = min(left, self._config.turn_tokens or left)
-        sampling = replace(self._sampling, max_new_tokens=most)
-        request = RolloutRequest(
+    def _request(self, episode: Episode, left: int) -> RolloutRequest:
+        """Return the request of the present turn, with at most `left` tokens."""
+        return RolloutRequest(
             episode.uid,
             episode.context(),
-            sampling,
+            replace(self._sampling, max_new_tokens=min(left, self._config.turn_tokens or left)),
             self._seed,
             session=episode.sample.uid,
             continues=episode.turn + 1 < self._config.max_turns,
         )
-        self._writing[request.uid] = episode
-        self._transcript.begin({request.uid: Tokens.empty()})
-        self._ready.append(request)
 
     def _left(self, episode: Episode) -> int:
         """Tokens that the episode may still grow by. What the environment said first counts: it takes from
@@ -333,21 +271,6 @@ class _EpisodeBatch:
         first = max(0, len(episode.opening) - len(episode.sample.prompt_ids))
         return self._sampling.max_new_tokens - first - episode.length
 
-    def take(self, chunk: Chunk) -> None:
-        """What the engine has written."""
-        self._transcript.add(chunk)
-        for uid, status in chunk.finished.items():
-            episode = self._writing.pop(uid)
-            if status not in (Status.COMPLETED, Status.TRUNCATED):
-                raise RolloutError(f"request {uid} ended as {status}; restart with --resume.")
-            tokens = self._transcript.tokens(uid)
-            episode.add(tokens, written=True)
-            if status is Status.TRUNCATED and self._left(episode) <= 0:
-                self._end(episode, "tokens")  # half an action is not to be carried out
-                continue
-            self._act(episode, partial(episode.world.step, self._action(episode, tokens, status)))
-        self._transcript.end(chunk.finished)
-
     def _action(self, episode: Episode, tokens: Tokens, status: Status) -> Action:
         text = self._conversation.text(tokens.token_ids.tolist())
         calls, broken = parse(text, self._config.tool_format)
@@ -355,20 +278,8 @@ class _EpisodeBatch:
         episode.faults += len(broken)
         return Action(text, calls, broken, episode.turn, status is Status.TRUNCATED)
 
-    def _answer(self, episode: Episode, step: Step) -> None:
-        """The environment has answered a turn."""
-        episode.rewards.append(step.reward)
-        episode.info |= step.info
-        episode.turn += 1
-        if step.done:
-            self._end(episode, "done")
-        elif episode.turn >= self._config.max_turns:
-            self._end(episode, "turns")
-        else:
-            self._say(episode, step.observation)
-
-    def _say(self, episode: Episode, said: Observation) -> None:
-        """Put what the environment said behind the turn; the next one begins."""
+    def _say(self, episode: Episode, said: Observation) -> bool:
+        """Put what the environment said behind the turn. Returns whether there is room for it."""
         last, _ = episode.parts[-1]
         told = bounded(said or "", self._config.observation_characters)
         if episode.world.task.messages:
@@ -378,14 +289,7 @@ class _EpisodeBatch:
         else:
             ids = self._conversation.plain(told)
         if len(ids) >= self._left(episode):
-            self._end(episode, "tokens")
-            return
+            return False
         versions = np.full(len(ids), last.policy_versions[-1] if len(last) else 0, np.int32)
         episode.add(Tokens(ids, np.zeros(len(ids), np.float32), versions), written=False)
-        self._ask(episode)
-
-    def _end(self, episode: Episode, why: Ended) -> None:
-        episode.finish(why)
-        world = self._open.pop(episode.sample.uid)
-        self._acting += 1
-        self._loop.start(None, world.close)
+        return True

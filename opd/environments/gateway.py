@@ -7,6 +7,7 @@ times are bounded, and no body is read of who has no key.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import json
 import logging
@@ -15,14 +16,18 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from opd.environments.asked import MOST_BODY, AgentRequest, RefusedRequestError, read_asked
 from opd.environments.branches import Branches, BranchTurn, Said
-from opd.environments.world import Loop
 from opd.errors import MissingExtraError, reason_of
 from opd.foreign import visible
+from opd.loop_thread import LoopThread
 from opd.rollout.ledger import StopStrings
+from opd.rollout.requests import CLOSING_SECONDS
+from opd.storage.transcript import Tokens
+from opd.types import Status
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -63,12 +68,18 @@ class Session:
 
 
 class Gateway:
-    """The server. `ask` is told, in the server's thread, which turns the engine is to write;
-    `BranchTurn.feed` is to be called through `loop`.
+    """Serves agents. Close it as a context manager does.
+
+    Args:
+        tokenizer: Of the model that writes.
+        ask: Is called in the server's thread with a session and a turn that the engine is to write, and with
+            what any thread is to call with the tokens so far and how the turn ended, if it did.
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, ask: Callable[[Session, Sequence[BranchTurn]], None]
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        ask: Callable[[Session, BranchTurn, Callable[[Tokens, Status | None], None]], None],
     ) -> None:
         """Raises `MissingExtraError`."""
         require_server()
@@ -80,12 +91,18 @@ class Gateway:
         self._begun: set[Any] = set()
         """Connections whose first request has come."""
         self._open = 0
-        self.loop = Loop()
+        self._loop = LoopThread("gateway")
         try:
-            self.url = self.loop.wait(self._start, STARTING)
+            self.url = self._loop.start(self._start()).result(STARTING)
         except BaseException:
             self.close()
             raise
+
+    def __enter__(self) -> Gateway:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def admit(self, session: Session) -> str:
         """A key for an episode, until `expel`."""
@@ -99,7 +116,9 @@ class Gateway:
 
     def close(self) -> None:
         """Stop listening and let everybody go."""
-        self.loop.close(self._stop)
+        with contextlib.suppress(TimeoutError):
+            self._loop.run(asyncio.wait_for(self._stop(), CLOSING_SECONDS))
+        self._loop.close()
         self._one.shutdown(wait=False, cancel_futures=True)
 
     async def _start(self) -> str:
@@ -245,8 +264,8 @@ class Gateway:
             turns, new = await loop.run_in_executor(self._one, session.branches.place, asked)
             for turn in turns:
                 turn.live |= asked.stream or bool(asked.stops)
-            if new:
-                self._ask(session, new)
+            for turn in new:
+                self._ask(session, turn, partial(self._loop.call, turn.feed))
         return turns
 
 

@@ -15,7 +15,7 @@ import logging
 import os
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -130,9 +130,11 @@ class World:
         try:
             with confined(f"environment {self.config.type}"):
                 if inspect.iscoroutinefunction(method):
-                    return await asyncio.wait_for(method(*given), limit)
+                    return await asyncio.wait_for(without_exit(method(*given)), limit)
                 found = await asyncio.wait_for(in_thread(method, given, self.config.type), limit)
-                return await asyncio.wait_for(found, limit) if inspect.isawaitable(found) else found
+                if inspect.isawaitable(found):
+                    found = await asyncio.wait_for(without_exit(found), limit)
+                return found
         except TimeoutError as error:
             raise FailedError(
                 f"{what} took longer than {limit:g} s (domains.{self.name}.environment.seconds)"
@@ -143,6 +145,14 @@ class World:
             raise
         except Exception as error:
             raise FailedError(f"{what} {raised(error)}") from error
+
+
+async def without_exit(work: Awaitable[Any]) -> Any:
+    """Return what `work` returns. An exit is no end of the command: it would end the event loop's thread."""
+    try:
+        return await work
+    except (SystemExit, KeyboardInterrupt) as error:
+        raise RuntimeError(f"{type(error).__name__}: {error}") from error
 
 
 def in_thread(method: Callable[..., Any], given: Sequence[Any], what: str) -> asyncio.Future[Any]:
@@ -281,74 +291,3 @@ def _checked(said: Any, where: str) -> Step:
     if len(json.dumps(info)) > MOST_INFO:
         raise FailedError(f"{where}: info has more than {MOST_INFO:,} characters")
     return Step(_observation(said.observation, where), reward, bool(said.done), info)
-
-
-class Loop:
-    """An event loop in a thread; what its coroutines return arrives in `results`, in the order they end."""
-
-    def __init__(self, news: threading.Event | None = None) -> None:
-        """`news`: set when there is a result."""
-        self._news = news or threading.Event()
-        self.results: queue.SimpleQueue[tuple[Any, Any, BaseException | None]] = queue.SimpleQueue()
-        """Key, result, and what was raised in its place."""
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="environments", daemon=True)
-        self._running: set[asyncio.Task[None]] = set()
-        self._thread.start()
-
-    def tell(self, key: Any, found: Any, error: BaseException | None = None) -> None:
-        """A result has arrived. Any thread may say so."""
-        self.results.put((key, found, error))
-        self._news.set()
-
-    def start(self, key: Any, work: Callable[[], Any]) -> None:
-        """Run the coroutine that `work` makes; its result arrives under `key`."""
-        self._loop.call_soon_threadsafe(self._begin, key, work)
-
-    def wait(self, work: Callable[[], Any], seconds: float) -> Any:
-        """What the coroutine that `work` makes returns. Raises what it raises, and `TimeoutError`."""
-
-        async def called() -> Any:
-            return await work()
-
-        return asyncio.run_coroutine_threadsafe(called(), self._loop).result(seconds)
-
-    def call(self, function: Callable[..., Any], *given: Any) -> None:
-        """Have the loop call `function` soon; nothing once it is closed."""
-        with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(function, *given)
-
-    def close(self, closing: Callable[[], Any]) -> None:
-        """End what runs, then run the coroutine that `closing` makes, for at most a few seconds."""
-
-        async def end() -> None:
-            running = list(self._running)
-            for task in running:
-                task.cancel()
-            await asyncio.gather(*running, return_exceptions=True)
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(closing(), _CLOSING)
-
-        asyncio.run_coroutine_threadsafe(end(), self._loop).result()
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
-
-    def _begin(self, key: Any, work: Callable[[], Any]) -> None:
-        task = self._loop.create_task(self._run(key, work))
-        self._running.add(task)
-        task.add_done_callback(self._running.discard)
-
-    async def _run(self, key: Any, work: Callable[[], Any]) -> None:
-        try:
-            found = await work()
-        except BaseException as error:  # handed to who waits
-            self.tell(key, None, error)
-            if isinstance(error, asyncio.CancelledError):
-                raise
-        else:
-            self.tell(key, found)
-
-
-_CLOSING = 10.0
-"""Seconds that environments may take to close at the end."""

@@ -7,10 +7,10 @@ behind a JSON header. Prompts, labels and metadata stay where they are, as every
 from __future__ import annotations
 
 import json
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
@@ -22,8 +22,8 @@ from opd.errors import ConfigError, RanksError, RolloutError
 from opd.imports import import_function
 from opd.own_code import calling
 from opd.ranks import Ranks
-from opd.rollout.beside import Begins, Beside, Writing
 from opd.rollout.engine_pool import InStep
+from opd.rollout.requests import EpisodeKind, RequestWriter
 from opd.rollout.streams import More
 from opd.storage.transcript import Tokens, Transcript
 from opd.types import Chunk, RolloutRequest, Sample, SampleGroup, SamplingParams, Status
@@ -104,37 +104,33 @@ def write(
             groups = way.generate(engine, own, group_size, way.sampling, seed)
         found.update((group.uid, group) for group in groups)
 
-    episodes = {way: own for way, own in by_way.items() if way is not collect and begins(way)}
+    episodes = {way: own for way, own in by_way.items() if way is not collect and is_played(way)}
     if episodes:
-        with beside(engine, episodes, group_size, seed) as (together, writings):
+        with RequestWriter(engine) as writer:
+            plays = start_episodes(writer, episodes, group_size, seed)
             if collect in by_way:
-                answered(together, collect)
-            together.finish()
-            found |= {group.uid: group for writing in writings for group in writing.groups()}
+                answered(writer, collect)
+            writer.finish()
+            found |= {group.uid: group for play in plays for group in play.result()}
     for way in by_way:
         if way not in episodes and not (way is collect and episodes):
             answered(engine, way)
     return [found[prompt.uid] for prompt in prompts]
 
 
-def begins(way: Way) -> bool:
-    """Whether what is written in this way may be written beside other domains'."""
-    return hasattr(way.generate, "begin")
+def is_played(way: Way) -> bool:
+    """Whether what is written in this way are episodes, which are written beside other domains'."""
+    return hasattr(way.generate, "play")
 
 
-@contextmanager
-def beside(
-    engine: Generates, prompts: Mapping[Way, Sequence[EncodedPrompt]], group_size: int, seed: int
-) -> Iterator[tuple[Beside, list[Writing]]]:
-    """`engine`, which writes the episodes of `prompts`, by their ways, beside what it is asked for; and those
-    episodes, in that order.
-    """
-    news, writings = threading.Event(), list[Writing]()
-    with ExitStack() as stack:
-        for way, own in prompts.items():
-            writings.append(cast("Begins", way.generate).begin(own, group_size, way.sampling, seed, news))
-            stack.callback(writings[-1].close)
-        yield Beside(engine, writings, news), writings
+def start_episodes(
+    writer: RequestWriter, prompts: Mapping[Way, Sequence[EncodedPrompt]], group_size: int, seed: int
+) -> list[Future[list[SampleGroup]]]:
+    """Start the episodes of `prompts`; their groups, by way, in the order of the mapping."""
+    return [
+        writer.start(cast("EpisodeKind", way.generate).play(writer, own, group_size, way.sampling, seed))
+        for way, own in prompts.items()
+    ]
 
 
 def collect(

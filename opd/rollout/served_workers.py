@@ -19,13 +19,13 @@ import numpy as np
 
 from opd.errors import RolloutError
 from opd.foreign import shown
+from opd.loop_thread import LoopThread
 from opd.models.causal_lm import weights_digest
 from opd.rollout.served_messages import MessageReader
 from opd.rollout.weight_proof import Proof, check_config, check_form
 from opd.rollout.weight_sync import WeightFolder, Weights
 from opd.served.http_client import SERVERS, PoolOptions, RefusedError, Server, UnavailableError, advice
 from opd.served.http_pool import HTTPPool
-from opd.served.loop_thread import LoopThread
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -19,8 +19,8 @@ from typing import Any, TypeVar
 from opd.config.base import is_url
 from opd.errors import OpdError
 from opd.foreign import shown
+from opd.loop_thread import LoopThread
 from opd.served.http_client import HTTPClient, PoolOptions, RefusedError, Server, UnavailableError, advice
-from opd.served.loop_thread import LoopThread
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -182,8 +182,8 @@ def check_workers(recipe: Recipe) -> list[Finding]:
 
 def _check_workers(recipe: Recipe, config: ServedEngineConfig) -> list[Finding]:
     """Each worker: is it there, and does it serve a model of the student's form?"""
+    from opd.loop_thread import LoopThread
     from opd.served.http_pool import HTTPPool
-    from opd.served.loop_thread import LoopThread
     from opd.teachers.served_teacher import pool_options
 
     form = _form(recipe)

@@ -31,13 +31,14 @@ from opd.rollout.collect import (
     EncodedPrompt,
     Generates,
     Way,
-    begins,
-    beside,
     collect,
     in_step,
+    is_played,
+    start_episodes,
     stream,
     write,
 )
+from opd.rollout.requests import RequestWriter
 from opd.rollout.rewards import RewardRunner
 from opd.rollout.streams import More, noting, several
 from opd.storage.sample_lot import FIELDS
@@ -133,7 +134,7 @@ class DiskHome(SampleHome):
                 way = student.ways[prompt.domain]
                 if way.generate is collect:
                     streamed.append(prompt)
-                elif not begins(way):
+                elif not is_played(way):
                     own.append(prompt)
                 elif self._is_missing(prompt, size, index):
                     episodes.setdefault(way, []).append(prompt)
@@ -189,12 +190,13 @@ class DiskHome(SampleHome):
         index: int,
     ) -> None:
         """Single answers and episodes, whose groups come whole, side by side."""
-        with beside(engine, episodes, size, self._student.seed) as (together, writings):
-            self._stream(together, streamed, size, index)
-            together.finish()
-            for prompts, writing in zip(episodes.values(), writings, strict=True):
-                self._put_groups(prompts, writing.groups(), index)
-        self._forget(together.asked)
+        with RequestWriter(engine) as writer:
+            plays = start_episodes(writer, episodes, size, self._student.seed)
+            self._stream(writer, streamed, size, index)
+            writer.finish()
+            for prompts, play in zip(episodes.values(), plays, strict=True):
+                self._put_groups(prompts, play.result(), index)
+        self._forget(writer.asked)
 
     def _is_missing(self, prompt: EncodedPrompt, size: int, index: int) -> bool:
         return len(self._files.group(prompt.uid, self._asked(prompt), index)) < size

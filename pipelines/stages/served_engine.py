@@ -17,6 +17,7 @@ from opd.config.servers import Argument
 from opd.config.teachers import ServedEngineConfig, ServedTeacherConfig, SGLangEngineConfig
 from opd.config.train import LoRAConfig
 from opd.errors import ConfigError, RolloutError
+from opd.loop_thread import LoopThread
 from opd.models.adapters import target_layers
 from opd.models.architecture import empty_model
 from opd.models.hf_folder import read_config, read_object
@@ -42,7 +43,6 @@ from opd.rollout.served_workers import RETRY, FolderPush, Push
 from opd.rollout.weight_sync import WeightFolder
 from opd.served.http_client import PoolOptions, RefusedError, UnavailableError
 from opd.served.http_pool import HTTPPool, check_distinct
-from opd.served.loop_thread import LoopThread
 from opd.teachers.served_teacher import pool_options
 
 _log = logging.getLogger(__name__)

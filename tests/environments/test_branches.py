@@ -31,6 +31,8 @@ def test_every_branch_is_a_sample_and_every_token_counts_once():
     for group in groups:
         assert len(group.samples) == 2
         assert len({one.uid for one in group.everything}) == 8
+        owners = [one.branch_of for one in group.branches]
+        assert owners == [sample.uid for sample in group.samples for _ in range(3)]  # whoever ended first
         for sample in group.samples:
             own = [one for one in group.everything if one.episode == sample.uid]
             assert own[0] is sample

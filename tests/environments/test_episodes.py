@@ -207,6 +207,7 @@ def test_an_environment_that_fails_is_brought_back_to_where_it_was():
         ("worlds:Answers", {"what": "object"}, "messages are objects of JSON"),
         ("worlds:Fickle", {}, r"answered otherwise.*task.seed"),
         ("worlds:Exits", {}, "SystemExit"),
+        ("worlds:Exits", {"turn": 1}, "step 2.*SystemExit: 3"),
     ],
 )
 def test_what_is_wrong_with_an_environment_is_one_sentence(kind, params, said):

@@ -352,7 +352,7 @@ def refusals():
     from opd.environments.branches import Branches
     from opd.types import Sample
 
-    def never(session, turns):
+    def never(session, turn, told):
         raise AssertionError("this is to be refused")
 
     tok = chatting.tokenizer()

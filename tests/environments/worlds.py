@@ -154,10 +154,21 @@ class Fickle(Sum):
 
 
 class Exits(Sum):
-    """Ends the process, were it its own."""
+    """Ends the process, were it its own; a loop, if `turn` of its `async` method is reached."""
+
+    def __init__(self, turn: int | None = None) -> None:
+        super().__init__()
+        self.turn = turn
+
+    async def step(self, action: Action) -> Step:
+        if action.turn == self.turn:
+            raise SystemExit(3)
+        return await super().step(action)
 
     def reset(self, task: Task) -> None:
-        raise SystemExit(3)
+        self.task = task
+        if self.turn is None:
+            raise SystemExit(3)
 
 
 class BadTools(Sum):

@@ -23,7 +23,7 @@ from opd.retry import Retry
 from opd.served import http_pool
 from opd.served.http_client import HTTPClient, Patience, PoolOptions, RefusedError, Server, UnavailableError
 from opd.served.http_pool import NEAR, HTTPPool, UrlsFile
-from opd.served.loop_thread import LoopThread
+from opd.loop_thread import LoopThread
 
 URLS = ["http://127.0.0.1:9", "http://127.0.0.1:10"]
 

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from opd.served.loop_thread import LoopThread
+from opd.loop_thread import LoopThread
 
 
 async def stubborn(seen: list[int], begun: threading.Event) -> None:

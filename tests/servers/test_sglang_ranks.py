@@ -21,7 +21,7 @@ from opd.pipelines.run import run_stage
 from opd.served import http_pool
 from opd.served.http_client import PoolOptions
 from opd.served.http_pool import HTTPPool, UrlsFile, check_distinct
-from opd.served.loop_thread import LoopThread
+from opd.loop_thread import LoopThread
 
 SECONDS = 300
 

@@ -35,7 +35,7 @@ from opd.rollout import weight_mirror
 from opd.rollout.preemption import Preemption
 from opd.served.http_client import RefusedError
 from opd.served.http_pool import HTTPPool
-from opd.served.loop_thread import LoopThread
+from opd.loop_thread import LoopThread
 from opd.served.plugin import opd_server_key
 from opd.teachers.served_teacher import pool_options
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -37,25 +38,32 @@ class LoopThread:
             future.cancel()
             raise
 
-    def close(self) -> None:
-        """Cancel what still runs and end the thread. A second call changes nothing."""
+    def call(self, function: Callable[..., Any], *given: Any) -> None:
+        """Have the loop call `function` soon; nothing once it is closed."""
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(function, *given)
+
+    def close(self, patience: float = 0.0) -> None:
+        """Cancel what still runs and end the thread. A second call changes nothing. What is cancelled has
+        `patience` seconds to clean up before it is cancelled again.
+        """
         if self._loop.is_closed():
             return
-        self.run(_cancel_others())
+        self.run(_cancel_others(patience))
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
 
 
-async def _cancel_others() -> None:
+async def _cancel_others(patience: float) -> None:
     others = asyncio.all_tasks() - {asyncio.current_task()}
-    for _ in range(CANCEL_ROUNDS):
+    for seconds in [max(patience, CANCEL_SECONDS), *[CANCEL_SECONDS] * (CANCEL_ROUNDS - 1)]:
         if not others:
             return
         for task in others:
             task.cancel()
         # Once is not enough: a cancellation that meets a time-out at the same moment is lost.
-        done, others = await asyncio.wait(others, timeout=CANCEL_SECONDS)
+        done, others = await asyncio.wait(others, timeout=seconds)
         for task in done:
             if not task.cancelled():
                 task.exception()

@@ -1,0 +1,240 @@
+"""One request, one coroutine: episodes await what an engine writes; single answers are written beside them.
+
+The caller's thread reads the engine. Each domain's episodes run in an event loop of their own, so that an
+environment that holds its loop up holds up neither the engine nor another domain.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from opd.errors import RolloutError
+from opd.loop_thread import LoopThread
+from opd.rollout.ledger import OtherRequestError
+from opd.rollout.streams import More
+from opd.storage.transcript import Tokens, Transcript
+from opd.types import Chunk, RolloutRequest, SampleGroup, SamplingParams, Status
+
+if TYPE_CHECKING:
+    from opd.rollout.collect import EncodedPrompt, Generates
+
+T = TypeVar("T")
+IDLE_SECONDS = 0.1
+"""How long a stream with nothing in flight waits for an environment before it looks up."""
+CLOSING_SECONDS = 10.0
+"""How long environments may take to close after an error or an interrupt."""
+ENDS = (Status.COMPLETED, Status.TRUNCATED)
+
+
+class EpisodeKind(Protocol):
+    """A `Generate` whose responses are coroutines."""
+
+    def play(
+        self,
+        writer: RequestWriter,
+        prompts: Sequence[EncodedPrompt],
+        group_size: int,
+        sampling: SamplingParams,
+        seed: int,
+    ) -> Coroutine[Any, Any, list[SampleGroup]]:
+        """Return `group_size` episodes of each prompt, in the order of the prompts."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A request, and who is told what is written to it. All three are called in the engine's thread."""
+
+    request: RolloutRequest
+    told: Callable[[Tokens, Status | None], None]
+    """All tokens so far, and how the request ended, if it did."""
+    live: Callable[[], bool]
+    """Whether `told` is called at each chunk, not only at the end."""
+    explain: Callable[[OtherRequestError], RolloutError]
+    """What to raise if the log holds the request otherwise."""
+
+
+class RequestWriter:
+    """Writes the requests of coroutines with one engine, beside what its caller asks for.
+
+    Args:
+        engine: What writes. Its chunks are read in the thread that calls `generate` or `finish`.
+    """
+
+    def __init__(self, engine: Generates) -> None:
+        self._engine = engine
+        self._news = threading.Event()
+        """Set when a request was asked for or a coroutine has ended."""
+        self._new: deque[_Asked] = deque()
+        """Asked for, by any thread, and not begun."""
+        self._open: dict[str, _Asked] = {}
+        """In flight, by uid."""
+        self._transcript = Transcript()
+        self._loops: list[LoopThread] = []
+        self._plays: list[Future[Any]] = []
+        """Coroutines that have not ended."""
+        self.asked: list[str] = []
+        """Uids of all requests of coroutines."""
+
+    def __enter__(self) -> RequestWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Cancel what has not ended. Environments have `CLOSING_SECONDS` to close."""
+        for loop in self._loops:
+            loop.close(CLOSING_SECONDS)
+
+    def start(self, play: Coroutine[Any, Any, T]) -> Future[T]:
+        """Run `play` in an event loop of its own, until the block ends."""
+        self._loops.append(LoopThread("environments"))
+        future = self._loops[-1].start(play)
+        self._plays.append(future)
+        future.add_done_callback(lambda _: self._news.set())
+        return future
+
+    async def write(self, request: RolloutRequest) -> tuple[Tokens, Status]:
+        """Return all tokens that are written to `request`, and whether it is complete or truncated."""
+        loop = asyncio.get_running_loop()
+        written: asyncio.Future[tuple[Tokens, Status | None]] = loop.create_future()
+
+        def told(tokens: Tokens, status: Status | None) -> None:
+            loop.call_soon_threadsafe(_resolve, written, (tokens, status))
+
+        self.ask(request, told)
+        tokens, status = await written
+        assert status is not None
+        return tokens, status
+
+    def ask(
+        self,
+        request: RolloutRequest,
+        told: Callable[[Tokens, Status | None], None],
+        live: Callable[[], bool] = lambda: False,
+        explain: Callable[[OtherRequestError], RolloutError] = lambda error: error,
+    ) -> None:
+        """Have `request` written, and call `told` when it has ended, or at each chunk while it is `live`. Any
+        thread may ask.
+        """
+        self._new.append(_Asked(request, told, live, explain))
+        self._news.set()
+
+    def generate(
+        self, requests: RolloutRequest | Sequence[RolloutRequest], more: More | None = None
+    ) -> Iterator[Chunk]:
+        """Stream what is written to `requests`, until they and all coroutines have ended. It takes no `more`:
+        who asks for one request after another is a coroutine.
+
+        Raises what the engine or a coroutine raises.
+        """
+        assert more is None
+        chunks = self._engine.generate(requests, self._more)
+        while True:
+            try:
+                chunk = next(chunks, None)
+            except OtherRequestError as error:
+                if (asked := self._open.get(error.uid)) is None:
+                    raise
+                raise asked.explain(error) from error
+            if chunk is None:
+                break
+            if (own := self._deal(chunk)) is not None:
+                yield own
+        if self._open:
+            raise RolloutError(
+                f"the engine ended without finishing request {min(self._open)}; restart with --resume."
+            )
+
+    def finish(self) -> None:
+        """Write until all coroutines have ended."""
+        if self._plays:
+            for _ in self.generate([]):
+                pass
+
+    def _more(self, idle: bool) -> Sequence[RolloutRequest] | None:
+        """See `opd.rollout.streams.More`."""
+        self._news.clear()
+        ended = self._end_plays()
+        asked = self._begin_new()
+        if idle and not ended and not asked:
+            self._news.wait(IDLE_SECONDS)
+            ended = self._end_plays()
+            asked = self._begin_new()
+        return None if ended and not asked else asked
+
+    def _end_plays(self) -> bool:
+        """Whether all coroutines have ended. Raises what one of them has raised."""
+        for play in [play for play in self._plays if play.done()]:
+            self._plays.remove(play)
+            play.result()
+        return not self._plays
+
+    def _begin_new(self) -> list[RolloutRequest]:
+        new: list[_Asked] = []
+        while self._new:
+            new.append(self._new.popleft())
+        self._open |= {asked.request.uid: asked for asked in new}
+        requests = [asked.request for asked in new]
+        self._transcript.begin({request.uid: Tokens.empty() for request in requests})
+        self.asked += [request.uid for request in requests]
+        return requests
+
+    def _deal(self, chunk: Chunk) -> Chunk | None:
+        """Tell who asked; returns what is the caller's, if there is any."""
+        uids = dict.fromkeys((*chunk.uids, *chunk.finished))
+        others = uids.keys() & self._open.keys()
+        own = None
+        if len(others) < len(uids):
+            own = chunk.without(others) if others else chunk
+            chunk = chunk.without(uids.keys() - others)
+        self._transcript.add(chunk)
+        for uid in uids:
+            if uid in others:
+                self._tell(uid, chunk.finished.get(uid))
+        self._transcript.end(chunk.finished)
+        return own
+
+    def _tell(self, uid: str, status: Status | None) -> None:
+        if status is not None and status not in ENDS:
+            raise RolloutError(f"request {uid} ended as {status}; restart with --resume.")
+        asked = self._open[uid] if status is None else self._open.pop(uid)
+        if status is not None or asked.live():
+            asked.told(self._transcript.tokens(uid), status)
+
+
+def _resolve(future: asyncio.Future[T], value: T) -> None:
+    if not future.done():  # who asked was cancelled
+        future.set_result(value)
+
+
+async def gather_all(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Return what `works` return. If one raises, cancel the others, let them clean up, and raise that."""
+    tasks = [asyncio.ensure_future(work) for work in works]
+    try:
+        return list(await asyncio.gather(*tasks))
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=CLOSING_SECONDS)
+        raise
+
+
+def write_alone(
+    kind: EpisodeKind,
+    engine: Generates,
+    prompts: Sequence[EncodedPrompt],
+    group_size: int,
+    sampling: SamplingParams,
+    seed: int,
+) -> list[SampleGroup]:
+    """Return `group_size` episodes of each prompt of one domain."""
+    with RequestWriter(engine) as writer:
+        play = writer.start(kind.play(writer, prompts, group_size, sampling, seed))
+        writer.finish()
+        return play.result()
