@@ -22,6 +22,7 @@ from opd.config import Recipe, TopKKL
 from opd.config.teachers import ServedTeacherConfig, ServerConfig, check_temperature
 from opd.errors import ConfigError, OpdError, TeacherError
 from opd.kernels.head import Head
+from opd.loop_thread import LoopThread
 from opd.models.causal_lm import torch_device, torch_dtype
 from opd.progress import doing
 from opd.served.http_client import (
@@ -34,7 +35,6 @@ from opd.served.http_client import (
     advice,
 )
 from opd.served.http_pool import HTTPPool, UrlsFile, check_distinct
-from opd.loop_thread import LoopThread
 from opd.served.scoring import Question
 from opd.storage.published import PublishedModel
 from opd.teachers.kinds import Placement, TeacherKind, TeacherOpening

@@ -15,7 +15,7 @@ from opd.config import Recipe
 from opd.models.causal_lm import CausalLM
 from opd.models.checkpoint import save_checkpoint
 from opd.models.tokenizers import character_tokenizer
-from opd.pipelines.commands.publish import publish_checkpoint
+from opd.pipelines.stages.publishing import publish_checkpoint
 from opd.progress import Progress
 from opd.storage.sample_store import SampleWriter, fields_of, record_of
 from opd.types import Sample, Status

@@ -22,10 +22,10 @@ import numpy as np
 
 from opd.config.environments import EnvironmentConfig
 from opd.environments.branches import Branches, BranchTurn
-from opd.environments.episodes import EPISODE, assemble, task_of
+from opd.environments.episodes import assemble, task_of
 from opd.environments.gateway import Gateway, Session, require_server
 from opd.environments.kinds import agent_function
-from opd.environments.protocol import Task
+from opd.environments.protocol import EPISODE, Task
 from opd.environments.world import (
     MOST_INFO,
     FailedError,

@@ -21,7 +21,7 @@ from opd.config.environments import EnvironmentConfig
 from opd.environments.conversation import Conversation, bounded, parse
 from opd.environments.kinds import environment_class, tools_of
 from opd.environments.processes import shared, world_command
-from opd.environments.protocol import Action, Observation, Task
+from opd.environments.protocol import EPISODE, Action, Observation, Task
 from opd.environments.world import World
 from opd.rollout.collect import EncodedPrompt, Generates
 from opd.rollout.requests import RequestWriter, gather_all, write_alone
@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 
     from opd.environments.trajectory import TrajectoryLog
 
-EPISODE = "episode"
-"""Key of a sample's metadata: what is known of its episode."""
 Ended = Literal["done", "turns", "tokens"]
 """Why an episode is over: its environment says so, or `max_turns` or `rollout.max_new_tokens` are reached."""
 
@@ -92,17 +90,6 @@ class Episode:
             "success": self.success,
         }
         return sample
-
-
-def succeeded(sample: Sample, above: float) -> bool:
-    """Whether a scored response counts as right: an episode by its environment's rule, any other if its
-    reward is above `above`.
-    """
-    episode = sample.metadata.get(EPISODE) or {}
-    rule = episode.get("success", above)
-    if isinstance(rule, str):
-        return bool(episode["info"].get(rule.removeprefix("info.")))
-    return (sample.reward or 0.0) > rule
 
 
 def assemble(sample: Sample, opening: np.ndarray | None, parts: Sequence[tuple[Tokens, bool]]) -> None:

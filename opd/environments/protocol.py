@@ -10,6 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
+from opd.types import Sample
+
+EPISODE = "episode"
+"""Key of a sample's metadata: what is known of its episode."""
 Message = dict[str, Any]
 """`{"role": ..., "content": ...}` and what else the chat template reads."""
 Observation = str | Sequence[Message] | None
@@ -92,3 +96,14 @@ class Environment(Protocol):
         (without asking the model again), and so does an episode whose environment failed.
         """
         ...
+
+
+def succeeded(sample: Sample, above: float) -> bool:
+    """Whether a scored response counts as right: an episode by its environment's rule, any other if its
+    reward is above `above`.
+    """
+    episode = sample.metadata.get(EPISODE) or {}
+    rule = episode.get("success", above)
+    if isinstance(rule, str):
+        return bool(episode["info"].get(rule.removeprefix("info.")))
+    return (sample.reward or 0.0) > rule

@@ -158,7 +158,7 @@ def by_kind(recipe: Recipe, type: str) -> Mode:
 @contextmanager
 def _published(source: str) -> Iterator[str]:
     """`source` published, for as long as the block runs if it was not."""
-    from opd.pipelines.commands.publish import publish_checkpoint
+    from opd.pipelines.stages.publishing import publish_checkpoint
     from opd.teachers.skeleton import is_published
 
     if is_published(source):

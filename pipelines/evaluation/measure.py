@@ -16,7 +16,7 @@ import numpy as np
 
 from opd.config import Recipe
 from opd.config.evaluation import SamplesConfig
-from opd.environments.episodes import EPISODE, succeeded
+from opd.environments.protocol import EPISODE, succeeded
 from opd.pipelines.evaluation.statistics import Count, over_prompts, wilson, worth
 from opd.pipelines.stages.domains import DomainSet
 from opd.pipelines.stages.student import Student, ways_of

@@ -9,11 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from opd.config import Recipe
 from opd.metrics import MemoryMeter, MetricsWriter, NoMetrics
-from opd.pipelines.launch.servers import Servers
 from opd.pipelines.records.cards import Cards
 from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.records.stage_names import model_stage
@@ -23,6 +22,9 @@ from opd.rollout.engine_pool import EnginePool
 from opd.rollout.preemption import Preemption
 from opd.storage.checkpoints import CheckpointStore
 from opd.train.offload import Shelf
+
+if TYPE_CHECKING:
+    from opd.pipelines.launch.servers import Servers
 
 
 class Helpers(Protocol):

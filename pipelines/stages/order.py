@@ -18,10 +18,10 @@ from opd.pipelines.stages.context import StageContext, baseline_methods
 from opd.pipelines.stages.distill import distill
 from opd.pipelines.stages.grpo import train_grpo
 from opd.pipelines.stages.loop import Extent
+from opd.pipelines.stages.publishing import whole_model
 from opd.pipelines.stages.sft import fine_tune
 from opd.pipelines.stages.student import tokenizer_of
 from opd.pipelines.stages.supervised import all_weights, distill_off_policy, new_base, warm_up
-from opd.pipelines.stages.teachers import whole_model
 from opd.pipelines.stages.weight_baselines import merge_weights
 from opd.progress import clock
 

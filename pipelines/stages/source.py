@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 from opd.pipelines.stages.context import StageContext
 from opd.pipelines.stages.samples import SampleHome, StepSamples
-from opd.pipelines.stages.samples_on_disk import DiskHome
 from opd.pipelines.stages.stage_rollout import StageRollout
 from opd.pipelines.stages.student import Student
 from opd.rollout.ahead import RolloutAhead
@@ -281,6 +280,8 @@ def open_source(context: StageContext, student: Student, asked: StageRequest, st
     log = student.open_rollouts(context, stack)
     home = SampleHome(student)
     if context.recipe.storage.trajectories == "disk" and not asked.together:
+        from opd.pipelines.stages.samples_on_disk import DiskHome
+
         home = stack.enter_context(DiskHome.of_stage(context, student, asked.route))
     if config.schedule == "in_turn":
         return InTurn(student, log, home, asked)

@@ -40,7 +40,6 @@ from opd.rollout.collect import (
 from opd.rollout.engine_pool import EnginePool
 from opd.rollout.fault_tolerant import FaultTolerantRollout
 from opd.rollout.ledger import StopStrings
-from opd.rollout.served_engine import ServedEngine
 from opd.rollout.sharded import Sharing
 from opd.rollout.torch_engine import TorchEngine
 from opd.rollout.weight_sync import sync_weights
@@ -82,6 +81,15 @@ def load_model(
     model.vocabulary = min(id_count(tokenizer), model.vocab_size)
     model.module.generation_config = generation_of(tokenizer, sampling_params(recipe, tokenizer))
     return model
+
+
+def _take_adapters(writers: EnginePool | None) -> bool:
+    """Whether served engines are sent adapters alone."""
+    if writers is None:
+        return False
+    from opd.rollout.served_engine import ServedEngine
+
+    return any(isinstance(engine, ServedEngine) and engine.adapters for engine in writers.engines)
 
 
 def load_trained(recipe: Recipe, path: Path, dtype: str | None = None, *, empty: bool = False) -> CausalLM:
@@ -309,8 +317,7 @@ class Student:
         adapters = recipe.model.lora is not None
         shared = False
         writers = None if helpers is None else helpers.writers(path, adapters)
-        served = [engine for engine in writers.engines if isinstance(engine, ServedEngine)] if writers else []
-        plain = recipe.rollout.engine.type != "torch" and not any(engine.adapters for engine in served)
+        plain = recipe.rollout.engine.type != "torch" and not _take_adapters(writers)
         if writers is None and cuts_engines(recipe, path, ranks):
             engine, shared = _on_shares(recipe, path, backend, ranks)
             writers, plain = EnginePool([engine]), not shared

@@ -17,28 +17,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
-from transformers import PreTrainedTokenizerBase
 
 from opd.config import Recipe, SampledTokenK1, SampledTokenK2
 from opd.config.rl import CorrectionConfig, DistillLoss
 from opd.config.teachers import Reads, ServedTeacherConfig
 from opd.models.adapters import has_adapter, read_adapter
-from opd.models.causal_lm import CausalLM, torch_device
-from opd.models.checkpoint import save_checkpoint
-from opd.models.hf_folder import adapter_base, made_once
-from opd.models.tokenizers import load_tokenizer
-from opd.pipelines.commands.publish import publish_checkpoint
-from opd.pipelines.records.inputs import model_digests
+from opd.models.causal_lm import torch_device
 from opd.pipelines.stages.context import StageContext
 from opd.pipelines.stages.loop import StepContext, Update
 from opd.pipelines.stages.policy_stream import Against, PolicyStream, PolicyTokens
-from opd.pipelines.stages.precision import checkpoint_dtype, model_dtype
+from opd.pipelines.stages.precision import model_dtype
+from opd.pipelines.stages.publishing import publish_checkpoint, whole_model
 from opd.pipelines.stages.samples import StepSamples, Terms
 from opd.pipelines.stages.source import StageRequest
 from opd.progress import doing
 from opd.protocols import Teacher
 from opd.rollout.streams import More, several
-from opd.storage.files import digest_of, open_plain
+from opd.storage.files import open_plain
 from opd.storage.node_cache import NodeCache
 from opd.storage.shard_cache import ShardCache
 from opd.storage.transcript import Tokens, Transcript
@@ -428,23 +423,6 @@ class ScoreAhead:
 
 SHARED_BASE = "adapted-base"
 """Where, below the root of published teachers, the bases lie that adapters belong to."""
-
-
-def whole_model(source: Path, out: Path, tokenizer: PreTrainedTokenizerBase | None = None) -> Path:
-    """`source`, or for an adapter of peft's the model it makes of its base, written to `out`.
-
-    What was written there of the same adapter and base is kept, unless a byte of it has changed.
-    """
-    base = adapter_base(source)
-    if base is None:
-        return source
-
-    def write() -> None:
-        model = CausalLM.from_pretrained(source, dtype=checkpoint_dtype(base))
-        card = {"base": str(base), "adapter": str(source)}
-        save_checkpoint(model, tokenizer or load_tokenizer(source), out, card)
-
-    return made_once(out, digest_of(model_digests(source)), write)
 
 
 def published_with_base(context: StageContext, name: str) -> str | None:

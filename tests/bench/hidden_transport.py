@@ -25,7 +25,7 @@ from real_servers import SGLangServer
 from served_models import recipe_tokenizer, write_model
 
 from opd.config.teachers import SGLangTeacherConfig
-from opd.pipelines.commands.publish import publish_checkpoint
+from opd.pipelines.stages.publishing import publish_checkpoint
 from opd.served import hidden_segments
 from opd.teachers.kinds import Placement
 from opd.teachers.served_teacher import SignalNeeds

@@ -23,9 +23,9 @@ from recipes import tiny_recipe
 from served_models import write_model
 
 from opd.metrics import read_metrics
-from opd.pipelines.commands.publish import publish_checkpoint
 from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.run import run_stage
+from opd.pipelines.stages.publishing import publish_checkpoint
 
 STEPS = 5
 PROMPTS = 4

@@ -34,9 +34,9 @@ from opd.metrics import read_metrics
 from opd.models.causal_lm import CausalLM
 from opd.pipelines.check.cluster import SimulatedCluster
 from opd.pipelines.check.simulate import simulate
-from opd.pipelines.commands.publish import publish_checkpoint
 from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.run import run_stage
+from opd.pipelines.stages.publishing import publish_checkpoint
 
 PHASES = ("rollout", "score", "train")
 SIGMA = math.sqrt(math.log(2))

@@ -31,7 +31,7 @@ from fault_proxy import FaultProxy, fault_proxy
 from seaweedfs import BUCKET, aws_environment, seaweedfs
 
 from opd.models.checkpoint import save_checkpoint
-from opd.pipelines.commands.publish import publish_checkpoint
+from opd.pipelines.stages.publishing import publish_checkpoint
 from opd.storage.published import PublishedModel
 from opd.teachers.kinds import Placement
 from opd.teachers.layer_stream import LayerStream

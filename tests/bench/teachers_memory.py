@@ -46,7 +46,7 @@ def write_inputs(folder: Path, options: argparse.Namespace) -> None:
     for number in range(max(options.teachers)):
         against_trl.write_inputs(case, folder / f"t{number}", (0, number + 1), 400)
         if options.ranks > 1 and "streamed" in options.placements:
-            from opd.pipelines.commands.publish import publish_checkpoint
+            from opd.pipelines.stages.publishing import publish_checkpoint
 
             publish_checkpoint(folder / f"t{number}" / "teacher", str(folder / "store" / f"t{number}"))
 

@@ -32,8 +32,8 @@ from opd.pipelines.check.plan import PlanOptions, print_plan
 from opd.pipelines.check.resources import answers_asked, check_asked, check_resources, disk_left
 from opd.pipelines.check.shapes import ModelShape, shape_of
 from opd.pipelines.cli import main
-from opd.pipelines.commands.publish import publish_checkpoint
 from opd.pipelines.records.run_folder import RunFolder
+from opd.pipelines.stages.publishing import publish_checkpoint
 from opd.rollout.torch_engine import TorchEngine
 from opd.teachers.local_teacher import LocalTeacher
 from opd.types import RolloutRequest, Sample, SamplingParams

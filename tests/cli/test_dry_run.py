@@ -16,7 +16,7 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 from opd.pipelines.cli import main
-from opd.pipelines.commands.publish import publish_checkpoint
+from opd.pipelines.stages.publishing import publish_checkpoint
 
 SERVED = {
     "servers": {"student": {"type": "sglang", "command": [sys.executable, "-m", "sglang.launch_server"]}},

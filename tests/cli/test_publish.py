@@ -10,7 +10,7 @@ import torch
 from opd.models.checkpoint import save_checkpoint
 from opd.models.tokenizers import fingerprint
 from opd.pipelines.cli import main
-from opd.pipelines.commands.publish import publish_checkpoint
+from opd.pipelines.stages.publishing import publish_checkpoint
 from opd.storage.published import PublishedModel
 
 GRANITE = {"model_type": "granite", "logits_scaling": 4.0, "tie_word_embeddings": True}

@@ -41,8 +41,8 @@ from kill_loop import fork, wait_for_death
 from two_samples import kolmogorov_smirnov, same_lengths, same_mean
 
 from opd.config.environments import EnvironmentConfig
-from opd.environments.episodes import EPISODE, Episodes
-from opd.environments.protocol import Action, Step, Task
+from opd.environments.episodes import Episodes
+from opd.environments.protocol import EPISODE, Action, Step, Task
 from opd.environments.tools import Tools
 from opd.environments.trajectory import Command, TrajectoryLog
 from opd.models.causal_lm import CausalLM

@@ -41,9 +41,9 @@ from real_servers import CPU_SERVER, install
 from opd.config.servers import ServerGroupConfig
 from opd.config.teachers import SGLangTeacherConfig
 from opd.errors import OpdError
-from opd.pipelines.commands.publish import publish_checkpoint
 from opd.pipelines.launch.servers import StartedGroup
 from opd.pipelines.launch.started_server import StartedServer
+from opd.pipelines.stages.publishing import publish_checkpoint
 from opd.teachers.kinds import Placement
 from opd.teachers.local_teacher import LocalTeacher
 from opd.teachers.served_teacher import SignalNeeds

@@ -14,7 +14,7 @@ from test_episodes import KilledError, Recorded, digits_engine, prompts, samplin
 
 from opd.config.environments import EnvironmentConfig
 from opd.environments.agents import Agents
-from opd.environments.episodes import EPISODE
+from opd.environments.protocol import EPISODE
 from opd.errors import RolloutError
 from opd.rollout.collect import EncodedPrompt
 from opd.rollout.fault_tolerant import FaultTolerantRollout

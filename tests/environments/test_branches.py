@@ -10,7 +10,7 @@ from memory_log import MemoryLog
 from test_agents import agent, check_exact, contents
 from test_episodes import KilledError, Recorded, digits_engine, prompts, sampling
 
-from opd.environments.episodes import EPISODE
+from opd.environments.protocol import EPISODE
 from opd.errors import RolloutError
 from opd.pipelines.stages.samples import rollout_metrics
 from opd.rollout.collect import EncodedPrompt, _check_groups, decode_groups, encode_groups

@@ -10,7 +10,7 @@ from test_agents import agent, chat_prompt, chat_sampling, check_exact
 from test_episodes import Recorded
 from test_gateway import chatted, events, once
 
-from opd.environments.episodes import EPISODE
+from opd.environments.protocol import EPISODE
 from opd.types import Chunk, Status
 
 CALL = 'I look. <tool_call>{"name": "weigh", "arguments": {"thing": "red key"}}</tool_call>'

@@ -14,7 +14,8 @@ from faulty_engines import FaultyEngine, raises_at
 from memory_log import MemoryLog
 
 from opd.config.environments import EnvironmentConfig
-from opd.environments.episodes import EPISODE, Episodes
+from opd.environments.episodes import Episodes
+from opd.environments.protocol import EPISODE
 from opd.errors import ConfigError, RolloutError
 from opd.retry import Retry
 from opd.rollout.collect import EncodedPrompt

@@ -12,8 +12,8 @@ from exact import check_exact
 from test_agents import chat_engine, chat_sampling
 
 from opd.config.environments import EnvironmentConfig
-from opd.environments.episodes import EPISODE, Episodes
-from opd.environments.protocol import Action, Step, ToolCall
+from opd.environments.episodes import Episodes
+from opd.environments.protocol import EPISODE, Action, Step, ToolCall
 from opd.environments.tools import Tools
 from opd.environments.trajectory import TrajectoryLog
 from opd.rollout.collect import EncodedPrompt

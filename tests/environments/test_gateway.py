@@ -19,7 +19,7 @@ from test_episodes import Recorded, digits_engine, prompts, sampling
 import opd.environments.gateway as gateway
 from opd.environments.asked import MOST_BODY, RefusedRequestError, read_asked
 from opd.environments.branches import longest_token
-from opd.environments.episodes import EPISODE
+from opd.environments.protocol import EPISODE
 from opd.errors import RolloutError
 from opd.types import SamplingParams, Status
 

@@ -14,9 +14,8 @@ from test_agents import chat_engine, chat_prompt, chat_sampling
 from test_episodes import episodes
 
 from opd.config.environments import EnvironmentConfig
-from opd.environments.episodes import EPISODE
 from opd.environments.openenv import MOST_MESSAGE, OpenEnv
-from opd.environments.protocol import Action, Task
+from opd.environments.protocol import EPISODE, Action, Task
 from opd.environments.world import World
 from opd.errors import ConfigError, RolloutError
 

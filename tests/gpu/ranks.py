@@ -26,7 +26,7 @@ from opd.kernels.head import Head
 from opd.kernels.vocab_parallel import HeadShard
 from opd.models.checkpoint import save_checkpoint
 from opd.models.tokenizers import character_tokenizer
-from opd.pipelines.commands.publish import publish_checkpoint
+from opd.pipelines.stages.publishing import publish_checkpoint
 from opd.ranks import Ranks, joined
 from opd.rollout.torch_engine import TorchEngine
 from opd.rollout.weight_sync import sync_weights

@@ -19,7 +19,7 @@ import torch
 
 from opd.models.checkpoint import save_checkpoint
 from opd.models.tokenizers import character_tokenizer
-from opd.pipelines.commands.publish import publish_checkpoint
+from opd.pipelines.stages.publishing import publish_checkpoint
 from opd.teachers.kinds import Placement
 from opd.teachers.layer_stream import LayerStream
 from opd.teachers.local_teacher import LocalTeacher

@@ -45,7 +45,7 @@ from opd.models.adapters import AdaptedLM
 from opd.models.causal_lm import CausalLM
 from opd.models.checkpoint import save_checkpoint
 from opd.pipelines.cli import main
-from opd.pipelines.commands.publish import publish_checkpoint
+from opd.pipelines.stages.publishing import publish_checkpoint
 from opd.rollout.torch_engine import TorchEngine
 from opd.teachers.kinds import Placement
 from opd.teachers.local_teacher import LocalTeacher

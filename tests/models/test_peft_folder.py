@@ -20,11 +20,11 @@ from opd.models.hf_weights import check_weights
 from opd.models.tokenizers import load_tokenizer
 from opd.pipelines.check.examine import examine
 from opd.pipelines.cli import main
-from opd.pipelines.commands.publish import publish_checkpoint
 from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.run import run_stage
 from opd.pipelines.stages.context import StageContext
-from opd.pipelines.stages.teachers import published_teacher, streamed_source, whole_model
+from opd.pipelines.stages.publishing import publish_checkpoint, whole_model
+from opd.pipelines.stages.teachers import published_teacher, streamed_source
 from opd.storage.published import PublishedModel
 from opd.teachers.local_teacher import LocalTeacher
 from opd.teachers.published_adapter import is_adapter, publish_adapter

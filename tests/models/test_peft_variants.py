@@ -18,7 +18,7 @@ from opd.errors import CheckpointError
 from opd.models.causal_lm import CausalLM
 from opd.models.checkpoint import save_checkpoint
 from opd.models.hf_weights import check_weights
-from opd.pipelines.commands.publish import publish_checkpoint
+from opd.pipelines.stages.publishing import publish_checkpoint
 
 peft = pytest.importorskip("peft")
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")

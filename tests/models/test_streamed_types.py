@@ -13,7 +13,7 @@ from opd.errors import OpdError
 from opd.models.causal_lm import CausalLM
 from opd.pipelines.check.models import Models, check_models
 from opd.pipelines.cli import main
-from opd.pipelines.commands.publish import publish_checkpoint
+from opd.pipelines.stages.publishing import publish_checkpoint
 from opd.teachers.kinds import Placement
 from opd.teachers.streamed_teacher import streamed_teachers
 from opd.teachers.unpublished import UnpublishedWeights, stream_fault

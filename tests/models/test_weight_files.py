@@ -19,8 +19,8 @@ from opd.models.hf_weights import check_weights
 from opd.models.sharded import open_empty
 from opd.models.tokenizers import character_tokenizer
 from opd.pipelines.check.examine import examine
-from opd.pipelines.commands.publish import publish_checkpoint
 from opd.pipelines.commands.sample import model_folder
+from opd.pipelines.stages.publishing import publish_checkpoint
 from opd.storage.weight_folder import check_numbers, read_headers
 from opd.teachers.unpublished import UnpublishedWeights
 

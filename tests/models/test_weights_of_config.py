@@ -13,7 +13,7 @@ from opd.errors import CheckpointError, ModelError
 from opd.models.causal_lm import CausalLM
 from opd.models.checkpoint import save_checkpoint
 from opd.models.hf_weights import check_weights
-from opd.pipelines.commands.publish import publish_checkpoint
+from opd.pipelines.stages.publishing import publish_checkpoint
 
 
 @pytest.fixture(scope="module")

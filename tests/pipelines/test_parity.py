@@ -30,7 +30,7 @@ from opd.pipelines.check.parity import (
     problem_of,
 )
 from opd.pipelines.cli import main
-from opd.pipelines.commands.publish import publish_checkpoint
+from opd.pipelines.stages.publishing import publish_checkpoint
 from opd.types import Sample
 
 TOKENS = len(tiny.tokenizer())

@@ -11,9 +11,9 @@ from safetensors.torch import load_file
 from shared_runs import SPECIALISTS, go_on
 
 from opd.config import Recipe
-from opd.pipelines.commands.publish import publish_checkpoint
 from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.run import run_pipeline, run_stage
+from opd.pipelines.stages.publishing import publish_checkpoint
 from opd.teachers.schedule import TeacherSchedule
 
 FEW = {"steps": 3, "prompts_per_domain": 4, "checkpoint_every": 2}

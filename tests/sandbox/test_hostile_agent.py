@@ -14,7 +14,8 @@ from exact import Recorded, check_exact
 from scripted import Scripted
 
 from opd.config.environments import EnvironmentConfig
-from opd.environments.episodes import EPISODE, Episodes
+from opd.environments.episodes import Episodes
+from opd.environments.protocol import EPISODE
 from opd.environments.trajectory import TrajectoryLog, read_trajectories
 from opd.rollout.collect import EncodedPrompt
 from opd.types import SamplingParams, Status

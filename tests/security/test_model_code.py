@@ -18,7 +18,7 @@ from opd.models.checkpoint import save_checkpoint
 from opd.models.hf_folder import read_config
 from opd.models.tokenizers import load_tokenizer
 from opd.pipelines.check.examine import examine
-from opd.pipelines.commands.publish import publish_checkpoint
+from opd.pipelines.stages.publishing import publish_checkpoint
 from opd.teachers.local_teacher import LocalTeacher
 from opd.teachers.skeleton import Skeleton
 

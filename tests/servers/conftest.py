@@ -16,7 +16,7 @@ from real_servers import SGLangServer, VLLMServer, installing, require_sglang, r
 from seaweedfs import BUCKET, S3Server, aws_environment, seaweedfs, weed
 from served_models import MODEL, PADDED, write_model, write_served_models, write_vllm_models
 
-from opd.pipelines.commands.publish import publish_checkpoint
+from opd.pipelines.stages.publishing import publish_checkpoint
 
 __all__ = ["hub", "hub_model"]
 CHUNK: dict[str, Any] = {"chunked-prefill-size": 16}

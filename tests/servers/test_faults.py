@@ -20,7 +20,7 @@ from served_models import PADDED, recipe_tokenizer, write_model
 
 from opd.config.teachers import SGLangTeacherConfig
 from opd.errors import TeacherError
-from opd.pipelines.commands.publish import publish_checkpoint
+from opd.pipelines.stages.publishing import publish_checkpoint
 from opd.teachers.kinds import Placement
 from opd.teachers.local_teacher import LocalTeacher
 from opd.teachers.served_teacher import SignalNeeds

@@ -20,7 +20,7 @@ from served_models import recipe_tokenizer
 from opd.config.teachers import SGLangTeacherConfig
 from opd.errors import TeacherError
 from opd.pipelines.check.servers import check_kinds
-from opd.pipelines.commands.publish import publish_checkpoint
+from opd.pipelines.stages.publishing import publish_checkpoint
 from opd.retry import Retry
 from opd.served import hidden_segments
 from opd.served.hidden_segments import HiddenSegment, plugin_of

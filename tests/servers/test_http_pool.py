@@ -17,13 +17,13 @@ from reward_server import reward_server
 from opd.config.servers import ServerGroupConfig
 from opd.config.teachers import SGLangTeacherConfig
 from opd.errors import RolloutError
+from opd.loop_thread import LoopThread
 from opd.pipelines.launch import started_server
 from opd.pipelines.launch.servers import StartedGroup
 from opd.retry import Retry
 from opd.served import http_pool
 from opd.served.http_client import HTTPClient, Patience, PoolOptions, RefusedError, Server, UnavailableError
 from opd.served.http_pool import NEAR, HTTPPool, UrlsFile
-from opd.loop_thread import LoopThread
 
 URLS = ["http://127.0.0.1:9", "http://127.0.0.1:10"]
 

@@ -14,7 +14,7 @@ from seaweedfs import aws_environment
 
 from opd.errors import StorageError
 from opd.models.checkpoint import save_checkpoint
-from opd.pipelines.commands.publish import publish_checkpoint
+from opd.pipelines.stages.publishing import publish_checkpoint
 from opd.retry import Retry
 from opd.storage.object_store import StoreOptions
 from opd.storage.published import PublishedModel

@@ -13,9 +13,9 @@ from recipes import tiny_recipe, write_recipe
 from safetensors.torch import load_file
 from seaweedfs import aws_environment
 
-from opd.pipelines.commands.publish import publish_checkpoint
 from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.run import run_stage
+from opd.pipelines.stages.publishing import publish_checkpoint
 from opd.pipelines.stages.supervised import new_base
 from opd.storage.published import PublishedModel
 

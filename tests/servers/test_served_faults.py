@@ -14,8 +14,8 @@ import pytest
 from served_loop import CHEAP, Rounds, Target, zeroed
 from served_models import recipe_tokenizer
 
-from opd.pipelines.commands.publish import publish_checkpoint
 from opd.pipelines.launch import started_server
+from opd.pipelines.stages.publishing import publish_checkpoint
 
 LOOP = Path(__file__).resolve().parents[1] / "crash" / "served_loop.py"
 

@@ -14,6 +14,7 @@ from recipes import tiny_recipe, write_recipe
 from safetensors.torch import load_file
 
 from opd.errors import ConfigError, RolloutError, TeacherError
+from opd.loop_thread import LoopThread
 from opd.metrics import read_metrics
 from opd.pipelines.launch.local import check_ranks
 from opd.pipelines.records.run_folder import RunFolder
@@ -21,7 +22,6 @@ from opd.pipelines.run import run_stage
 from opd.served import http_pool
 from opd.served.http_client import PoolOptions
 from opd.served.http_pool import HTTPPool, UrlsFile, check_distinct
-from opd.loop_thread import LoopThread
 
 SECONDS = 300
 

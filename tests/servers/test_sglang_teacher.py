@@ -18,9 +18,9 @@ from opd.kernels.ops import linear_kl, linear_logprobs, linear_topk
 from opd.metrics import read_metrics
 from opd.models.causal_lm import CausalLM
 from opd.pipelines.check.servers import check_kinds
-from opd.pipelines.commands.publish import publish_checkpoint
 from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.run import run_pipeline, run_stage
+from opd.pipelines.stages.publishing import publish_checkpoint
 from opd.pipelines.stages.teachers import ScoreAhead
 from opd.rollout.collect import EncodedPrompt, collect
 from opd.rollout.torch_engine import TorchEngine

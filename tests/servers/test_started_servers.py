@@ -24,6 +24,7 @@ from opd.child import Child
 from opd.config.servers import ServerGroupConfig
 from opd.config.teachers import SGLangTeacherConfig, VLLMTeacherConfig
 from opd.errors import ConfigError, LaunchError, PreemptedError, TeacherError
+from opd.loop_thread import LoopThread
 from opd.pipelines.check.servers import check_servers
 from opd.pipelines.launch import server_key, started_server
 from opd.pipelines.launch import servers as module
@@ -35,7 +36,6 @@ from opd.rollout import weight_mirror
 from opd.rollout.preemption import Preemption
 from opd.served.http_client import RefusedError
 from opd.served.http_pool import HTTPPool
-from opd.loop_thread import LoopThread
 from opd.served.plugin import opd_server_key
 from opd.teachers.served_teacher import pool_options
 

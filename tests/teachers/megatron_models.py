@@ -9,7 +9,7 @@ import torch
 
 from opd.models.causal_lm import CausalLM
 from opd.models.checkpoint import save_checkpoint
-from opd.pipelines.commands.publish import publish_checkpoint
+from opd.pipelines.stages.publishing import publish_checkpoint
 from opd.train.packing import pack_tokens
 
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}

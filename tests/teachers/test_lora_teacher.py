@@ -18,7 +18,7 @@ from opd.errors import CheckpointError, StorageError, TeacherError
 from opd.models.adapters import FOLDER, AdaptedLM, save_adapted
 from opd.models.causal_lm import CausalLM
 from opd.models.checkpoint import save_checkpoint
-from opd.pipelines.commands.publish import publish_checkpoint
+from opd.pipelines.stages.publishing import publish_checkpoint
 from opd.teachers.kinds import Placement
 from opd.teachers.local_teacher import LocalTeacher
 from opd.teachers.published_adapter import PublishedAdapter, is_adapter, publish_adapter

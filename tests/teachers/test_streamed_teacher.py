@@ -50,7 +50,7 @@ def test_every_family_streams_to_the_same_bits(published_family, dtype, monkeypa
 def pair(tmp_path_factory):
     """(loaded teacher, published folder) of a three-layer Llama in float32."""
     from opd.models.checkpoint import save_checkpoint
-    from opd.pipelines.commands.publish import publish_checkpoint
+    from opd.pipelines.stages.publishing import publish_checkpoint
 
     folder = tmp_path_factory.mktemp("pair")
     checkpoint = save_checkpoint(tiny.model(num_hidden_layers=3), tiny.tokenizer(), folder / "c", {})

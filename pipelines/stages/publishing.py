@@ -1,0 +1,109 @@
+"""Publish a Hugging Face folder, or an adapter with its base, so that ranks can stream it from a store."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from opd.errors import CheckpointError, ModelError, OpdError
+from opd.models.architecture import head_form
+from opd.models.causal_lm import CausalLM
+from opd.models.checkpoint import save_checkpoint
+from opd.models.hf_folder import adapter_base, check_folder, made_once, read_config
+from opd.models.hf_weights import check_weights, quiet
+from opd.models.tokenizers import fingerprint, has_tokenizer, load_tokenizer, rows_fault
+from opd.pipelines.records.inputs import model_digests
+from opd.pipelines.stages.precision import checkpoint_dtype
+from opd.progress import doing
+from opd.storage.files import digest_of
+from opd.storage.object_store import ObjectStore, StoreOptions
+from opd.storage.publish import ModelForm, Published, publish
+from opd.teachers.unpublished import folder_units, stream_fault
+
+
+def whole_model(source: Path, out: Path, tokenizer: PreTrainedTokenizerBase | None = None) -> Path:
+    """`source`, or for an adapter of peft's the model it makes of its base, written to `out`.
+
+    What was written there of the same adapter and base is kept, unless a byte of it has changed.
+    """
+    base = adapter_base(source)
+    if base is None:
+        return source
+
+    def write() -> None:
+        model = CausalLM.from_pretrained(source, dtype=checkpoint_dtype(base))
+        card = {"base": str(base), "adapter": str(source)}
+        save_checkpoint(model, tokenizer or load_tokenizer(source), out, card)
+
+    return made_once(out, digest_of(model_digests(source)), write)
+
+
+def model_form(checkpoint: Path) -> ModelForm:
+    """Head and tokenizer of a checkpoint, from its small files alone.
+
+    Raises `CheckpointError` or `ModelError` if the configuration or the tokenizer cannot be read, or if there
+    are more tokens than rows. A folder without any tokenizer file has no fingerprint.
+    """
+    with quiet():
+        config = read_config(checkpoint).get_text_config()
+        tokenizer = load_tokenizer(checkpoint) if has_tokenizer(checkpoint) else None
+    fault = rows_fault(config, tokenizer) if tokenizer is not None else None
+    if fault is not None:
+        raise CheckpointError(f"{checkpoint}: {fault}; put the tokenizer there that it was trained with.")
+    scale, softcap = head_form(config)
+    layers = getattr(config, "num_hidden_layers", None)
+    if not isinstance(layers, int):
+        raise ModelError(f"{checkpoint} says no num_hidden_layers, without which no layer of it can be read.")
+    return ModelForm(
+        scale=scale,
+        softcap=softcap,
+        tied=bool(getattr(config, "tie_word_embeddings", False)),
+        layers=layers,
+        fingerprint=asdict(fingerprint(tokenizer)) if tokenizer is not None else None,
+    )
+
+
+def publish_checkpoint(
+    checkpoint: str | Path, url: str | Path, *, shards: int = 1, options: StoreOptions | None = None
+) -> Published:
+    """Publish the Hugging Face folder `checkpoint`, or the model that an adapter there makes of its base,
+    below `url` for `shards` ranks.
+
+    A model that cannot be streamed is published if its tensors are those of a decoder: servers can have it
+    as a teacher. Raises `CheckpointError`, `ModelError`, `StorageError` or `TeacherError`, one sentence each.
+    """
+    with whole_folder(Path(checkpoint)) as folder:
+        form, _ = checked_form(folder)
+        with ObjectStore.open(url, options=options) as store:
+            return publish(folder, store, shards=shards, form=form)
+
+
+@contextmanager
+def whole_folder(folder: Path) -> Iterator[Path]:
+    """`folder`, or for an adapter a temporary one with its base and the adapter merged."""
+    check_folder(folder)
+    if adapter_base(folder) is None:
+        yield folder
+        return
+    with tempfile.TemporaryDirectory(prefix="opd-merged-") as room:
+        with doing(f"merging {folder} with its base"):
+            merged = whole_model(folder, Path(room) / "model")
+        yield merged
+
+
+def checked_form(folder: Path) -> tuple[ModelForm, OpdError | None]:
+    """The form of a folder that can be published, and why what is published cannot be streamed, if so."""
+    check_folder(folder)
+    fault = stream_fault(folder)
+    try:
+        check_weights(folder)
+        form = model_form(folder)
+    except (CheckpointError, ModelError) as error:
+        raise fault if isinstance(fault, ModelError) else error from None
+    folder_units(folder, form)
+    return form, fault
