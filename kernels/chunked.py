@@ -18,8 +18,10 @@ from torch import Tensor
 
 from opd.kernels.divergences import (
     ALL_COLUMNS,
+    TOKEN_ROWS,
     Columns,
     RowKernel,
+    TokenRows,
     divergence_,
     first_halves,
     log_softmax_,
@@ -276,6 +278,7 @@ class _Settings(NamedTuple):
     chunk: int
     entropy: bool
     columns: Columns
+    token_rows: TokenRows
 
 
 def _buffer(tokens: int, chunk: int, head: Head, like: Tensor, dtype: torch.dtype) -> Tensor:
@@ -309,7 +312,7 @@ class _LinearLogprobs(torch.autograd.Function):
             part, part_ids, count = take(hidden, rows, chunk), take(ids, rows, chunk), len(ids[rows])
             logits = write_logits(part, head, settings.temperature, buffer[: len(part)])
             found = [
-                token_statistics_(logits[block], part_ids[block], settings.entropy, columns)
+                settings.token_rows.statistics(logits[block], part_ids[block], settings.entropy, columns)
                 for block in columns.blocks(logits)
             ]
             logprobs[rows] = torch.cat([values for values, _ in found])[:count]
@@ -340,15 +343,23 @@ class _LinearLogprobs(torch.autograd.Function):
         gradients = Gradients(hidden, head, tuple(ctx.needs_input_grad[:3]), dtype, single=tokens <= chunk)
         buffer = _buffer(len(hidden), chunk, head, hidden, dtype)
         chain = head.scale / settings.temperature
+        rounds = settings.token_rows.rounds and gradients.narrow and head.softcap is None
+        rounds &= gradients.bias is None
         for rows in chunks(len(hidden), chunk, some):
             part, part_ids = take(hidden, rows, chunk), take(ids, rows, chunk)
             logits = write_logits(part, head, settings.temperature, buffer[: len(part)])
             part_grad = take(grad_logprobs, rows, chunk) * chain
             part_entropy = None if grad_entropy is None else take(grad_entropy, rows, chunk) * chain
+            gradient_ = settings.token_rows.gradient
+            if rounds:
+                rounded = first_halves(logits)
+                gradient_(logits, part_ids, part_grad, part_entropy, settings.columns, rounded)
+                gradients.add(rows, part, rounded)
+                continue
             blocks = blocks_with_slope(logits, head, settings.temperature, True, settings.columns)
             for block, values in blocks:
                 block_entropy = None if part_entropy is None else part_entropy[block]
-                token_gradient_(values, part_ids[block], part_grad[block], block_entropy, settings.columns)
+                gradient_(values, part_ids[block], part_grad[block], block_entropy, settings.columns)
             gradients.add(rows, part, logits)
         return (*gradients.as_inputs(hidden, head), None, None, None)
 
@@ -366,9 +377,10 @@ def linear_logprobs(
     temperature: float,
     chunk: int,
     columns: Columns = ALL_COLUMNS,
+    token_rows: TokenRows = TOKEN_ROWS,
 ) -> Tensor:
     """See `opd.kernels.ops.linear_logprobs`; `columns`: what part of the vocabulary the head holds."""
-    matrix, settings = as_matrix(ids), _Settings(temperature, chunk, False, columns)
+    matrix, settings = as_matrix(ids), _Settings(temperature, chunk, False, columns, token_rows)
     logprobs, _ = _LinearLogprobs.apply(hidden, head.weight, head.bias, matrix, head, settings)
     return logprobs.reshape(ids.shape)
 
@@ -381,10 +393,11 @@ def linear_logprobs_entropy(
     temperature: float,
     chunk: int,
     columns: Columns = ALL_COLUMNS,
+    token_rows: TokenRows = TOKEN_ROWS,
 ) -> tuple[Tensor, Tensor]:
     """See `opd.kernels.ops.linear_logprobs_entropy`; `columns`: what part of the vocabulary the head
     holds."""
-    matrix, settings = as_matrix(ids), _Settings(temperature, chunk, True, columns)
+    matrix, settings = as_matrix(ids), _Settings(temperature, chunk, True, columns, token_rows)
     logprobs, entropy = _LinearLogprobs.apply(hidden, head.weight, head.bias, matrix, head, settings)
     return logprobs.reshape(ids.shape), entropy
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -168,9 +168,10 @@ def token_gradient_(
     grad_logprobs: Tensor,
     grad_entropy: Tensor | None,
     columns: Columns = ALL_COLUMNS,
+    rounded: Tensor | None = None,
 ) -> None:
     """Replace `logits` `[R, V]` by the gradient of `sum(grad_logprobs * logprobs) + grad_entropy *
-    entropy`.
+    entropy`; with `rounded` `[R, V]` bfloat16, which may be their own memory, it goes there.
 
     `d log p_a / d z_v = [v = a] - p_v` and `d H / d z_v = -p_v (log p_v + H)`.
     """
@@ -184,6 +185,21 @@ def token_gradient_(
         column = grad_entropy.unsqueeze(1)
         logits.sub_(negative_entropy).mul_(-column).add_(spread).mul_(probs)
     columns.scatter_add_(logits, ids, grad_logprobs)
+    if rounded is not None:
+        rounded.copy_(logits.to(torch.bfloat16))  # not in place: the two may share memory
+
+
+class TokenRows(NamedTuple):
+    """What computes single tokens of rows of logits."""
+
+    statistics: Callable[[Tensor, Tensor, bool, Columns], tuple[Tensor, Tensor]] = token_statistics_
+    gradient: Callable[..., None] = token_gradient_
+    """As `token_gradient_`."""
+    rounds: bool = False
+    """Whether `rounded` saves a pass."""
+
+
+TOKEN_ROWS = TokenRows()
 
 
 @dataclass(frozen=True)

@@ -80,6 +80,68 @@ def fault(
     return None if bool(first[1].isnan().all()) else "does not pass NaN on to its gradient"
 
 
+Statistics = Callable[[Tensor, Tensor, bool], tuple[Tensor, Tensor]]
+TokenGradient = Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor | None], None]
+
+
+@torch.no_grad()
+def token_fault(
+    statistics: Statistics, gradient: TokenGradient, vocabulary: int, device: torch.device
+) -> str | None:
+    """What the kernels of single tokens do wrong on float32 logits `[ROWS, vocabulary]`, as `fault` says it.
+
+    Compared with float64: log-probabilities and entropy, their gradient with and without the entropy's, of
+    one id a row and of two, in both dtypes, NaN, and the same bits twice.
+    """
+    generator = torch.Generator(device).manual_seed(0)
+    options = {"generator": generator, "device": device}
+    logits = torch.randn(ROWS, vocabulary, **options).mul_(4)
+    logits[1, vocabulary // 2] = float("nan")
+    ids = torch.randint(vocabulary, (ROWS, 2), **options)
+    coef, of_entropy = torch.randn(ROWS, 2, **options), torch.randn(ROWS, **options)
+    for width, entropy in ((1, None), (1, of_entropy), (2, of_entropy)):
+        found = _token_fault(statistics, gradient, logits, ids[:, :width], coef[:, :width], entropy)
+        if found is not None:
+            return found
+    return None
+
+
+def _token_fault(
+    statistics: Statistics,
+    gradient: TokenGradient,
+    logits: Tensor,
+    ids: Tensor,
+    coef: Tensor,
+    of_entropy: Tensor | None,
+) -> str | None:
+    exact, asked = logits.double(), of_entropy is not None
+    values = divergences.token_statistics_(exact.clone(), ids, asked)[: 1 + asked]
+    divergences.token_gradient_(
+        exact, ids, coef.double(), None if of_entropy is None else of_entropy.double()
+    )
+    first, second, room = (logits.clone() for _ in range(3))
+    narrow = divergences.first_halves(room)
+    try:
+        got, again = (statistics(logits.clone(), ids, asked)[: 1 + asked] for _ in range(2))
+        gradient(first, ids, coef, of_entropy, None)
+        gradient(second, ids, coef, of_entropy, None)
+        gradient(room, ids, coef, of_entropy, narrow)
+    except Exception as error:  # a compiler's faults have no common class
+        return f"cannot be compiled or launched ({error!r})"
+    if not all(map(_same_bits, got, again)) or not _same_bits(first, second):
+        return "gives other bits the second time"
+    close = {"rtol": 1e-5, "atol": 4e-6, "equal_nan": True}
+    if not all(torch.allclose(one.double(), wide, **close) for one, wide in zip(got, values, strict=True)):
+        return "gives other values than float64"
+    finite = ~exact.isnan().any(dim=1)
+    near = 1e-5 * coef.abs().max()
+    if not _within(first[finite], exact[finite], near):
+        return "gives another gradient than float64"
+    if not _within(narrow[finite], exact[finite], near + ROUNDING * exact[finite].abs()):
+        return "rounds its gradient wrongly"
+    return None if bool(first[1].isnan().all()) else "does not pass NaN on to its gradient"
+
+
 ROUNDING = 2.0**-8
 """Of a number to bfloat16, relative to it: half as much, and a last digit that fell to the other side."""
 

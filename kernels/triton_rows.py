@@ -20,13 +20,10 @@ from torch import Tensor
 
 from opd.kernels import chunked, divergences, proof
 from opd.kernels.divergences import MAX_LOG_RATIO
+from opd.kernels.triton_tokens import ROWS, TILE, WARPS
 
 KINDS = ("reverse", "forward", "jsd")
 """Those of `opd.kernels.divergences` that have a kernel here."""
-# A row's tile: 8 logits of each model a lane. More lanes would leave a small vocabulary idle, more logits a
-# lane would spill the statistics.
-TILE = 2048
-WARPS = 8
 
 
 @lru_cache(maxsize=1)
@@ -218,6 +215,8 @@ def _kernel() -> Any:
 
 OPERATIONS = {
     "linear_kl": partial(chunked.linear_kl, row_kernel=divergence_, rounds=True),
+    "linear_logprobs": partial(chunked.linear_logprobs, token_rows=ROWS),
+    "linear_logprobs_entropy": partial(chunked.linear_logprobs_entropy, token_rows=ROWS),
     "linear_mixture_kl": partial(chunked.linear_mixture_kl, row_kernel=divergence_, rounds=True),
     "logits_kl": partial(chunked.logits_kl, row_kernel=divergence_),
     "score_kl": partial(chunked.score_kl, row_kernel=divergence_),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from pretend_cuda import OnDevice, current, no_modes
 from torch import Tensor
 from torch.nn.attention import flex_attention as flex_module
 
-from opd.kernels import divergences, triton_rows
+from opd.kernels import divergences, triton_rows, triton_tokens
 from opd.models import fused_attention
 
 
@@ -91,16 +92,59 @@ class _Launcher:
         current().counts.launches["triton"] += 1
 
 
+class _TokenLauncher:
+    """Stands where Triton's kernel of single tokens does."""
+
+    def __init__(self, grid: tuple[int]) -> None:
+        self._grid = grid
+
+    def __call__(
+        self,
+        logits: OnDevice,
+        out: OnDevice,
+        numbers: OnDevice,
+        ids: OnDevice,
+        rows: int,
+        vocabulary: int,
+        *strides: int,
+        GRADIENT: bool,
+        ENTROPY: bool,
+        SINGLE: bool,
+        **_: Any,
+    ) -> None:
+        assert current().current == logits.device.index
+        assert self._grid == (len(logits),) == (rows,)
+        assert vocabulary == logits.shape[1]
+        with no_modes():
+            own, given = logits.host.clone(), numbers.host
+            if GRADIENT:
+                chosen = ids.host if SINGLE else torch.zeros(rows, 1, dtype=torch.int64)
+                divergences.token_gradient_(own, chosen, -given[0][:, None], given[1] if ENTROPY else None)
+                if not SINGLE:  # the ids are the caller's
+                    own[:, :1] += given[0][:, None]
+                out.host.copy_(own)
+            else:
+                given[0] = own.max(dim=1).values
+                given[1] = own.logsumexp(dim=1) - given[0]
+                first = torch.zeros(rows, 1, dtype=torch.int64)
+                given[2] = divergences.token_statistics_(own, first, True)[1]
+        current().counts.launches["triton"] += 1
+
+
 class _Kernel:
+    def __init__(self, launcher: Callable[[tuple[int]], Callable[..., None]]) -> None:
+        self._launcher = launcher
+
     def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
-        return _Launcher(grid)
+        return self._launcher(grid)
 
 
 def install_triton(patch: pytest.MonkeyPatch) -> None:
-    """Let `auto` find Triton, whose kernels are `_Launcher`."""
+    """Let `auto` find Triton, whose kernels are `_Launcher` and `_TokenLauncher`."""
     patch.setattr(triton_rows, "missing", lambda: None)
-    patch.setattr(triton_rows, "trusted", lambda *_: True)
-    patch.setattr(triton_rows, "_kernel", _Kernel)
+    for module, launcher in ((triton_rows, _Launcher), (triton_tokens, _TokenLauncher)):
+        patch.setattr(module, "trusted", lambda *_: True)
+        patch.setattr(module, "_kernel", partial(_Kernel, launcher))
 
 
 def flash_forward(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from opd.kernels import divergences, triton_rows
+from opd.kernels import divergences, triton_rows, triton_tokens
 from opd.kernels.divergences import divergence_
 from opd.kernels.head import Head
 from opd.kernels.ops import linear_kl, linear_mixture_kl
@@ -70,6 +70,37 @@ def test_a_row_does_not_depend_on_the_others_and_keeps_its_bits(kind, vocabulary
 @pytest.mark.parametrize("vocabulary", [17, 32003, 151936])
 def test_it_is_trusted_here(kind, vocabulary):
     assert triton_rows.trusted(kind, vocabulary, torch.device("cuda", 0))
+
+
+@pytest.mark.parametrize("entropy", [False, True])
+@pytest.mark.parametrize("width", [1, 5])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("spread", "offset"), [(0.1, 0.0), (4.0, 0.0), (30.0, -100.0)])
+def test_single_tokens_are_those_of_float64(shape, width, entropy, spread, offset):
+    generator = torch.Generator("cuda").manual_seed(0)
+    options = {"device": "cuda", "generator": generator}
+    given = torch.randn(*shape, **options) * spread + offset
+    ids = torch.randint(shape[1], (shape[0], width), **options)
+    coef, of_entropy = torch.randn(shape[0], width, **options), torch.randn(shape[0], **options)
+    exact = given.double()
+    values = divergences.token_statistics_(exact.clone(), ids, entropy)
+    wide_entropy = of_entropy.double() if entropy else None
+    divergences.token_gradient_(exact, ids, coef.double(), wide_entropy)
+    got, room = given.clone(), given.clone()
+    for found, value in zip(triton_tokens.launch_statistics(given, ids, entropy), values, strict=True):
+        torch.testing.assert_close(found.double(), value, rtol=1e-5, atol=1e-4 if offset else 1e-5)
+    narrow = divergences.first_halves(room)
+    narrow_entropy = of_entropy if entropy else None
+    triton_tokens.launch_gradient(got, ids, coef, narrow_entropy, None)
+    triton_tokens.launch_gradient(room, ids, coef, narrow_entropy, narrow)
+    near = 1e-5 * float(coef.abs().max())
+    torch.testing.assert_close(got.double(), exact, rtol=1e-4, atol=near)
+    torch.testing.assert_close(narrow.float(), got, rtol=2**-8, atol=near)
+
+
+@pytest.mark.parametrize("vocabulary", [17, 32003, 151936])
+def test_single_tokens_are_trusted_here(vocabulary):
+    assert triton_tokens.trusted(vocabulary, torch.device("cuda", 0))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

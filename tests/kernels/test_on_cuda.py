@@ -166,6 +166,8 @@ LAUNCHES = {
     ("divergence", "triton", torch.bfloat16): 9,
     ("logprobs", "chunked", torch.float32): 40,
     ("logprobs", "chunked", torch.bfloat16): 41,
+    ("logprobs", "triton", torch.float32): 20,
+    ("logprobs", "triton", torch.bfloat16): 20,
 }
 """Of a chunk, forward and backward."""
 

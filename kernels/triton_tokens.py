@@ -1,0 +1,199 @@
+"""Single tokens in Triton: log-probabilities and entropy of a chunk's logits, and their gradient.
+
+One program a row. The forward reads each logit once; the backward reads it twice and writes it once, in
+bfloat16 where its two matmuls want that. PyTorch's form (`opd.kernels.divergences`) makes some 23 passes.
+
+As in `opd.kernels.triton_rows`, Triton is imported by the functions that need it, and a kernel proves itself
+at its first use: see `trusted`.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from opd.kernels import divergences, proof
+from opd.kernels.divergences import ALL_COLUMNS, Columns, TokenRows
+
+# A row's tile: 8 logits of each model a lane. More lanes would leave a small vocabulary idle, more logits a
+# lane would spill the statistics.
+TILE = 2048
+WARPS = 8
+
+
+def token_statistics_(
+    logits: Tensor, ids: Tensor, entropy: bool, columns: Columns = ALL_COLUMNS
+) -> tuple[Tensor, Tensor]:
+    """`opd.kernels.divergences.token_statistics_`; the kernel leaves `logits` as they are."""
+    if _fits(logits, columns):
+        return launch_statistics(logits, ids, entropy)
+    return divergences.token_statistics_(logits, ids, entropy, columns)
+
+
+def token_gradient_(
+    logits: Tensor,
+    ids: Tensor,
+    grad_logprobs: Tensor,
+    grad_entropy: Tensor | None,
+    columns: Columns = ALL_COLUMNS,
+    rounded: Tensor | None = None,
+) -> None:
+    """`opd.kernels.divergences.token_gradient_`. With `rounded` [R, V] bfloat16 the gradient goes there; it
+    may be the memory of `logits`' own rows, so that row `r` begins where `logits[r]` does.
+    """
+    if _fits(logits, columns):
+        launch_gradient(logits, ids, grad_logprobs, grad_entropy, rounded)
+        return
+    divergences.token_gradient_(logits, ids, grad_logprobs, grad_entropy, columns, rounded)
+
+
+def _fits(logits: Tensor, columns: Columns) -> bool:
+    whole = columns is ALL_COLUMNS and logits.is_cuda and logits.dtype == torch.float32
+    return whole and trusted(logits.shape[1], logits.device)
+
+
+def launch_statistics(logits: Tensor, ids: Tensor, entropy: bool) -> tuple[Tensor, Tensor]:
+    """`token_statistics_` without asking whether the kernel may be trusted."""
+    picked = logits.gather(1, ids)
+    found = torch.empty(3, len(logits), dtype=torch.float32, device=logits.device)
+    _launch(logits, logits, found, entropy=entropy)
+    largest, log_total, spread = found
+    return picked.sub_(largest.unsqueeze(1)).sub_(log_total.unsqueeze(1)), spread
+
+
+def launch_gradient(
+    logits: Tensor, ids: Tensor, grad_logprobs: Tensor, grad_entropy: Tensor | None, rounded: Tensor | None
+) -> None:
+    """`token_gradient_` without asking whether the kernel may be trusted."""
+    single = ids.shape[1] == 1
+    out = logits if rounded is None or not single else rounded
+    given = torch.empty(3, len(logits), dtype=torch.float32, device=logits.device)
+    given[0] = grad_logprobs.sum(dim=1).neg_()
+    if grad_entropy is not None:
+        given[1] = grad_entropy
+    _launch(logits, out, given, entropy=grad_entropy is not None, ids=ids if single else None)
+    if not single:
+        logits.scatter_add_(1, ids, grad_logprobs.to(logits.dtype))
+        if rounded is not None:
+            rounded.copy_(logits.to(torch.bfloat16))  # not in place: the two may share memory
+
+
+def _launch(
+    logits: Tensor, out: Tensor, numbers: Tensor, *, entropy: bool, ids: Tensor | bool | None = False
+) -> None:
+    """Run the kernel on the rows of `logits` [R, V]. Without `ids` it writes maximum, logarithm of the sum
+    and entropy into `numbers` [3, R]; else it reads a row's two gradients there, and adds at `ids` [R, 1].
+    """
+    if not len(logits):
+        return
+    token = ids.contiguous() if isinstance(ids, Tensor) else numbers
+    # A kernel is launched on the current device, whatever its arguments are on.
+    with torch.cuda.device_of(logits):
+        _kernel()[(len(logits),)](
+            logits,
+            out,
+            numbers,
+            token,
+            len(logits),
+            logits.shape[1],
+            logits.stride(0),
+            out.stride(0),
+            GRADIENT=ids is not False,
+            ENTROPY=entropy,
+            SINGLE=isinstance(ids, Tensor),
+            TILE=TILE,
+            num_warps=WARPS,
+        )
+
+
+@lru_cache(maxsize=64)
+def trusted(vocabulary: int, device: torch.device) -> bool:
+    """Whether the kernel gives on this GPU what float64 gives, and the same bits twice: see `proof`."""
+    found = proof.token_fault(launch_statistics, launch_gradient, vocabulary, device)
+    subject = f"the Triton kernel of single tokens over {vocabulary} tokens"
+    return proof.accepted(
+        subject, found, f"on {torch.cuda.get_device_name(device)}", "PyTorch's row kernel is"
+    )
+
+
+@lru_cache(maxsize=1)
+def _kernel() -> Any:
+    """The compiled function."""
+    import triton  # pyright: ignore[reportMissingImports]
+    import triton.language as tl  # pyright: ignore[reportMissingImports]
+
+    @triton.jit
+    def token(
+        logits,
+        out,
+        numbers,
+        ids,
+        rows,
+        vocabulary,
+        stride,
+        out_stride,
+        GRADIENT: tl.constexpr,
+        ENTROPY: tl.constexpr,
+        SINGLE: tl.constexpr,
+        TILE: tl.constexpr,
+    ):
+        index = tl.program_id(0).to(tl.int64)
+        logits += index * stride
+        out += index * out_stride
+        lane = tl.arange(0, TILE)
+        # First sweep, in every lane: the maximum, and the sums of e^(z - max) and of e^(z - max) (z - max).
+        top = tl.full((TILE,), -1e30, tl.float32)
+        total = tl.zeros((TILE,), tl.float32)
+        mean = tl.zeros((TILE,), tl.float32)
+        for begin in range(0, vocabulary, TILE):
+            at = begin + lane
+            x = tl.load(logits + at, mask=at < vocabulary, other=-1e30)
+            higher = tl.maximum(top, x)
+            shrink = tl.exp(top - higher)
+            e = tl.exp(x - higher)
+            if ENTROPY:
+                mean = shrink * (mean + total * (top - higher)) + e * (x - higher)
+            total = total * shrink + e
+            top = higher
+        row_top = tl.max(top, 0)
+        share = tl.exp(top - row_top)
+        row_total = tl.sum(total * share, 0)
+        log_total = tl.log(row_total)
+        entropy = log_total * 0.0
+        if ENTROPY:
+            # A lane that saw no logit has a maximum of -1e30 and thereby a share of 0.
+            entropy = log_total - tl.sum(share * (mean + total * (top - row_top)), 0) / row_total
+        if GRADIENT:
+            spread = tl.load(numbers + index)
+            of_entropy = tl.load(numbers + rows + index)
+            chosen = -1
+            if SINGLE:
+                chosen = tl.load(ids + index)
+            for begin in range(0, vocabulary, TILE):
+                at = begin + lane
+                inside = at < vocabulary
+                z = tl.load(logits + at, mask=inside, other=-1e30) - row_top
+                factor = spread
+                if ENTROPY:
+                    factor = spread - of_entropy * (z - log_total + entropy)
+                g = tl.exp(z) / row_total * factor
+                if SINGLE:
+                    g = tl.where(at == chosen, g - spread, g)
+                # `out` may lie in this row's own memory, two bytes where four were read: no warp writes what
+                # another has still to read.
+                tl.debug_barrier()
+                tl.store(out + at, g.to(out.dtype.element_ty), mask=inside)
+        else:
+            tl.store(numbers + index, row_top)
+            tl.store(numbers + rows + index, log_total)
+            # An entropy is never negative; rounding may say so by a few 1e-8. A selection lets NaN through.
+            tl.store(numbers + 2 * rows + index, tl.where(entropy < 0, 0.0, entropy))
+
+    return token
+
+
+ROWS = TokenRows(token_statistics_, token_gradient_, rounds=True)
+"""For the operations of `opd.kernels.chunked`."""
