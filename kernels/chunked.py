@@ -18,10 +18,8 @@ from torch import Tensor
 
 from opd.kernels.divergences import (
     ALL_COLUMNS,
-    TOKEN_ROWS,
     Columns,
     RowKernel,
-    TokenRows,
     divergence_,
     first_halves,
     log_softmax_,
@@ -271,6 +269,19 @@ def linear_mixture_kl(
     dtype = statistics_dtype(*tensors)
     spec = _Divergence(teacher, "reverse", 0.5, temperature, chunk, dtype, row_kernel, columns, rounds)
     return _apply(student_hidden, student_head, weight, spec)
+
+
+class TokenRows(NamedTuple):
+    """What computes single tokens of rows of logits."""
+
+    statistics: Callable[[Tensor, Tensor, bool, Columns], tuple[Tensor, Tensor]] = token_statistics_
+    gradient: Callable[..., None] = token_gradient_
+    """As `token_gradient_`."""
+    rounds: bool = False
+    """Whether `rounded` saves a pass."""
+
+
+TOKEN_ROWS = TokenRows()
 
 
 class _Settings(NamedTuple):

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -187,19 +187,6 @@ def token_gradient_(
     columns.scatter_add_(logits, ids, grad_logprobs)
     if rounded is not None:
         rounded.copy_(logits.to(torch.bfloat16))  # not in place: the two may share memory
-
-
-class TokenRows(NamedTuple):
-    """What computes single tokens of rows of logits."""
-
-    statistics: Callable[[Tensor, Tensor, bool, Columns], tuple[Tensor, Tensor]] = token_statistics_
-    gradient: Callable[..., None] = token_gradient_
-    """As `token_gradient_`."""
-    rounds: bool = False
-    """Whether `rounded` saves a pass."""
-
-
-TOKEN_ROWS = TokenRows()
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from opd.kernels import divergences, proof
-from opd.kernels.divergences import ALL_COLUMNS, Columns, TokenRows
+from opd.kernels.chunked import TokenRows
+from opd.kernels.divergences import ALL_COLUMNS, Columns
 
 # A row's tile: 8 logits of each model a lane. More lanes would leave a small vocabulary idle, more logits a
 # lane would spill the statistics.
