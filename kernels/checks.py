@@ -4,13 +4,57 @@ it."""
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 import torch
 from torch import Tensor
 
 from opd.kernels.divergences import DIVERGENCES
 from opd.kernels.head import FLOATS, Head
+
+_unread: ContextVar[list[tuple[Tensor, Callable[[], None]]] | None] = ContextVar("unread", default=None)
+"""What checks have still to read, where they are `read_together`, and what each does if it fails."""
+
+
+@contextmanager
+def read_together() -> Iterator[None]:
+    """Let checks of numbers on a device wait for the end of the block, which raises what the first that fails
+    would have raised: to read a number is to wait until the device has done all it was given, so all are read
+    at once. A check on the CPU, or of another thread, raises at once. Where the block fails itself, a check
+    that fails is told before it: it may be why.
+    """
+    waiting: list[tuple[Tensor, Callable[[], None]]] = []
+
+    def read() -> None:
+        found, waiting[:] = list(waiting), []
+        flags = torch.stack([fine for fine, _ in found]).tolist() if found else []
+        for flag, (_, fail) in zip(flags, found, strict=True):
+            if not flag:
+                fail()
+
+    token = _unread.set(waiting)
+    try:
+        yield
+    except Exception:
+        read()
+        raise
+    else:
+        read()
+    finally:
+        _unread.reset(token)
+
+
+def require(fine: Tensor, fail: Callable[[], None]) -> None:
+    """Call `fail`, which says what is wrong if anything is, unless `fine` [] bool holds; see
+    `read_together`.
+    """
+    unread = _unread.get()
+    if unread is not None and fine.device.type != "cpu":
+        unread.append((fine, fail))
+    elif not bool(fine):
+        fail()
 
 
 def check_hidden(name: str, hidden: Tensor, head: Head) -> None:
@@ -91,25 +135,36 @@ def check_token_weight(weight: Tensor | None, tokens: int) -> None:
         raise TypeError(f"weight is {weight.dtype}; give one floating-point number per token")
     if weight.shape != (tokens,):
         raise ValueError(f"weight has shape {list(weight.shape)}; {tokens} tokens ask for [{tokens}]")
-    if not bool(torch.isfinite(weight).all()):
+
+    def fail() -> None:
         bad = int((~torch.isfinite(weight)).nonzero()[0])
         raise FloatingPointError(
             f"weight[{bad}] is {float(weight[bad])}; every token's weight must be finite"
         )
 
+    require(torch.isfinite(weight).all(), fail)
 
-def check_ids(ids: Tensor, tokens: int, vocabulary: int) -> None:
-    """Integer ids `[N]` or `[N, K]`, all inside the vocabulary."""
+
+def checked_ids(ids: Tensor, tokens: int, vocabulary: int) -> Tensor:
+    """Integer ids `[N]` or `[N, K]`, all inside the vocabulary. Those returned are, even where
+    that is still to be read (`read_together`).
+    """
     if ids.dtype not in (torch.int64, torch.int32):
         raise TypeError(f"ids are {ids.dtype}; give int64 or int32 token ids")
     if ids.ndim not in (1, 2) or ids.shape[0] != tokens:
         raise ValueError(
             f"ids have shape {list(ids.shape)}; {tokens} tokens ask for [{tokens}] or [{tokens}, K]"
         )
-    least, most = torch.stack(ids.aminmax()).tolist() if ids.numel() else (0, 0)  # read once
-    if least < 0 or most >= vocabulary:
+    if not ids.numel():
+        return ids
+
+    def fail() -> None:
         bad = ((ids < 0) | (ids >= vocabulary)).nonzero()[0].tolist()
         raise ValueError(f"ids{bad} is {int(ids[tuple(bad)])}; the vocabulary has ids 0 to {vocabulary - 1}")
+
+    inside = ids.clamp(0, vocabulary - 1)
+    require((inside == ids).all(), fail)
+    return inside
 
 
 def check_k(k: int, vocabulary: int) -> None:
@@ -138,26 +193,31 @@ def check_finite_hidden(name: str, hidden: Tensor, counted: Tensor | None = None
 
     `counted` `[N]` bool: rows outside it are never read, so they may hold anything.
     """
+
+    def fail() -> None:
+        bad = ~torch.isfinite(hidden).all(dim=1)
+        if counted is not None:
+            bad &= counted
+        if bool(bad.any()):
+            raise FloatingPointError(
+                f"the {name} hidden state of token {int(bad.nonzero()[0])} holds NaN or infinity; look at"
+                " the model's weights and at overflow in its dtype"
+            )
+
     # One reduction and one comparison in the usual case; the rows are searched only after it fails.
-    if bool(torch.isfinite(hidden.sum(dtype=torch.float32))):
-        return
-    bad = ~torch.isfinite(hidden).all(dim=1)
-    if counted is not None:
-        bad &= counted
-    if bool(bad.any()):
-        raise FloatingPointError(
-            f"the {name} hidden state of token {int(bad.nonzero()[0])} holds NaN or infinity; look at the "
-            "model's weights and at overflow in its dtype"
-        )
+    require(torch.isfinite(hidden.sum(dtype=torch.float32)), fail)
 
 
 def check_finite_result(name: str, values: Tensor) -> None:
     """Raise `FloatingPointError` naming the first token whose result is not finite."""
     finite = torch.isfinite(values)
-    if not bool(finite.all()):
+
+    def fail() -> None:
         token = int((~finite).nonzero()[0, 0])
         raise FloatingPointError(
             f"the {name} of token {token} is not finite though its hidden states are: a head's weight or "
             "bias, or a logit, is NaN or infinite (mask logits with a large finite negative number, never "
             "with -inf)"
         )
+
+    require(finite.all(), fail)

@@ -76,16 +76,24 @@ class _Divergence:
 
 
 def _run(
-    hidden: Tensor, head: Head, token_weight: Tensor, spec: _Divergence, needs: tuple[bool, bool, bool]
+    hidden: Tensor,
+    head: Head,
+    token_weight: Tensor,
+    spec: _Divergence,
+    needs: tuple[bool, bool, bool],
+    counted: Tensor | None = None,
 ) -> tuple[Tensor, Gradients]:
-    """Per-token divergence `[T]` and the gradient of `sum(token_weight * divergence)`, chunk by chunk."""
+    """Per-token divergence `[T]` and the gradient of `sum(token_weight * divergence)`, chunk by chunk.
+
+    `counted` [M] int64: the tokens whose weight is not 0, if known.
+    """
     values = torch.zeros(hidden.shape[0], dtype=spec.dtype, device=hidden.device)
-    counted, tokens = some_of(token_weight != 0)
+    some, tokens = some_of(token_weight != 0, counted)
     gradients = Gradients(hidden, head, needs, spec.dtype, single=tokens <= spec.chunk)
     shape = (matmul_rows(min(spec.chunk, len(hidden)), spec.chunk), head.vocabulary)
     student_buffer = torch.empty(shape, dtype=spec.dtype, device=hidden.device)
     teacher_buffer = torch.empty_like(student_buffer)
-    for rows in chunks(hidden.shape[0], spec.chunk, counted):
+    for rows in chunks(hidden.shape[0], spec.chunk, some):
         part, weights = take(hidden, rows, spec.chunk), take(token_weight, rows, spec.chunk)
         student, teacher = student_buffer[: len(part)], teacher_buffer[: len(part)]
         write_logits(part, head, spec.temperature, student)
@@ -135,9 +143,10 @@ class _LinearDivergence(torch.autograd.Function):
         token_weight: Tensor,
         head: Head,
         spec: _Divergence,
+        counted: Tensor | None,
     ) -> Tensor:
         needs = tuple(ctx.needs_input_grad[:3])
-        values, gradients = _run(hidden, head, token_weight, spec, needs)
+        values, gradients = _run(hidden, head, token_weight, spec, needs, counted)
         if any(needs):
             ctx.save_for_backward(hidden, weight, bias, token_weight)
             ctx.head, ctx.spec, ctx.needs, ctx.gradients = head, spec, needs, gradients
@@ -160,7 +169,7 @@ class _LinearDivergence(torch.autograd.Function):
             # Released first: the recomputation needs the same memory again.
             gradients = None
             _, gradients = _run(hidden, head, upstream, ctx.spec, ctx.needs)
-        return (*gradients.as_inputs(hidden, ctx.head), None, None, None)
+        return (*gradients.as_inputs(hidden, ctx.head), None, None, None, None)
 
 
 def _as_declared(upstream: Tensor, token_weight: Tensor) -> bool:
@@ -191,13 +200,15 @@ def _rescale(gradients: Gradients, upstream: Tensor, token_weight: Tensor) -> bo
     return True
 
 
-def _apply(hidden: Tensor, head: Head, weight: Tensor | None, spec: _Divergence) -> Tensor:
+def _apply(
+    hidden: Tensor, head: Head, weight: Tensor | None, spec: _Divergence, counted: Tensor | None
+) -> Tensor:
     if weight is None:
         weight = torch.ones(hidden.shape[0], device=hidden.device)
     declared, leaves = weight.detach().to(spec.dtype), (hidden, head.weight, head.bias)
     if not torch.is_grad_enabled():  # a function sees that an input asks for a gradient even then
         leaves = tuple(None if leaf is None else leaf.detach() for leaf in leaves)
-    return _LinearDivergence.apply(*leaves, declared, head, spec)
+    return _LinearDivergence.apply(*leaves, declared, head, spec, counted)
 
 
 def linear_kl(
@@ -211,6 +222,7 @@ def linear_kl(
     temperature: float,
     weight: Tensor | None,
     chunk: int,
+    counted: Tensor | None = None,
     row_kernel: RowKernel = divergence_,
     columns: Columns = ALL_COLUMNS,
     rounds: bool = False,
@@ -227,7 +239,7 @@ def linear_kl(
 
     dtype = statistics_dtype(student_hidden, student_head.weight, teacher_hidden, teacher_head.weight)
     spec = _Divergence(teacher, kind, beta, temperature, chunk, dtype, row_kernel, columns, rounds)
-    return _apply(student_hidden, student_head, weight, spec)
+    return _apply(student_hidden, student_head, weight, spec, counted)
 
 
 @torch.no_grad()
@@ -248,6 +260,7 @@ def linear_mixture_kl(
     temperature: float,
     weight: Tensor | None,
     chunk: int,
+    counted: Tensor | None = None,
     row_kernel: RowKernel = divergence_,
     columns: Columns = ALL_COLUMNS,
     rounds: bool = False,
@@ -268,7 +281,7 @@ def linear_mixture_kl(
     tensors = [student_hidden, student_head.weight, *hiddens, *(head.weight for head in teacher_heads)]
     dtype = statistics_dtype(*tensors)
     spec = _Divergence(teacher, "reverse", 0.5, temperature, chunk, dtype, row_kernel, columns, rounds)
-    return _apply(student_hidden, student_head, weight, spec)
+    return _apply(student_hidden, student_head, weight, spec, counted)
 
 
 class TokenRows(NamedTuple):

@@ -115,6 +115,7 @@ def linear_kl(
     beta: float = 0.5,
     temperature: float = 1.0,
     weight: Tensor | None = None,
+    counted: Tensor | None = None,
     chunk: int = 1024,
 ) -> Tensor:
     """Per-token divergence `[T]` over the whole vocabulary between student `p` and teacher `t`.
@@ -129,7 +130,8 @@ def linear_kl(
     weight 0 are skipped: their value and gradient are 0 whatever arrives. The gradient is computed together
     with the values and is free in the backward if what arrives is a multiple of `weight` (of ones if `None`);
     anything else is still right, at the price of a second computation. The result is not multiplied by
-    `weight`.
+    `weight`. `counted` [M] int64, of a caller who knows it: the tokens whose weight is not 0, in order, for
+    which no device is then asked.
 
     At most `chunk` tokens have their logits in memory, two buffers `[chunk, V]`: `[T, V]` is never held.
     """
@@ -137,9 +139,9 @@ def linear_kl(
     checks.check_divergence(kind, beta)
     checks.check_scalars(temperature, chunk)
     checks.check_token_weight(weight, len(student_hidden))
-    counted = None if weight is None else weight != 0
-    checks.check_finite_hidden("student", student_hidden.detach(), counted)
-    checks.check_finite_hidden("teacher", teacher_hidden.detach(), counted)
+    weighed = None if weight is None else weight != 0
+    checks.check_finite_hidden("student", student_hidden.detach(), weighed)
+    checks.check_finite_hidden("teacher", teacher_hidden.detach(), weighed)
     values = implementation().linear_kl(
         student_hidden,
         student_head,
@@ -149,6 +151,7 @@ def linear_kl(
         beta=beta,
         temperature=temperature,
         weight=None if weight is None else weight.detach(),
+        counted=counted,
         chunk=chunk,
     )
     checks.check_finite_result("divergence", values.detach())
@@ -191,12 +194,13 @@ def linear_mixture_kl(
     *,
     temperature: float = 1.0,
     weight: Tensor | None = None,
+    counted: Tensor | None = None,
     chunk: int = 1024,
 ) -> Tensor:
     """KL(p || sum_i w_i t_i) `[T]`: reverse KL to the arithmetic mixture of several teachers.
 
-    `weights` are the `w_i`, positive and summing to 1; `weight` `[T]` is the per-token one of `linear_kl`,
-    with the same gradient contract. Three buffers `[chunk, V]`.
+    `weights` are the `w_i`, positive and summing to 1; `weight` `[T]` and `counted` are the per-token ones of
+    `linear_kl`, with the same gradient contract. Three buffers `[chunk, V]`.
     """
     checks.check_hidden("student", student_hidden, student_head)
     checks.check_mixture(teacher_hiddens, teacher_heads, weights)
@@ -204,10 +208,10 @@ def linear_mixture_kl(
     checks.check_vocabularies(student_head.vocabulary, teacher_heads[0].vocabulary)
     checks.check_scalars(temperature, chunk)
     checks.check_token_weight(weight, len(student_hidden))
-    counted = None if weight is None else weight != 0
-    checks.check_finite_hidden("student", student_hidden.detach(), counted)
+    weighed = None if weight is None else weight != 0
+    checks.check_finite_hidden("student", student_hidden.detach(), weighed)
     for i, hidden in enumerate(teacher_hiddens):
-        checks.check_finite_hidden(f"teacher {i}", hidden.detach(), counted)
+        checks.check_finite_hidden(f"teacher {i}", hidden.detach(), weighed)
     values = implementation().linear_mixture_kl(
         student_hidden,
         student_head,
@@ -216,6 +220,7 @@ def linear_mixture_kl(
         weights,
         temperature=temperature,
         weight=None if weight is None else weight.detach(),
+        counted=counted,
         chunk=chunk,
     )
     checks.check_finite_result("divergence", values.detach())
@@ -277,7 +282,7 @@ def linear_logprobs(
     Differentiable in the hidden states and the head; the backward recomputes the logits chunk by chunk, and
     only for tokens that receive a gradient. One buffer `[chunk, V]`.
     """
-    _check_token_inputs(hidden, head, ids, temperature, chunk)
+    ids = _checked_token_inputs(hidden, head, ids, temperature, chunk)
     values = implementation().linear_logprobs(hidden, head, ids, temperature=temperature, chunk=chunk)
     checks.check_finite_result("log-probability", values.detach())
     return values
@@ -287,7 +292,7 @@ def linear_logprobs_entropy(
     hidden: Tensor, head: Head, ids: Tensor, *, temperature: float = 1.0, chunk: int = 1024
 ) -> tuple[Tensor, Tensor]:
     """`linear_logprobs` and the entropy `[N]` of each row's distribution, both differentiable."""
-    _check_token_inputs(hidden, head, ids, temperature, chunk)
+    ids = _checked_token_inputs(hidden, head, ids, temperature, chunk)
     values, entropy = implementation().linear_logprobs_entropy(
         hidden, head, ids, temperature=temperature, chunk=chunk
     )
@@ -313,7 +318,7 @@ def selective_log_softmax(logits: Tensor, ids: Tensor) -> Tensor:
     """Log-probabilities of `ids` (`[N]` or `[N, K]`, and so is the result) under `logits` `[N, V]`;
     differentiable."""
     checks.check_logits("given", logits)
-    checks.check_ids(ids, logits.shape[0], logits.shape[1])
+    ids = checks.checked_ids(ids, logits.shape[0], logits.shape[1])
     values = implementation().selective_log_softmax(logits, ids)
     checks.check_finite_result("log-probability", values.detach())
     return values
@@ -328,8 +333,10 @@ def topk_log_probs(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
     return ids, logprobs, tail
 
 
-def _check_token_inputs(hidden: Tensor, head: Head, ids: Tensor, temperature: float, chunk: int) -> None:
+def _checked_token_inputs(hidden: Tensor, head: Head, ids: Tensor, temperature: float, chunk: int) -> Tensor:
+    """The ids to compute with."""
     checks.check_hidden("given", hidden, head)
-    checks.check_ids(ids, len(hidden), head.vocabulary)
+    ids = checks.checked_ids(ids, len(hidden), head.vocabulary)
     checks.check_scalars(temperature, chunk)
     checks.check_finite_hidden("given", hidden.detach())
+    return ids

@@ -221,18 +221,21 @@ ROW_TILE = 64
 
 
 def chunks(tokens: int, size: int, counted: Tensor | None = None) -> Iterator[Rows]:
-    """Cut the tokens (those that are `counted` `[N]` bool, if given) into chunks of at most `size`."""
+    """Cut the tokens (those that are `counted` `[M]` int64, if given) into chunks of at most `size`."""
     if counted is None:
         for start in range(0, tokens, size):
             yield slice(start, min(start + size, tokens))
     else:
-        yield from (rows for rows in counted.nonzero().squeeze(1).split(size) if rows.numel())
+        yield from (rows for rows in counted.split(size) if rows.numel())
 
 
-def some_of(counted: Tensor) -> tuple[Tensor | None, int]:
-    """`counted` `[N]` bool for `chunks`, `None` where all are, and how many: read once."""
-    tokens = int(counted.sum())
-    return None if tokens == len(counted) else counted, tokens
+def some_of(counts: Tensor, counted: Tensor | None = None) -> tuple[Tensor | None, int]:
+    """The places `[M]` int64 of what `counts` `[N]` bool for `chunks`, `None` where all does, and how many.
+
+    A device is waited for once, or not at all if the places are given (`counted`).
+    """
+    places = counts.nonzero().squeeze(1) if counted is None else counted
+    return None if len(places) == len(counts) else places, len(places)
 
 
 def matmul_rows(tokens: int, chunk: int) -> int:

@@ -27,6 +27,7 @@ def linear_kl(
     temperature: float,
     weight: Tensor | None,
     chunk: int,
+    counted: Tensor | None = None,
 ) -> Tensor:
     """See `opd.kernels.ops.linear_kl`."""
     dtype = statistics_dtype(student_hidden, student_head.weight, teacher_hidden, teacher_head.weight)
@@ -64,6 +65,7 @@ def linear_mixture_kl(
     temperature: float,
     weight: Tensor | None,
     chunk: int,
+    counted: Tensor | None = None,
 ) -> Tensor:
     """See `opd.kernels.ops.linear_mixture_kl`."""
     tensors = [

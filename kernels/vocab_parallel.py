@@ -184,14 +184,15 @@ def linear_kl(
     beta: float = 0.5,
     temperature: float = 1.0,
     weight: Tensor | None = None,
+    counted: Tensor | None = None,
     chunk: int = 1024,
 ) -> Tensor:
     """`opd.kernels.ops.linear_kl` `[T]`; the student shard's weight and bias get their rows' gradient."""
     _check_shards(student, teacher)
     checks.check_pair(student_hidden, student.head, teacher_hidden, teacher.head)
     checks.check_divergence(kind, beta)
-    counted = _check_tokens(student_hidden, weight, temperature, chunk)
-    checks.check_finite_hidden("teacher", teacher_hidden.detach(), counted)
+    weighed = _check_tokens(student_hidden, weight, temperature, chunk)
+    checks.check_finite_hidden("teacher", teacher_hidden.detach(), weighed)
     values = chunked.linear_kl(
         _OnAllRanks.apply(student_hidden, student.group),
         student.head,
@@ -201,6 +202,7 @@ def linear_kl(
         beta=beta,
         temperature=temperature,
         weight=None if weight is None else weight.detach(),
+        counted=counted,
         chunk=chunk,
         row_kernel=partial(divergence_, columns=student.columns),
         columns=student.columns,
@@ -218,6 +220,7 @@ def linear_mixture_kl(
     *,
     temperature: float = 1.0,
     weight: Tensor | None = None,
+    counted: Tensor | None = None,
     chunk: int = 1024,
 ) -> Tensor:
     """`opd.kernels.ops.linear_mixture_kl` `[T]`."""
@@ -226,9 +229,9 @@ def linear_mixture_kl(
     checks.check_hidden("student", student_hidden, student.head)
     checks.check_mixture(teacher_hiddens, heads, weights)
     checks.check_same_tokens(student_hidden, teacher_hiddens[0])
-    counted = _check_tokens(student_hidden, weight, temperature, chunk)
+    weighed = _check_tokens(student_hidden, weight, temperature, chunk)
     for i, hidden in enumerate(teacher_hiddens):
-        checks.check_finite_hidden(f"teacher {i}", hidden.detach(), counted)
+        checks.check_finite_hidden(f"teacher {i}", hidden.detach(), weighed)
     values = chunked.linear_mixture_kl(
         _OnAllRanks.apply(student_hidden, student.group),
         student.head,
@@ -237,6 +240,7 @@ def linear_mixture_kl(
         weights,
         temperature=temperature,
         weight=None if weight is None else weight.detach(),
+        counted=counted,
         chunk=chunk,
         row_kernel=partial(divergence_, columns=student.columns),
         columns=student.columns,
@@ -249,7 +253,7 @@ def linear_logprobs(
     hidden: Tensor, shard: HeadShard, ids: Tensor, *, temperature: float = 1.0, chunk: int = 1024
 ) -> Tensor:
     """`opd.kernels.ops.linear_logprobs` of `ids` (`[N]` or `[N, K]`) in the whole vocabulary."""
-    everywhere, options = _token_inputs(hidden, shard, ids, temperature, chunk)
+    everywhere, ids, options = _token_inputs(hidden, shard, ids, temperature, chunk)
     values = chunked.linear_logprobs(everywhere, shard.head, ids, **options)
     checks.check_finite_result("log-probability", values.detach())
     return values
@@ -259,7 +263,7 @@ def linear_logprobs_entropy(
     hidden: Tensor, shard: HeadShard, ids: Tensor, *, temperature: float = 1.0, chunk: int = 1024
 ) -> tuple[Tensor, Tensor]:
     """`opd.kernels.ops.linear_logprobs_entropy`."""
-    everywhere, options = _token_inputs(hidden, shard, ids, temperature, chunk)
+    everywhere, ids, options = _token_inputs(hidden, shard, ids, temperature, chunk)
     values, entropy = chunked.linear_logprobs_entropy(everywhere, shard.head, ids, **options)
     checks.check_finite_result("log-probability", values.detach())
     return values, entropy
@@ -302,13 +306,13 @@ def geometric_floor(
 
 def _token_inputs(
     hidden: Tensor, shard: HeadShard, ids: Tensor, temperature: float, chunk: int
-) -> tuple[Tensor, dict[str, Any]]:
-    """Checked hidden states whose gradient is summed over the ranks, and the chunked operation's options."""
+) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    """Checked: hidden states whose gradient is summed over the ranks, ids, and options of the operation."""
     checks.check_hidden("given", hidden, shard.head)
-    checks.check_ids(ids, len(hidden), shard.vocabulary)
+    ids = checks.checked_ids(ids, len(hidden), shard.vocabulary)
     _check_tokens(hidden, None, temperature, chunk, name="given")
     options = {"temperature": temperature, "chunk": chunk, "columns": shard.columns}
-    return _OnAllRanks.apply(hidden, shard.group), options
+    return _OnAllRanks.apply(hidden, shard.group), ids, options
 
 
 def _check_shards(*shards: HeadShard) -> None:

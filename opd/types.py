@@ -207,7 +207,7 @@ class MicroBatch:
     position_ids: Tensor
     """[T] int64, restarting at 0 in every sequence."""
     cu_seqlens: Tensor
-    """[B + 1] int32: sequence `b` is `input_ids[cu_seqlens[b]:cu_seqlens[b + 1]]`."""
+    """[B + 1] int32, on the CPU: sequence `b` is `input_ids[cu_seqlens[b]:cu_seqlens[b + 1]]`."""
     rows: Tensor
     """[N] int64: the packed positions whose hidden state predicts a response token."""
     targets: Tensor
@@ -232,6 +232,8 @@ class MicroBatch:
     """[N] float32 or None."""
     returns: Tensor | None = None
     """[N] float32 or None."""
+    counted: Tensor | None = None
+    """[M] int64: the rows whose `kl_weight` is not 0, in order, where the host knows them."""
     kept: Tensor | None = None
     """[N] int64: which of the samples' response tokens these are, where ranks share sequences; `None` is all
     of them, in order."""

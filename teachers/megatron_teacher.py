@@ -49,7 +49,7 @@ from opd.storage.weight_folder import read_headers
 from opd.teachers.kinds import Placement, TeacherKind, TeacherOpening
 from opd.teachers.layer_stream import UnitGather
 from opd.teachers.skeleton import is_published, small_files, unit_tensors
-from opd.train.packing import pack_tokens, split_by_tokens
+from opd.train.packing import pack_tokens, sent, split_by_tokens
 from opd.types import HiddenStates, Sample
 
 if TYPE_CHECKING:
@@ -393,8 +393,8 @@ class MegatronTeacher:
         lengths = [len(s.prompt_ids) + len(s.response_ids) for s in samples]
         parts = [torch.zeros(0, module.form.hidden_size, dtype=module.dtype, device=module.device)]
         for start, stop in split_by_tokens(lengths, [None] * len(lengths), self._max_tokens):
-            packed = pack_tokens(samples[start:stop])
-            input_ids, position_ids, cu_seqlens, rows = (t.to(module.device) for t in packed)
+            input_ids, position_ids, cu_seqlens, rows = pack_tokens(samples[start:stop])
+            input_ids, position_ids, rows = sent([input_ids, position_ids, rows], module.device)
             parts.append(module.hidden(input_ids, position_ids, cu_seqlens)[rows])
         return HiddenStates(torch.cat(parts))
 

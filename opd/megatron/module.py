@@ -113,7 +113,7 @@ def _check_world(tensor_parallel: int, stages: int) -> None:
         )
 
 
-def packed_params(cu_seqlens: Tensor, attend: Attend | None = None) -> PackedSeqParams:
+def packed_params(cu_seqlens: Tensor, device: torch.device, attend: Attend | None = None) -> PackedSeqParams:
     """What one forward pass tells every layer about its packing of `T` tokens: `thd`, as one sequence.
 
     Where sequences begin is known to `attend`, which only `PackedCoreAttention` looks at, and to the
@@ -127,6 +127,7 @@ def packed_params(cu_seqlens: Tensor, attend: Attend | None = None) -> PackedSeq
     bounds = torch.cat([cu_seqlens[:1], cu_seqlens[1:][lengths > 0]])
     whole = bounds[[0, -1]]
     tokens = int(whole[1])
+    whole = whole.to(device, non_blocking=True)
     params = PackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=whole,
@@ -337,7 +338,7 @@ class MegatronModule:
                 input_ids=input_ids.unsqueeze(0),
                 position_ids=position_ids.unsqueeze(0),
                 attention_mask=None,
-                packed_seq_params=packed_params(cu_seqlens, attend),
+                packed_seq_params=packed_params(cu_seqlens, self.device, attend),
             )
         return rows[:, 0]
 

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from opd.config.train import BatchConfig, OptimConfig
 from opd.errors import TrainingError, from_system, reason_of
+from opd.kernels import checks
 from opd.kernels.head import Head, gathered
 from opd.kernels.projection import tokens_per_chunk
 from opd.kernels.vocab_parallel import HeadShard
@@ -453,9 +454,7 @@ class Backend(ABC):
             return
         micro = pack(list(batch), self.device)
         # The loss ends with this call: what its graph still holds, a teacher's head, is gone before the next.
-        loss = self.run(lambda: self._loss(micro, sums))
-        self._check(loss, micro)
-        self.backward(loss, last)
+        self.backward(self._checked_loss(micro, sums), last)
 
     def _missing_passes(self, samples: Sequence[Sample]) -> int:
         """Passes this rank has to make beyond those of its own `samples`, so that all make as many."""
@@ -468,7 +467,7 @@ class Backend(ABC):
         """0, with a gradient of 0 for every weight."""
         head = self.head()
         ids = torch.zeros(1, dtype=torch.int64, device=self.device)
-        ends = torch.tensor([0, 1], dtype=torch.int32, device=self.device)
+        ends = torch.tensor([0, 1], dtype=torch.int32)
         hidden = self.hidden(ids, ids, ends)
         own = head.head if isinstance(head, HeadShard) else head
         unused = own.weight[:1].sum() if own.bias is None else own.weight[:1].sum() + own.bias.sum()
@@ -492,14 +491,21 @@ class Backend(ABC):
         """`values` summed over the ranks that share each sequence; here one rank has all of it."""
         return values
 
-    def _check(self, loss: Tensor, micro: MicroBatch) -> None:
-        if not torch.isfinite(loss):
+    def _checked_loss(self, micro: MicroBatch, sums: MetricSums) -> Tensor:
+        """`_loss`, when all numbers that it was made from are known to be sound."""
+
+        def fail() -> None:
             self.zero_grad()
             first = micro.samples[0].uid
             raise TrainingError(
                 f"the loss is {loss.item()} in the micro-batch that starts with sample {first}; lower the"
                 " learning rate or resume from an earlier checkpoint."
             )
+
+        with checks.read_together():
+            loss = self.run(lambda: self._loss(micro, sums))
+            checks.require(torch.isfinite(loss), fail)
+        return loss
 
 
 class WholeModelBackend(Backend):

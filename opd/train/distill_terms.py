@@ -79,12 +79,15 @@ def add_by_position(micro: MicroBatch, values: Tensor, counted: Tensor, sums: Me
     places = np.concatenate([np.arange(1, len(s.response_ids) + 1) for s in micro.samples])
     if micro.kept is not None:
         places = places[micro.kept.cpu().numpy()]
-    seen = counted.cpu().numpy()
-    octaves = np.frexp(places[seen])[1] - 1
-    totals = np.bincount(octaves, weights=values.double().cpu().numpy()[seen])
-    for octave, number in enumerate(np.bincount(octaves)):
-        if number:
-            sums.add(f"{KL_AT}{2**octave}", totals[octave], int(number))
+
+    def add(read: np.ndarray) -> None:
+        values, seen = read[: len(places)], read[len(places) :] != 0
+        octaves = np.frexp(places[seen])[1] - 1
+        totals, numbers = np.bincount(octaves, weights=values[seen]), np.bincount(octaves)
+        for octave in np.flatnonzero(numbers):
+            sums.add(f"{KL_AT}{2**octave}", totals[octave], int(numbers[octave]))
+
+    sums.when_read(torch.cat([values.double(), counted.double()]), add)
 
 
 class FullVocabularyTerm(DistillTerm):
@@ -105,6 +108,7 @@ class FullVocabularyTerm(DistillTerm):
             beta=self.config.beta,
             temperature=student.temperature,
             weight=micro.kl_weight * view.weight,
+            counted=micro.counted,
             chunk=student.chunk,
         )
 
@@ -118,6 +122,7 @@ class FullVocabularyTerm(DistillTerm):
             [view.weight for view in views],
             temperature=student.temperature,
             weight=micro.kl_weight,
+            counted=micro.counted,
             chunk=student.chunk,
         )
 

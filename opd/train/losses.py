@@ -114,7 +114,7 @@ class Sequences:
     @cached_property
     def lengths(self) -> Tensor:
         """[B] int64; moved to the device when a loss first asks."""
-        return torch.tensor(self._given, dtype=torch.int64, device=self._device)
+        return torch.tensor(self._given, dtype=torch.int64).to(self._device, non_blocking=True)
 
     @cached_property
     def bounds(self) -> Tensor:
@@ -124,7 +124,7 @@ class Sequences:
     @cached_property
     def places(self) -> Tensor:
         """[M] int64: the response of each token that is here."""
-        every = torch.repeat_interleave(self.lengths)
+        every = torch.repeat_interleave(self.lengths, output_size=sum(self._given))
         return every if self._kept is None else every[self._kept]
 
     def mean(self, values: Tensor, mask: Tensor) -> Tensor:

@@ -145,8 +145,7 @@ class MegatronPipelineBackend(MegatronBackend):
         if not self._stage.last:
             self.run(lambda: self.hidden(micro.input_ids, micro.position_ids, micro.cu_seqlens))
             return self._pending
-        loss = self.run(lambda: self._loss(micro, sums))
-        self._check(loss, micro)
+        loss = self._checked_loss(micro, sums)
         return Pending(self._pending.given, loss)
 
     def _nothing_forward(self) -> Pending:
@@ -155,7 +154,7 @@ class MegatronPipelineBackend(MegatronBackend):
             loss = self.run(self._nothing)
             return Pending(self._pending.given, loss)
         ids = torch.zeros(1, dtype=torch.int64, device=self.device)
-        ends = torch.tensor([0, 1], dtype=torch.int32, device=self.device)
+        ends = torch.tensor([0, 1], dtype=torch.int32)
         self.run(lambda: self.hidden(ids, ids, ends))
         return self._pending
 

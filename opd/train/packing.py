@@ -62,7 +62,9 @@ def of_packed(
     results: list[np.ndarray] = []
     for start, stop in split_by_tokens(lengths, [None] * len(lengths), max_tokens):
         part = samples[start:stop]
-        values = compute(*sent(pack_tokens(part), device))
+        input_ids, position_ids, cu_seqlens, rows = pack_tokens(part)
+        input_ids, position_ids, rows = sent([input_ids, position_ids, rows], device)
+        values = compute(input_ids, position_ids, cu_seqlens, rows)
         ends = np.cumsum([len(s.response_ids) for s in part])[:-1]
         results.extend(np.split(values.float().cpu().numpy(), ends))
     return results
@@ -72,9 +74,10 @@ def pack(pairs: Sequence[tuple[Sample, TokenTerms]], device: torch.device) -> Mi
     """One micro-batch of all `pairs`; see `MicroBatch` for the shapes and a worked example."""
     samples = [sample for sample, _ in pairs]
     terms = [term for _, term in pairs]
-    on_host = pack_tokens(samples)
-    targets = on_host[0][on_host[3] + 1]
-    input_ids, position_ids, cu_seqlens, rows, targets = sent([*on_host, targets], device)
+    input_ids, position_ids, cu_seqlens, rows = pack_tokens(samples)
+    counted = torch.from_numpy(np.flatnonzero(np.concatenate([term.kl_weight for term in terms])))
+    on_host = [input_ids, position_ids, rows, input_ids[rows + 1], counted]
+    input_ids, position_ids, rows, targets, counted = sent(on_host, device)
 
     def stream(name: str) -> torch.Tensor:
         whole = torch.from_numpy(np.concatenate([getattr(term, name) for term in terms]))
@@ -98,6 +101,7 @@ def pack(pairs: Sequence[tuple[Sample, TokenTerms]], device: torch.device) -> Mi
         importance=if_all("importance"),
         values=if_all("values"),
         returns=if_all("returns"),
+        counted=counted,
         samples=samples,
     )
 

@@ -87,4 +87,4 @@ def own_rows(micro: MicroBatch, own: TokenShare) -> MicroBatch:
     for name in ("old_logprobs", "ref_logprobs", "importance", "values", "returns"):
         if (given := getattr(micro, name)) is not None:
             streams[name] = given[kept]
-    return replace(micro, rows=local, kept=kept, **streams)
+    return replace(micro, rows=local, kept=kept, counted=None, **streams)

@@ -19,7 +19,7 @@ from opd.config.base import POLICY_LOSS
 from opd.config.rl import PolicyLoss, ReferenceKLConfig
 from opd.errors import ConfigError, TrainingError
 from opd.imports import import_function, offered
-from opd.kernels import ops, vocab_parallel
+from opd.kernels import checks, ops, vocab_parallel
 from opd.kernels.head import Head
 from opd.kernels.vocab_parallel import HeadShard
 from opd.own_code import calling
@@ -151,6 +151,8 @@ class MetricSums:
         self._maxima: dict[str, float] = {}
         self._unread: list[tuple[Literal["sum", "least", "peak"], str, Tensor | float, Tensor | float]] = []
         """What was added since, in order: what to do with it, its name, value and weight."""
+        self._waiting: list[tuple[Tensor, Callable[[np.ndarray], object]]] = []
+        """What lies on a device for `when_read`."""
 
     def add(self, name: str, total: Tensor | float, weight: Tensor | float = 1.0) -> None:
         """Add `total`, which stands for `weight` units."""
@@ -163,6 +165,13 @@ class MetricSums:
     def peak(self, name: str, value: Tensor | float) -> None:
         """Keep the largest value."""
         self._unread.append(("peak", name, _held(value), 1.0))
+
+    def when_read(self, values: Tensor, use: Callable[[np.ndarray], object]) -> None:
+        """Call `use`, which may add to this, with `values` [N] as float64: now if the host has them."""
+        if values.device.type == "cpu":
+            use(values.detach().double().numpy())
+        else:
+            self._waiting.append((values.detach().to(torch.float64, copy=True), use))
 
     def sums(self, prefix: str) -> dict[str, float]:
         """The raw sums of every name that starts with `prefix`, without the prefix."""
@@ -207,9 +216,15 @@ class MetricSums:
 
     def _read(self) -> None:
         """Take over what was added since, in its order."""
+        waiting, self._waiting = self._waiting, []
+        on_device = [value for entry in self._unread for value in entry[2:] if isinstance(value, Tensor)]
+        parts = [*(value.reshape(1) for value in on_device), *(values for values, _ in waiting)]
+        found = torch.cat(parts).cpu().numpy() if parts else np.zeros(0)
+        numbers, start = iter(found[: len(on_device)].tolist()), len(on_device)
+        for values, use in waiting:
+            use(found[start : start + len(values)])
+            start += len(values)
         unread, self._unread = self._unread, []
-        on_device = [value for entry in unread for value in entry[2:] if isinstance(value, Tensor)]
-        numbers = iter(torch.stack(on_device).tolist() if on_device else ())
 
         def number(value: Tensor | float) -> float:
             return next(numbers) if isinstance(value, Tensor) else value
@@ -310,10 +325,13 @@ def per_token_loss(values: Any, like: Tensor, path: str) -> Tensor:
         raise TrainingError(
             f"the loss {path} returned {form}, but one number a token is needed: {list(like.shape)}."
         )
-    if not bool(torch.isfinite(values).all()):
+
+    def fail() -> None:
         raise TrainingError(
             f"the loss {path} returned numbers that are not finite; mend it, also for tokens of no weight."
         )
+
+    checks.require(torch.isfinite(values).all(), fail)
     if like.requires_grad and not values.requires_grad:
         raise TrainingError(
             f"the loss {path} returned numbers without a gradient; compute them from the log-probabilities it"
@@ -396,9 +414,11 @@ class MismatchProbe:
         if micro.kept is not None:
             kept = micro.kept.cpu().numpy()
             rollout, seen, mask = rollout[kept], seen[kept], mask[kept]
-        self._seen.add(rollout, logprobs.float().cpu().numpy(), seen)
+        sums.when_read(logprobs, lambda values: self._seen.add(rollout, values.astype(np.float32), seen))
         if self._entropy and mask.any():
-            sums.add("entropy", float(entropy.double().cpu().numpy()[mask].sum()), int(mask.sum()))
+            sums.when_read(
+                entropy, lambda values: sums.add("entropy", float(values[mask].sum()), int(mask.sum()))
+            )
         return logprobs.new_zeros(())
 
     def take(self) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 import pretend_cuda
@@ -10,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from opd.kernels import ops
+from opd.kernels import checks, ops
 from opd.kernels.divergences import DIVERGENCES
 from opd.kernels.head import Head
 from opd.kernels.projection import ROW_TILE
@@ -156,7 +157,32 @@ def test_no_chunk_waits_for_the_device(gpu, rows, dtype, which, some):
         with gpu.counted() as counts:
             getattr(here, which)(chunk=chunk)
         seen.append(counts)
-    assert len(seen[0].waits) == len(seen[1].waits) <= 8, f"{seen[0]}\n{seen[1]}"
+    assert len(seen[0].waits) == len(seen[1].waits) <= 7, f"{seen[0]}\n{seen[1]}"
+
+
+@pytest.mark.parametrize("of", ["ids", "hidden", "weight"])
+def test_checks_that_are_read_together_wait_once_and_tell_the_first(pretended, of):
+    problem = Problem(8, torch.float32)
+    head = Head(problem.weight)
+    if of == "ids":
+        problem.ids[3] = head.vocabulary
+    elif of == "hidden":
+        problem.hidden.data[5, 1] = float("nan")
+    else:
+        head.weight.data[2, 0] = float("inf")
+
+    def call(p) -> None:
+        with torch.no_grad():
+            ops.linear_logprobs(p.hidden, Head(p.weight), p.ids)
+            ops.linear_kl(p.hidden, Head(p.weight), p.other, Head(p.other_weight))
+
+    with pytest.raises((ValueError, FloatingPointError)) as alone:
+        call(problem)
+    here = problem.on(pretended.put)
+    expected = pytest.raises(type(alone.value), match=re.escape(str(alone.value)))
+    with expected, checks.read_together(), pretended.counted() as seen:
+        call(here)
+    assert len(seen.waits) <= 1, seen  # which tokens count: `linear_kl` is not told
 
 
 LAUNCHES = {
