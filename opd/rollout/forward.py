@@ -394,8 +394,14 @@ def supports(config: Any, layers: Iterable[Any]) -> bool:
     )
 
 
-PREFILL_TOKENS = 4096
-"""Packed tokens of one prefill forward (a longer single sequence gets one of its own)."""
+PREFILL_TOKENS, PREFILL_TOKENS_DEVICE = 4096, 16_384
+"""Packed tokens of one prefill forward (a longer single sequence gets one of its own): on a CPU, and on CUDA,
+which waits for launches with fewer."""
+
+
+def prefill_tokens(device: torch.device) -> int:
+    """Packed tokens of one prefill forward there."""
+    return PREFILL_TOKENS_DEVICE if device.type == "cuda" else PREFILL_TOKENS
 
 
 @dataclass(slots=True)
@@ -574,13 +580,13 @@ class Runner:
     def _prefill_chunk(
         self, sequences: list[np.ndarray], names: list[bytes], first: int, start: int
     ) -> tuple[int, Tensor]:
-        """Prefill from sequence `first` on, up to `PREFILL_TOKENS`; returns where it stopped and [r, D]."""
+        """Prefill from sequence `first` on, up to `prefill_tokens`; returns where it stopped and [r, D]."""
         distinct: dict[bytes, int] = {}
         source, chosen, tokens, stop = [], [], 0, first
         while stop < len(sequences):
             name, length = names[stop], len(sequences[stop])
             if name not in distinct:
-                if chosen and tokens + length > PREFILL_TOKENS:
+                if chosen and tokens + length > prefill_tokens(self.model.device):
                     break
                 distinct[name] = len(chosen)
                 chosen.append(sequences[stop])

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from opd.models.attention import ScoreForm, kernels_share_heads, masked_attention
 from opd.rollout.batch import EngineLimits, RequestQueue, RunningBatch
-from opd.rollout.forward import PREFILL_TOKENS, CachedAttention, Runner
+from opd.rollout.forward import CachedAttention, Runner, prefill_tokens
 from opd.rollout.kv_cache import LayerCache, PromptKV
 from opd.types import RolloutRequest
 
@@ -206,7 +206,8 @@ def extend(runner: Runner, batch: RunningBatch, start: int, turns: list[KeptTurn
     while first < len(turns):
         # Slots of one pass are padded to the one that was given most.
         most = np.maximum.accumulate((length - held)[first:])
-        count = max(1, int((most * np.arange(1, len(most) + 1) <= PREFILL_TOKENS).sum()))
+        limit = prefill_tokens(runner.model.device)
+        count = max(1, int((most * np.arange(1, len(most) + 1) <= limit).sum()))
         some = slice(first, first + count)
         parts.append(_pass(runner, batch, start + first, held[some], length[some]))
         first += count

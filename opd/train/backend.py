@@ -32,6 +32,7 @@ from opd.models.long_sequence import LayerMemory
 from opd.models.sharded import Root
 from opd.ranks import Ranks
 from opd.storage.tensors import Saved, State, optimizer_fields
+from opd.train.micro_batches import PLAIN, scored_tokens
 from opd.train.offload import Shelf, apart
 from opd.train.packing import PerSample, Shares, of_packed, pack, pieces
 from opd.train.plan import CostModel
@@ -194,8 +195,11 @@ class Backend(ABC):
         self._trims = model is not None and model_bytes(model) >= TRIMMED
         self._trimmed = 0
         """Resident bytes when freed memory was last given back."""
-        self.max_tokens = training.batch.max_tokens
-        """Packed tokens of a micro-batch, at most, but for one sample that has more."""
+        asked = training.batch.max_tokens
+        self.max_tokens = PLAIN if asked == "auto" else asked
+        """Packed tokens of a micro-batch, at most, but for one sample that has more; see `choose_tokens`."""
+        self.layers = 0 if model is None else len(layer_windows(model.config))
+        self.vocabulary = 0 if model is None else model.vocabulary or model.vocab_size
         self._batch = training.batch
         self._shelf = training.shelf
         self._total: Tensor | None = None
@@ -320,6 +324,14 @@ class Backend(ABC):
         if self._shelf is not None:
             for name in names:
                 self._shelf.take(name)
+
+    def packed_as(self, tokens: int) -> int:
+        """Go on with the micro-batches of `tokens` that a stage has begun with (0: it begins now), where its
+        recipe leaves their size open; returns it.
+        """
+        if tokens and self._batch.max_tokens == "auto":
+            self.max_tokens = tokens
+        return self.max_tokens
 
     def mine(self, samples: Sequence[Sample]) -> list[Sample]:
         """Deal out the samples of a new step; returns those this rank scores and trains."""
@@ -640,4 +652,5 @@ def response_logprobs(
         chunk = tokens_per_chunk(batch.kl_chunk, model.device, head.vocabulary)
         return linear_logprobs(hidden, head, targets, temperature=temperature, chunk=chunk)
 
-    return of_packed(samples, batch.max_tokens, model.device, lambda *packed: run(lambda: one_pass(*packed)))
+    tokens = scored_tokens(batch.max_tokens, model.device)
+    return of_packed(samples, tokens, model.device, lambda *packed: run(lambda: one_pass(*packed)))

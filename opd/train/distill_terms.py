@@ -77,8 +77,7 @@ def add_by_position(micro: MicroBatch, values: Tensor, counted: Tensor, sums: Me
     A student that drifts off its teachers' states shows at late positions first.
     """
     places = np.concatenate([np.arange(1, len(s.response_ids) + 1) for s in micro.samples])
-    if micro.kept is not None:
-        places = places[micro.kept.cpu().numpy()]
+    places = places if micro.kept is None else places[micro.kept.cpu().numpy()]
 
     def add(read: np.ndarray) -> None:
         values, seen = read[: len(places)], read[len(places) :] != 0

@@ -15,6 +15,7 @@ from opd.models.causal_lm import CausalLM
 from opd.models.sharded import close_up, cut
 from opd.ranks import Ranks
 from opd.train.backend import response_logprobs
+from opd.train.micro_batches import scored_tokens
 from opd.train.packing import pieces
 from opd.types import Sample
 
@@ -40,7 +41,8 @@ class Frozen:
         if root is None:
             return response_logprobs(self.model, samples, temperature, batch)
         with self._ranks.collective(_WHAT):
-            own = len(pieces(samples, range(len(samples)), batch.max_tokens, by_teacher=False))
+            tokens = scored_tokens(batch.max_tokens, self.model.device)
+            own = len(pieces(samples, range(len(samples)), tokens, by_teacher=False))
             missing = self._ranks.max(own, _WHAT) - own
             found = response_logprobs(self.model, samples, temperature, batch, root)
             for _ in range(missing):

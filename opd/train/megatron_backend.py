@@ -516,7 +516,7 @@ class MegatronContextBackend(SharedSequences, MegatronBackend):
         self._context = context_of(ranks.one_of(self._layout.groups("context"), "context"))
 
     def _hidden(self, own: TokenShare) -> Tensor:
-        bounds = torch.tensor([0, len(own.input_ids)], dtype=torch.int32, device=self.device)
+        bounds = torch.tensor([0, len(own.input_ids)], dtype=torch.int32)
         assert self._context is not None
         attend = ContextAttention(self._context, own.segments)
         return self._run(own.input_ids, own.position_ids, bounds, attend)

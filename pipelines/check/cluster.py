@@ -13,7 +13,7 @@ from opd.config.base import Config
 from opd.config.schema import explain
 from opd.config.yaml_reader import read_yaml
 from opd.errors import ConfigError
-from opd.pipelines.check.shapes import layer_bytes, logits_bytes
+from opd.train.micro_batches import layer_bytes, logits_bytes
 
 
 class Gpu(Config):

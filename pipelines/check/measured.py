@@ -50,13 +50,13 @@ def check_kl(recipe: Recipe, domains: Mapping[str, Domain], tokenizer: Any) -> l
         return []
     from opd.pipelines.stages.student import load_model
     from opd.teachers.kinds import Placement
+    from opd.train.micro_batches import scored_tokens
 
     student = load_model(recipe, Path(recipe.model.path))
     taught, followed = recipe.taught(), recipe.followed()
     findings: list[Finding] = []
-    place = Placement(
-        model_dtype(recipe), recipe.model.device, recipe.distill.batch.max_tokens, id_count(tokenizer)
-    )
+    tokens = scored_tokens(recipe.distill.batch.max_tokens, student.device)
+    place = Placement(model_dtype(recipe), recipe.model.device, tokens, id_count(tokenizer))
     for name, source in teachers.items():
         with open_here(name, source, place) as teacher:
             for domain in domains.values():

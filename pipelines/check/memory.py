@@ -10,8 +10,9 @@ from typing import Literal, NamedTuple
 from opd.config import BatchConfig, Recipe
 from opd.config.train import OffloadConfig
 from opd.pipelines.check.checks import readable
-from opd.pipelines.check.shapes import ModelShape, layer_bytes, logits_bytes
+from opd.pipelines.check.shapes import ModelShape
 from opd.pipelines.stages.precision import WIDTH, has_masters, is_cut, learning_width, model_dtype
+from opd.train.micro_batches import PLAIN, SCORED, fitting_tokens, layer_bytes, logits_bytes
 
 MIB = 1 << 20
 
@@ -127,7 +128,8 @@ def put_away(parts: Parts) -> int:
 def stages_of(recipe: Recipe, student: ModelShape, teachers: Mapping[str, ModelShape]) -> list[Parts]:
     """What each stage that trains holds: the merge, what trains all weights of the base, specialists."""
     lora = recipe.model.lora is not None
-    merge = _training(recipe, student, recipe.distill.batch, lora) + _led(recipe, student, teachers)
+    led = _led(recipe, student, teachers)
+    merge = _training(recipe, student, recipe.distill.batch, lora, total(led)) + led
     if recipe.distill.prefixes == "student":
         merge += _frozen(recipe, student, kept=False)
     if recipe.distill.prefixes == "teacher":
@@ -203,8 +205,38 @@ def answers_held(recipe: Recipe) -> tuple[int, int]:
     return sum(counts.values()), sum(sizes)
 
 
-def _training(recipe: Recipe, student: ModelShape, batch: BatchConfig, lora: bool) -> Parts:
-    """A student that writes and learns, without what it learns from."""
+def merge_tokens(
+    recipe: Recipe, student: ModelShape, teachers: Mapping[str, ModelShape] | None = None
+) -> int:
+    """Packed tokens of a micro-batch of the merge, about: `choose_tokens` asks when the stage starts."""
+    beside = total(_led(recipe, student, teachers or {}))
+    held = _held_in_training(recipe, student, recipe.model.lora is not None)
+    return _packed(recipe, student, recipe.distill.batch, beside + total(held))
+
+
+def _packed(recipe: Recipe, student: ModelShape, batch: BatchConfig, beside: int) -> int:
+    """`batch.max_tokens`, chosen where it is `auto` for a device of which `beside` bytes are others'."""
+    if batch.max_tokens != "auto":
+        return batch.max_tokens
+    if not on_cuda(recipe.model.device):
+        return PLAIN
+    free = free_on_cuda(recipe.model.device)
+    if free is None:
+        return SCORED
+    token = student.layers * layer_bytes(1, student.hidden_size, WIDTH[model_dtype(recipe)])
+    return fitting_tokens(free - beside, token)
+
+
+def _training(recipe: Recipe, student: ModelShape, batch: BatchConfig, lora: bool, beside: int = 0) -> Parts:
+    """A student that writes and learns, without what it learns from, which takes `beside` bytes."""
+    held = _held_in_training(recipe, student, lora)
+    tokens = _packed(recipe, student, batch, beside + total(held))
+    activations = student.layers * layer_bytes(tokens, student.hidden_size, WIDTH[model_dtype(recipe)])
+    return [*held, Part("activations", activations, phases=_LEARNS)]
+
+
+def _held_in_training(recipe: Recipe, student: ModelShape, lora: bool) -> Parts:
+    """`_training` but for the activations."""
     width, own = WIDTH[model_dtype(recipe)], learning_width(recipe)
     learns = student.adapters if lora else student.parameters
     # An engine that is sent adapters keeps the layers they belong to twice, as they were and merged.
@@ -217,7 +249,6 @@ def _training(recipe: Recipe, student: ModelShape, batch: BatchConfig, lora: boo
     is_pushed = recipe.model.lora is None  # a base that nobody pushes stays
     held = (learns * own + (student.parameters * width if lora else 0)) // weights
     copies = _copies(recipe, student, learns, width)
-    activations = student.layers * layer_bytes(batch.max_tokens, student.hidden_size, width)
     return [
         # They stay where the engine writes with them.
         Part("weights", held, "trainer", _LEARNS | _SYNC if copy else _ALWAYS),
@@ -227,7 +258,6 @@ def _training(recipe: Recipe, student: ModelShape, batch: BatchConfig, lora: boo
         Part("engine copy", copy, "engine", _WRITES | _SYNC if is_pushed else _ALWAYS),
         Part("KV cache", _cache(recipe, student), "engine", _WRITES),
         *([] if is_shared else _decode(recipe, student)),
-        Part("activations", activations, phases=_LEARNS),
     ]
 
 
@@ -308,6 +338,16 @@ def on_cuda(device: str) -> bool:
     import torch
 
     return device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
+
+
+def free_on_cuda(device: str) -> int | None:
+    """Bytes free on the GPU that `model.device` names; `None` where it is not here."""
+    import torch
+
+    where = torch.device("cuda" if device == "auto" else device)
+    if (where.index or 0) >= torch.cuda.device_count():
+        return None
+    return torch.cuda.mem_get_info(None if where.index is None else where)[0]
 
 
 def _window(recipe: Recipe) -> tuple[int, int]:

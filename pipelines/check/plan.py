@@ -12,12 +12,13 @@ import numpy as np
 from opd.config import Recipe
 from opd.errors import ConfigError, DataError
 from opd.pipelines.check.checks import number_of, readable
-from opd.pipelines.check.memory import answers_held, listed, memory_parts, told_by_phase, total
+from opd.pipelines.check.memory import answers_held, listed, memory_parts, merge_tokens, told_by_phase, total
 from opd.pipelines.check.resources import answers_asked, disk_parts
-from opd.pipelines.check.shapes import ModelShape, layer_bytes
+from opd.pipelines.check.shapes import ModelShape
 from opd.pipelines.stages.precision import WIDTH, model_dtype
 from opd.storage.sample_lot import TOKEN_BYTES
 from opd.storage.sample_store import SampleStore
+from opd.train.micro_batches import layer_bytes
 from opd.train.plan import (
     CostModel,
     DeviceBudget,
@@ -90,7 +91,7 @@ def print_plan(recipe: Recipe | None, options: PlanOptions) -> int:
         raise DataError(f"{task.source} has no completed or truncated trajectory; there is nothing to plan")
     cost, budget = _machine(recipe, shape, options)
     count = options.mini_batch or (_step_size(recipe) if recipe is not None else 64)
-    together = _context(recipe, ranks, task.work)
+    together = _context(recipe, ranks, task.work, budget)
     settings = _settings(count, ranks // together, recipe.seed if recipe is not None else 0)
     plan = make_plan(task.work, settings, cost, budget)
     steps, where = number_of(plan.mini_batches, "mini-batch"), number_of(ranks, "rank")
@@ -106,12 +107,13 @@ def print_plan(recipe: Recipe | None, options: PlanOptions) -> int:
     return 0
 
 
-def _context(recipe: Recipe | None, ranks: int, work: Workload) -> int:
+def _context(recipe: Recipe | None, ranks: int, work: Workload, budget: DeviceBudget) -> int:
     """Ranks that share each trajectory; of sizes that are chosen step by step the largest."""
     given = 1 if recipe is None else recipe.train.context_parallel
-    if recipe is None or given != "auto":
+    if given != "auto":
         return int(given)
-    return context_size(int(work.lengths.max()), ranks, recipe.distill.batch.max_tokens)
+    assert budget.max_tokens is not None  # of a recipe
+    return context_size(int(work.lengths.max()), ranks, budget.max_tokens)
 
 
 def _on_ranks(recipe: Recipe, ranks: int) -> Recipe:
@@ -143,7 +145,7 @@ def _machine(
             DeviceBudget(
                 max_bytes=options.budget_mb * MIB,
                 bytes_per_token=shape.layers * layer_bytes(1, shape.hidden_size, width),
-                max_tokens=recipe.distill.batch.max_tokens if recipe is not None else None,
+                max_tokens=merge_tokens(recipe, shape) if recipe is not None else None,
             ),
         )
     except ValueError as error:
@@ -221,9 +223,11 @@ def _beside(recipe: Recipe, student: ModelShape, teachers: Mapping[str, ModelSha
     """What specialists write at most, what the stage holds in memory that takes the most of it, and the disk
     that the run takes.
     """
-    lines = [
-        f"answers   specialist {name}: {answers_asked(recipe, name)[0]}" for name in recipe.grpo_domains()
-    ]
+    packed = number_of(merge_tokens(recipe, student, teachers), "token")
+    chosen = " (distill.batch.max_tokens auto)" if recipe.distill.batch.max_tokens == "auto" else ""
+    lines = [f"packing   micro-batches of the merge have up to {packed}{chosen}"]
+    for name in recipe.grpo_domains():
+        lines.append(f"answers   specialist {name}: {answers_asked(recipe, name)[0]}")
     memory, disk = memory_parts(recipe, student, teachers), disk_parts(recipe, student, teachers)
     stage = "a stage" if recipe.train.ranks == 1 else "a rank of a stage"
     for what, parts, of in (("memory", memory, stage), ("disk", disk, "the run")):

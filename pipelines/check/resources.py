@@ -12,13 +12,15 @@ from pathlib import Path
 from opd.config import Recipe
 from opd.config.recipe import WEIGHT_MERGES
 from opd.foreign import free_memory
-from opd.pipelines.check.checks import Finding, existing_parent, readable, unwritable
+from opd.pipelines.check.checks import Finding, existing_parent, number_of, readable, unwritable
 from opd.pipelines.check.memory import (
     MIB,
     Part,
     answers_held,
+    free_on_cuda,
     listed,
     memory_parts,
+    merge_tokens,
     on_cuda,
     put_away,
     sizes_of,
@@ -265,10 +267,19 @@ def check_resources(recipe: Recipe, models: Models, run_dir: Path) -> list[Findi
         *_check_cache(recipe, models.student),
         _compare("memory" if ranks == 1 else "memory of a rank", memory, free, room if fits else ""),
         Finding("ok", "memory by phase", told, dict(sizes)),
+        *_check_packing(recipe, models),
         *_check_host(recipe, models),
         _compare("disk", disk, shutil.disk_usage(existing_parent(run_dir)).free),
         *apart,
     ]
+
+
+def _check_packing(recipe: Recipe, models: Models) -> list[Finding]:
+    """How many tokens a micro-batch of the merge has, where the recipe leaves that open."""
+    if models.student is None or recipe.distill.batch.max_tokens != "auto":
+        return []
+    tokens = merge_tokens(recipe, models.student, models.teachers)
+    return [Finding("ok", "micro-batches", f"up to {number_of(tokens, 'token')}", {"tokens": tokens})]
 
 
 def _check_host(recipe: Recipe, models: Models) -> list[Finding]:
@@ -327,11 +338,8 @@ def _check_copies(recipe: Recipe, copies: Sequence[DiskPart]) -> Finding:
 
 def available_memory(device: str) -> int:
     """Bytes free on the device the recipe trains on; on a CPU, within the limit of the process's group."""
-    import torch
-
-    if on_cuda(device):
-        return torch.cuda.mem_get_info(None if device in ("auto", "cuda") else torch.device(device))[0]
-    return free_memory()
+    free = free_on_cuda(device) if on_cuda(device) else None
+    return free_memory() if free is None else free
 
 
 def _own_limit() -> int:

@@ -8,10 +8,6 @@ from typing import Any
 
 from opd.config.train import LoRAConfig
 
-LAYER_VALUES = 17
-"""Values a decoder layer keeps per token and hidden unit for its backward pass, with fused attention
-(Korthikanti et al. 2022, "Reducing Activation Recomputation", section 4: 34 bytes in half precision)."""
-
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
@@ -46,16 +42,6 @@ class ModelShape:
     def layers(self) -> int:
         """Decoder layers."""
         return len(self.windows)
-
-
-def layer_bytes(tokens: int, hidden_size: int, width: int) -> int:
-    """Bytes that a layer keeps of so many tokens for its backward pass, in values of `width` bytes."""
-    return tokens * hidden_size * LAYER_VALUES * width
-
-
-def logits_bytes(rows: int, vocabulary: int) -> int:
-    """Bytes of the logits of so many tokens while their loss is computed: three of each in float32."""
-    return 3 * rows * vocabulary * 4
 
 
 def stored_of(source: str) -> dict[str, Any]:

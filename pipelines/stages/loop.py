@@ -32,8 +32,7 @@ class LoopState:
     step: int = 0
     student_tokens: int = 0
     """Response tokens the student generated and was trained on or filtered by."""
-    seconds: float = 0.0
-    """Wall time of all attempts that led here."""
+    seconds: float = 0.0  # wall time of all attempts that led here
     phases: dict[str, float] = field(default_factory=dict)
     """Seconds per phase."""
     counters: dict[str, float] = field(default_factory=dict)
@@ -43,6 +42,7 @@ class LoopState:
     flags: str = ""
     """What stands for all metrics, and all flags, up to this step; see `Lines.tail`."""
     rate: float = 1.0  # what rules that fired have left of the learning rate
+    max_tokens: int = 0  # of a micro-batch
 
     def described(self, metrics: str) -> dict[str, Any]:
         """What a checkpoint keeps of this, with `metrics` as they stand now; a copy."""
@@ -197,6 +197,7 @@ def train(
     """
     with Saver(context, backend, algorithm.learners()) as saver:
         state = LoopState(**saver.restore())
+        state.max_tokens = backend.packed_as(state.max_tokens)  # others would sum in another order
         last = LastSamples.of(context, algorithm, state.step)
         watch = Watch.resumed(context, state.step, state.flags)
         source.start(state.step)

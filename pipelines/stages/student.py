@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from opd.config import BatchConfig, OptimConfig, Recipe
@@ -22,7 +23,7 @@ from opd.models.sharded import cut, open_empty, own_parts, put_in_file
 from opd.models.token_ids import appended, id_count
 from opd.models.tokenizers import Stop, load_tokenizer, set_chat_template, stops_of, unreachable_stops
 from opd.pipelines.stages.context import StageContext
-from opd.pipelines.stages.precision import cuts_engines, model_dtype
+from opd.pipelines.stages.precision import WIDTH, cuts_engines, model_dtype
 from opd.pipelines.stages.stage_rollout import StageRollout, open_rollout
 from opd.progress import doing
 from opd.protocols import Resident, Sleeps
@@ -39,6 +40,7 @@ from opd.rollout.collect import (
 )
 from opd.rollout.engine_pool import EnginePool
 from opd.rollout.fault_tolerant import FaultTolerantRollout
+from opd.rollout.kv_cache import kv_budget
 from opd.rollout.ledger import StopStrings
 from opd.rollout.sharded import Sharing
 from opd.rollout.torch_engine import TorchEngine
@@ -46,6 +48,7 @@ from opd.rollout.weight_sync import sync_weights
 from opd.train.backend import Backend, TorchBackend, Training
 from opd.train.backends import Load, open_backend
 from opd.train.frozen import Frozen
+from opd.train.micro_batches import choose_tokens
 from opd.train.terms import LossTerm
 from opd.types import SampleGroup, SamplingParams
 
@@ -218,6 +221,14 @@ def make_engine(recipe: Recipe, model: CausalLM, sharing: Sharing | None = None)
     return engine
 
 
+def cache_bytes(recipe: Recipe, device: torch.device, writers: EnginePool) -> int:
+    """Bytes on `device` that keys and values of the engines in this process may grow to."""
+    rollout, budget = recipe.rollout, kv_budget(recipe.runtime.decode.kv_cache_mb, device)
+    own = [engine.model for engine in writers.engines if isinstance(engine, TorchEngine)]
+    positions = rollout.max_running * rollout.max_sequence
+    return sum(min(budget, positions * model.kv_numbers * model.dtype.itemsize) for model in own)
+
+
 def stop_strings(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> StopStrings | None:
     """The recipe's strings that end a response; `None` if it has none."""
     if not recipe.rollout.stop:
@@ -322,6 +333,8 @@ class Student:
             engine, shared = _on_shares(recipe, path, backend, ranks)
             writers, plain = EnginePool([engine]), not shared
         writers = writers or embedded(recipe, path)
+        beside = cache_bytes(recipe, backend.device, writers)
+        choose_tokens(backend, batch, ranks, width=WIDTH[model_dtype(recipe)], beside=beside)
         backend.measured, backend.lent = context.memory.sample, shared
         for held in (backend, *writers.engines):
             if isinstance(held, Resident):

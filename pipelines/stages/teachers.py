@@ -42,6 +42,7 @@ from opd.teachers.published_adapter import publish_adapter
 from opd.teachers.schedule import Router, TeacherSchedule, sampled_logprobs
 from opd.teachers.score_cache import CachedScores
 from opd.teachers.skeleton import download, is_published
+from opd.train.micro_batches import scored_tokens
 from opd.train.packing import convert_batch
 from opd.types import Chunk, RolloutBatch, RolloutRequest, Sample, TokenTerms
 
@@ -241,9 +242,8 @@ def open_teachers(
     """The recipe's teachers of these names in this process, each of its kind, until `stack` ends."""
     recipe = context.recipe
     batch = recipe.distill.batch
-    placement = Placement(
-        model_dtype(recipe), recipe.model.device, batch.max_tokens, vocabulary, batch.sequence_chunk
-    )
+    tokens = scored_tokens(batch.max_tokens, torch_device(recipe.model.device))
+    placement = Placement(model_dtype(recipe), recipe.model.device, tokens, vocabulary, batch.sequence_chunk)
     sources = _sources(context, names)
     cache, servers = _weights_cache(context, stack), context.servers
     check = context.preemption.check_waiting

@@ -122,7 +122,7 @@ def test_long_additions_go_in_several_passes(
     model, _ = build(family)
     begun = first_turns(9)
     expected = collect(Talk(TorchEngine(model), begun, kept=False).chunks())
-    monkeypatch.setattr("opd.rollout.turns.PREFILL_TOKENS", 8)
+    monkeypatch.setattr("opd.rollout.forward.PREFILL_TOKENS", 8)
     monkeypatch.setattr("opd.rollout.turns.SCORES", 256)
     same(collect(Talk(TorchEngine(model), begun).chunks()), expected)
 

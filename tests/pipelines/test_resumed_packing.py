@@ -1,0 +1,50 @@
+"""A stage that is resumed packs as it began to, whatever would be chosen now."""
+
+from __future__ import annotations
+
+import json
+
+from attempts import stop
+from recipes import tiny_recipe
+
+from opd.pipelines.records.run_folder import RunFolder
+from opd.pipelines.run import run_stage
+from opd.train import backend
+
+STEPS, EVERY = 6, 2
+
+
+def recipe(**batch: int):
+    base = tiny_recipe().model_dump()["base"] | {"steps": STEPS, "checkpoint_every": EVERY}
+    return tiny_recipe(base=base | {"batch": batch})
+
+
+def digest(out) -> str:
+    return json.loads((out / "stages/base/done.json").read_text())["digest"]
+
+
+def test_micro_batches_of_a_resumed_stage_are_those_it_began_with(tmp_path, monkeypatch) -> None:
+    open_size = recipe()
+    for name, tokens in (("whole", 64), ("other", 4096)):
+        monkeypatch.setattr(backend, "PLAIN", tokens)
+        with RunFolder.create(tmp_path / name, open_size) as folder:
+            run_stage(open_size, folder, "base")
+    assert digest(tmp_path / "whole") != digest(tmp_path / "other")  # the size is seen in the weights
+
+    monkeypatch.setattr(backend, "PLAIN", 64)
+    with RunFolder.create(tmp_path / "cut", open_size) as folder:
+        stop(open_size, folder, "base", after=3)
+    monkeypatch.setattr(backend, "PLAIN", 4096)
+    with RunFolder.resume(tmp_path / "cut", open_size) as folder:
+        run_stage(open_size, folder, "base")
+    assert digest(tmp_path / "cut") == digest(tmp_path / "whole")
+
+
+def test_a_size_that_a_recipe_names_is_that_size(tmp_path, monkeypatch) -> None:
+    named = recipe(max_tokens=64)
+    with RunFolder.create(tmp_path / "named", named) as folder:
+        run_stage(named, folder, "base")
+    monkeypatch.setattr(backend, "PLAIN", 64)
+    with RunFolder.create(tmp_path / "chosen", recipe()) as folder:
+        run_stage(recipe(), folder, "base")
+    assert digest(tmp_path / "named") == digest(tmp_path / "chosen")
