@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from opd.config.train import BatchConfig, OptimConfig
 from opd.errors import TrainingError, from_system, reason_of
@@ -569,10 +569,14 @@ class TorchBackend(WholeModelBackend):
 
     def __init__(self, model: CausalLM, training: Training, data: Ranks | None = None) -> None:
         super().__init__(model, training, data)
-        self._parameters = {n: p for n, p in model.module.named_parameters() if p.requires_grad}
+        self._parameters = self._learning()
         if training.shelf is not None:
             apart(model.module.parameters())
         self._optimizer = adamw(self._parameters, training.optim)
+
+    def _learning(self) -> dict[str, nn.Parameter]:
+        """What the optimiser updates, by the names of the model's parameters."""
+        return {n: p for n, p in self.model.module.named_parameters() if p.requires_grad}
 
     def gathered(self) -> AbstractContextManager[Tensor | None]:
         return gathered(self.model.module)

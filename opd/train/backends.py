@@ -47,8 +47,8 @@ def open_backend(
         raise ConfigError(f"{misfit}.")
     with ExitStack() as stack:
         mixed = train.precision == "mixed" and torch_dtype(dtype) != torch.float32
-        if train.backend == "torch" and ranks.alone and not mixed:
-            backend: Backend = TorchBackend(load(None), training)
+        if train.backend == "torch" and ranks.alone:
+            backend: Backend = _alone(load, training, torch_dtype(dtype) if mixed else None)
         else:
             _refuse(train, training.batch)
             stack.enter_context(process_group())
@@ -58,6 +58,15 @@ def open_backend(
             backend = _on_ranks(model, train, training, ranks, compute)
         stack.callback(backend.close)
         yield backend
+
+
+def _alone(load: Load, training: Training, compute: torch.dtype | None) -> Backend:
+    """Of one process; `compute`: what layers compute in beside float32 masters."""
+    if compute is None:
+        return TorchBackend(load(None), training)
+    from opd.train.masters_backend import MastersBackend
+
+    return MastersBackend(load("float32"), training, compute)
 
 
 def _on_ranks(

@@ -292,6 +292,8 @@ def _copies(recipe: Recipe, student: ModelShape, learns: int, width: int) -> int
         return 0
     if recipe.train.backend != "torch":
         return learns * width
+    if (recipe.train.ranks or 1) == 1:  # and their gradients, until they are added to the masters'
+        return 2 * learns * width
     outside = min(student.vocabulary * student.hidden_size, student.parameters)
     return (outside + 2 * (student.parameters - outside) // max(student.layers, 1)) * width
 

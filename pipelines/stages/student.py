@@ -421,7 +421,8 @@ class Student:
         weights that ranks share one tensor at a time is whole, on its way into a file.
         """
         self.backend.wake()
-        if type(self.backend) is TorchBackend:  # its model is whole, and in the dtype it computes in
+        if isinstance(self.backend, TorchBackend) and self.backend.root is None:
+            # Its model is whole, and in the dtype it computes in.
             return save_trained(self.backend.model, self.tokenizer, folder, card)
         if not self.ranks.main:
             for _ in self.backend.weights():

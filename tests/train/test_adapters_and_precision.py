@@ -250,9 +250,9 @@ def test_a_checkpoint_of_bfloat16_training_goes_on_bit_for_bit(name, tmp_path):
 FORKS = """
 import gc, os, sys, threading
 import backend_ranks
-from opd.config import TrainConfig
-from opd.ranks import Ranks
-from opd.train.backends import open_backend
+import torch
+from opd.ranks import Ranks, process_group
+from opd.train.fsdp_backend import FSDPBackend
 
 over, forked = threading.Event(), []
 
@@ -263,9 +263,11 @@ def fork():
     forked.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
 def once(width):
-    load = lambda *_, **__: backend_ranks.student(intermediate_size=width)
-    with open_backend(load, TrainConfig(), backend_ranks.training(), Ranks(), dtype="bfloat16") as backend:
+    with process_group():
+        student = backend_ranks.student(intermediate_size=width)
+        backend = FSDPBackend(student, backend_ranks.training(), Ranks(), torch.bfloat16)
         backend_ranks.train(backend, 0, 1)
+        del backend
 
 for width in (48, 80):  # another form of model each time: of a known one the first group is what was learnt
     once(width)

@@ -16,6 +16,7 @@ from opd.errors import TrainingError
 from opd.kernels.head import Head
 from opd.train.backend import TorchBackend, Training
 from opd.train.distill_terms import FullVocabularyTerm, K2Term, TopKTerm
+from opd.train.masters_backend import MastersBackend
 from opd.train.offload import Shelf
 from opd.train.teacher_views import TeacherView
 from opd.train.terms import CrossEntropyTerm, MetricSums, MismatchProbe, PolicyTerm, ReferenceTerm
@@ -144,6 +145,30 @@ def test_a_micro_batch_waits_a_bounded_number_of_times(gpu, name) -> None:
     with gpu.counted() as counts:
         backend.step(1e-3)
     assert len(counts.waits) <= 1, counts
+
+
+def test_masters_wait_no_more_and_learn_what_they_do_on_a_cpu(gpu) -> None:
+    found = []
+    for put, there in ((lambda value: value, lambda model: model), (gpu.put, gpu.model)):
+        limits = BatchConfig(max_tokens=sum(map(sum, LENGTHS)))
+        training = Training(OptimConfig(eps=1e-3), limits, 0.7, TERMS["k2"](Teacher(put)))
+        backend = MastersBackend(there(tiny.model()), training, torch.bfloat16)
+        backend.forward_backward(batch())
+        with gpu.counted() as one:
+            backend.forward_backward(batch())
+        with gpu.counted() as three:
+            backend.forward_backward(batch(3))
+        if put is gpu.put:
+            assert len(three.waits) - len(one.waits) <= 2 * WAITS["k2"], three
+        with gpu.counted() as step:
+            metrics = backend.step(1e-2)
+        assert len(step.waits) <= 1, step
+        weights = torch.cat([gpu.get(master).flatten() for master in backend.held().weights])
+        found.append((metrics["grad_norm"], weights.float()))
+    started = torch.cat([parameter.flatten() for parameter in tiny.model().module.parameters()])
+    moved = (found[0][1] - torch.cat([started, started]).detach()).norm()
+    assert (found[1][1] - found[0][1]).norm() <= 0.05 * moved
+    assert found[1][0] == pytest.approx(found[0][0], rel=2**-6)
 
 
 WRONG = ["teacher", "weight", "target", "loss"]

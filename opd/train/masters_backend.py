@@ -1,0 +1,122 @@
+"""Weights in 16 bits that one process computes with, beside the float32 ones that it trains.
+
+Micikevicius et al. 2017, "Mixed Precision Training": an update is smaller than half a rounding of the weight
+in 16 bits, so it is added to a master in float32. The same arithmetic as FSDP2's mixed precision on a world
+of one (`fsdp_backend.py`), without its hooks and messages around every layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import torch
+from torch import Tensor, nn
+
+from opd.models.causal_lm import CausalLM
+from opd.storage.tensors import Saved, State
+from opd.train.backend import Held, TorchBackend, Training
+from opd.train.offload import apart
+
+
+class MastersBackend(TorchBackend):
+    """A `TorchBackend` whose layers compute in `compute_dtype`, while what learns is kept in the model's own.
+
+    The model's parameters are shadows of their masters, copied after every update. Each micro-batch's
+    gradient, of the shadows, is added to that of the masters in their precision. What does not learn, a base
+    under adapters, is there once, in `compute_dtype`.
+    """
+
+    def __init__(self, model: CausalLM, training: Training, compute_dtype: torch.dtype) -> None:
+        self._dtype = compute_dtype
+        super().__init__(model, training)
+
+    def _learning(self) -> dict[str, nn.Parameter]:
+        """The masters, whose places in the model their shadows take."""
+        self._shadows: list[nn.Parameter] = []
+        masters: dict[str, nn.Parameter] = {}
+        for name, parameter in self.model.module.named_parameters():
+            if parameter.requires_grad:
+                masters[name] = nn.Parameter(parameter.data)
+                self._shadows.append(parameter)
+            parameter.data = parameter.data.to(self._dtype, copy=parameter.requires_grad)
+        if self._shelf is not None:
+            apart(masters.values())
+        return masters
+
+    @property
+    def _masters(self) -> list[nn.Parameter]:
+        return list(self._parameters.values())
+
+    def gathered(self) -> AbstractContextManager[Tensor | None]:
+        """Nothing: the head's gradient is summed with the others, in the precision of the masters."""
+        return nullcontext(None)
+
+    @torch.no_grad()
+    def _sum_up(self) -> None:
+        """Add the gradients of the shadows to those of the masters, and let them go."""
+        found = [pair for pair in zip(self._masters, self._shadows, strict=True) if pair[1].grad is not None]
+        more = [(master.grad, shadow.grad) for master, shadow in found if master.grad is not None]
+        if more:
+            torch._foreach_add_(*map(list, zip(*more, strict=True)))
+        for master, shadow in found:
+            if master.grad is None and shadow.grad is not None:
+                master.grad = shadow.grad.to(master.dtype)
+            shadow.grad = None
+
+    def backward(self, loss: Tensor, last: bool) -> None:
+        super().backward(loss, last)
+        self._sum_up()
+
+    def zero_grad(self) -> None:
+        super().zero_grad()
+        for shadow in self._shadows:
+            shadow.grad = None
+
+    def step(self, lr: float) -> dict[str, float]:
+        metrics = super().step(lr)
+        self._copy_masters()
+        return metrics
+
+    @torch.no_grad()
+    def _copy_masters(self) -> None:
+        torch._foreach_copy_(self._shadows, self._masters)
+
+    def held(self) -> Held:
+        held = super().held()
+        return Held([*held.weights, *self._masters], held.gradients, held.moments, held.stays)
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor of the student, in the dtype it computes in."""
+        for name, tensor in super().weights():
+            yield name, tensor.to(self._dtype) if tensor.is_floating_point() else tensor
+
+    @property
+    def _sent_dtype(self) -> torch.dtype:
+        return self._dtype
+
+    @contextmanager
+    def _in_place_of_shadows(self) -> Iterator[None]:
+        """While the block runs the model's parameters are the masters."""
+        narrow = [shadow.data for shadow in self._shadows]
+        try:
+            for shadow, master in zip(self._shadows, self._masters, strict=True):
+                shadow.data = master.data
+            yield
+        finally:
+            for shadow, data in zip(self._shadows, narrow, strict=True):
+                shadow.data = data
+
+    def state(self) -> State:
+        self.wake()
+        with self._in_place_of_shadows():
+            model = {n: t.detach().to("cpu", copy=True) for n, t in self.model.weights()}
+        self.rest()  # where they leave the device, both need not be there at once
+        moments = {n: t.detach().to("cpu", copy=True) for n, t in self._moments()}
+        return {"model": model, "optimizer": moments}
+
+    def load_state(self, state: Saved) -> None:
+        self._take("weights")
+        with self._in_place_of_shadows():
+            super().load_state(state)
+        self._copy_masters()
