@@ -392,6 +392,8 @@ def joined(device: str, timeout_seconds: float) -> Iterator[Ranks]:
                 rank=rank,
                 world_size=size,
                 timeout=wait,
+                # Connects at once: a wrong GPU is an error here, not a hang in the first message.
+                device_id=torch.device("cuda", torch.cuda.current_device()) if cuda else None,
             )
         except (RuntimeError, ValueError, OSError) as error:
             raise RanksError(_no_rendezvous(os.environ, error)) from error

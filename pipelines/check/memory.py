@@ -285,14 +285,15 @@ def _critic(recipe: Recipe, student: ModelShape) -> int:
 
 
 def _copies(recipe: Recipe, student: ModelShape, learns: int, width: int) -> int:
-    """What master weights are rounded to while layers compute: everything, or with FSDP2 the embedding and
-    the head for a whole pass, and of the layers the one that computes and the next.
+    """What master weights are rounded to while layers compute: everything, in one process with its gradients,
+    or with FSDP2 the embedding and the head for a whole pass, and of the layers the one that computes and the
+    next.
     """
     if not has_masters(recipe):
         return 0
     if recipe.train.backend != "torch":
         return learns * width
-    if (recipe.train.ranks or 1) == 1:  # and their gradients, until they are added to the masters'
+    if (recipe.train.ranks or 1) == 1:
         return 2 * learns * width
     outside = min(student.vocabulary * student.hidden_size, student.parameters)
     return (outside + 2 * (student.parameters - outside) // max(student.layers, 1)) * width

@@ -265,19 +265,19 @@ def _check_cluster_there(address: str, launch: RayLaunch) -> list[Finding]:
 
 def _check_own_cluster(recipe: Recipe, launch: RayLaunch) -> list[Finding]:
     """One that the run starts on this machine, which has no other GPUs than this one."""
-    from opd.pipelines.launch.ray.cluster import BundleLayout, needed, require_free
+    from torch.cuda import device_count
+
+    from opd.pipelines.launch.ray.cluster import BundleLayout, needed, require_free, require_gpus_asked
 
     if launch.port is not None:
         require_free(launch.port)
+    require_gpus_asked(recipe, there := device_count())
     asked = BundleLayout.of(needed(recipe), recipe.train.ranks or 1, recipe.servers).total.get("GPU", 0.0)
-    if asked:
-        from torch.cuda import device_count
-
-        if asked > (there := device_count()):
-            raise ConfigError(
-                f"launch asks for {asked:g} GPUs in all, and this machine, where the run starts its cluster,"
-                f" has {there}; lower launch.ROLE.gpus or servers.NAME.count, or give launch.address."
-            )
+    if asked > there:
+        raise ConfigError(
+            f"launch asks for {asked:g} GPUs in all, and this machine, where the run starts its cluster,"
+            f" has {there}; lower launch.ROLE.gpus or servers.NAME.count, or give launch.address."
+        )
     return [Finding("ok", _LAUNCH, "a Ray cluster of its own, on this machine")]
 
 

@@ -130,20 +130,40 @@ def is_cut(recipe: Recipe, ranks: int, size: int) -> bool:
         return False
     if engine.sharded is not None:
         return engine.sharded
-    copies, memory = room_for(recipe, ranks)
+    copies, memory = room_for(recipe, ranks, size)
     return copies * size > memory
 
 
-def room_for(recipe: Recipe, ranks: int) -> tuple[int, int]:
-    """How many of the ranks share the memory that one has, and its bytes, whoever uses them now."""
+LAID_OUT = 0.65
+"""Of a copy's bytes what its engine lays out once more on CUDA, about: weights that are multiplied as one."""
+
+
+def room_for(recipe: Recipe, ranks: int, size: int = 0) -> tuple[int, int]:
+    """How many of the ranks share the memory that one has, and its bytes for copies of `size` bytes.
+
+    Of a GPU those are what other processes leave, without what this one trains there and what an engine makes
+    of its copy, which may be there already or not.
+    """
     import torch
 
     from opd.models.causal_lm import torch_device
 
     device = torch_device(recipe.model.device)
     if device.type == "cuda":
-        return 1, torch.cuda.get_device_properties(device).total_memory
+        free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
+        return 1, int(free - LAID_OUT * size) - _trained_bytes(recipe, ranks, size)
     return int(os.environ.get("LOCAL_WORLD_SIZE", ranks)), group_memory()
+
+
+def _trained_bytes(recipe: Recipe, ranks: int, size: int) -> int:
+    """Bytes of a rank's share of a student of `size` bytes that trains, while a copy writes: with adapters
+    its base, else weights and moments as they learn. None where they leave the device.
+    """
+    if recipe.runtime.offload.trainer:
+        return 0
+    if recipe.model.lora is not None:
+        return size // ranks
+    return 3 * learning_width(recipe) * (size // WIDTH[model_dtype(recipe)]) // ranks
 
 
 def weight_bytes(path: Path, dtype: str) -> int:

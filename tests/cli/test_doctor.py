@@ -549,7 +549,8 @@ SHAPE = ModelShape(1000, 4, (None, None), vocabulary=10, kv_width=4, adapters=50
 @pytest.mark.parametrize(
     ("train", "weights", "copies", "gradients", "moments"),
     [
-        ({}, 4000, (40 + 2 * 960 // 2) * 2, 4000, 8000),  # FSDP2: one layer and the next
+        ({}, 4000, 2 * 2000, 4000, 8000),  # with the gradients of one micro-batch
+        ({"ranks": 2}, 2000, (40 + 2 * 960 // 2) * 2, 2000, 4000),  # FSDP2: one layer and the next
         ({"backend": "megatron"}, 4000, 2000, 4000, 8000),
         ({"precision": "pure"}, 2000, 0, 2000, 4000),
     ],

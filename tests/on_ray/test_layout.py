@@ -18,6 +18,7 @@ from recipes import tiny_recipe
 from opd.child import Child
 from opd.config import RayLaunch
 from opd.config.servers import ServerGroupConfig
+from opd.errors import ConfigError
 from opd.kernels.head import Head
 from opd.pipelines.launch.ray.actors import ActorLostError, Packed, PackedHead, no_memory
 from opd.pipelines.launch.ray.cluster import (
@@ -28,6 +29,7 @@ from opd.pipelines.launch.ray.cluster import (
     needed,
     number_of,
     options_of,
+    require_gpus_asked,
     resources_of,
     role_of,
     server_names,
@@ -94,6 +96,22 @@ def test_nothing_is_reserved_for_what_is_served():
     assert roles(teachers=teachers) == (["trainer", "engine-0"], 1)
     assert roles(teachers={"sort": teachers["sort"]})[0] == ["trainer", "engine-0", "teacher-0"]
     assert roles(rollout={"engine": own}, teachers=teachers) == (["trainer"], 1)
+
+
+def test_gpus_that_nobody_asks_for_are_no_reason_to_compute_on_a_cpu():
+    def asked(device: str, there: float, **launch) -> None:
+        model = tiny_recipe().model.model_dump(mode="json", exclude_none=True) | {"device": device}
+        require_gpus_asked(tiny_recipe(launch={"type": "ray", **launch}, model=model), there)
+
+    whole = {"gpus": 1}
+    asked("auto", 0)
+    asked("cpu", 8)
+    asked("auto", 2, trainer=whole, engine={"gpus": 0.5}, teacher={"gpus": 0.5})
+    asked("auto", 2, trainer=whole, engine=whole, teachers=0)
+    for role, others in (("trainer", {}), ("engine", {"trainer": whole})):
+        said = rf"launch\.{role}\.gpus is 0, so Ray hides the 2 GPUs .* set it to 1"
+        with pytest.raises(ConfigError, match=said):
+            asked("auto", 2, **others)
 
 
 def test_resources_become_options():

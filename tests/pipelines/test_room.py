@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import torch
 from pydantic import ValidationError
 from recipes import tiny_recipe
 
@@ -10,7 +11,7 @@ from opd import foreign
 from opd.errors import ConfigError
 from opd.foreign import machine_memory
 from opd.models.causal_lm import CausalLM
-from opd.pipelines.stages.precision import check_turns, cuts_engines, is_cut, room_for, weight_bytes
+from opd.pipelines.stages.precision import LAID_OUT, check_turns, cuts_engines, is_cut, room_for, weight_bytes
 from opd.pipelines.stages.supervised import new_base
 from opd.ranks import Ranks
 
@@ -36,6 +37,27 @@ def test_ranks_share_a_copy_where_a_machine_has_no_memory_for_one_each(monkeypat
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")  # the other two are elsewhere
     assert not is_cut(recipe(), 4, memory // 2)
     assert is_cut(recipe(), 4, memory // 2 + 1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "learns"),
+    [({}, 3), ({"runtime": {"offload": {"trainer": True}}}, 0)],
+    ids=["beside a student", "offloaded"],
+)
+def test_a_gpus_room_is_what_is_free_without_all_that_comes(pretended, monkeypatch, changes, learns):
+    free, size = 1000 << 20, 100 << 20
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free, 1 << 40))
+    plain = tiny_recipe(**changes)
+    model = plain.model.model_dump(mode="json", exclude_none=True) | {"device": "cuda:1"}
+    asked = tiny_recipe(model=model, **changes)
+    together, room = room_for(asked, 2, size)
+    assert together == 1
+    assert room == free - int(LAID_OUT * size) - learns * size // 2
+    assert not is_cut(asked, 2, size)
+    monkeypatch.setattr(
+        torch.cuda, "mem_get_info", lambda _: (int((1 + LAID_OUT + learns / 2) * size) - 1, 1 << 40)
+    )
+    assert is_cut(asked, 2, size)  # whatever the memory of the device
 
 
 @pytest.mark.parametrize(("limit", "memory"), [("4096", 4096), ("max", None), (str(1 << 60), None)])

@@ -12,12 +12,14 @@ from hypothesis import strategies as st
 
 from opd.errors import ConfigError
 from opd.pipelines.check.cluster import (
+    Gpu,
     LayerCost,
     SimulatedCluster,
     decode_of,
     layer_cost,
     load_cluster,
     sync_seconds,
+    train_efficiency,
     train_seconds,
 )
 from opd.pipelines.check.simulate import Simulated, TeacherPasses, simulate
@@ -232,3 +234,11 @@ def test_an_engine_too_small_for_the_student_is_said(tmp_path):
         simulate(cluster(gpu={"memory_gb": 4}))
     with pytest.raises(ConfigError, match="no such cluster file"):
         load_cluster(tmp_path / "missing.yaml")
+
+
+@pytest.mark.parametrize(("used", "share"), [(1e6, 0.1), (0.6e9, 0.1), (8e9, 0.35), (1e12, 0.35)])
+def test_small_students_train_at_a_smaller_share_of_the_peak(used, share):
+    gpu = Gpu(tflops=1000, memory_gb=80, memory_gb_per_s=3000, link_gb_per_s=100)
+    assert train_efficiency(gpu, used) == pytest.approx(share)
+    assert train_efficiency(gpu.model_copy(update={"train_efficiency": 0.2}), used) == 0.2
+    assert 0.1 < train_efficiency(gpu, 2e9) < train_efficiency(gpu, 4e9) < 0.35

@@ -23,7 +23,7 @@ from typing import Any
 
 from opd.config import ActorResources, RayLaunch, Recipe
 from opd.config.servers import ServerGroupConfig
-from opd.errors import LaunchError, MissingExtraError, PreemptedError, RunFolderError, reason_of
+from opd.errors import ConfigError, LaunchError, MissingExtraError, PreemptedError, RunFolderError, reason_of
 from opd.pipelines.launch.started_server import GUARD, ending
 from opd.redact import redact
 from opd.rollout.preemption import Preemption
@@ -529,6 +529,20 @@ def needed(recipe: Recipe) -> RayLaunch:
     if all(recipe.teacher(name).elsewhere for name in recipe.used_teachers()):
         idle["teachers"] = 0
     return launch.model_copy(update=idle)
+
+
+def require_gpus_asked(recipe: Recipe, there: float) -> None:
+    """Raise `ConfigError` if a role that computes asks for none of the GPUs that are `there`: Ray hides them
+    from it, and it would compute on a CPU.
+    """
+    launch = needed(recipe)
+    counts = {"trainer": 1, "engine": launch.engines, "teacher": launch.teachers}
+    idle = [role for role, count in counts.items() if count and not getattr(launch, role).gpus]
+    if there and idle and recipe.model.device != "cpu":
+        raise ConfigError(
+            f"launch.{idle[0]}.gpus is 0, so Ray hides the {there:g} GPUs that are there from its actors;"
+            " set it to 1 (a fraction shares a GPU), or model.device to cpu."
+        )
 
 
 def role_of(name: str) -> str:

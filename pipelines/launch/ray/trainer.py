@@ -32,6 +32,7 @@ from opd.pipelines.launch.ray.cluster import (
     import_ray,
     needed,
     open_cluster,
+    require_gpus_asked,
     reserve,
     role_of,
 )
@@ -225,6 +226,7 @@ def open_worker_group(recipe: Recipe, folder: RunFolder, asked: Preemption) -> I
     with ExitStack() as stack:
         with doing("starting Ray, or joining it"):
             cluster = stack.enter_context(open_cluster(launch, layout, asked))
+        require_gpus_asked(recipe, cluster.ray.cluster_resources().get("GPU", 0.0))
         with doing("waiting for what the run needs of the cluster, and its actors"):
             placement = reserve(cluster, launch, layout, asked)
             group = WorkerGroup(cluster, launch, start_actors(launch, layout, placement, specs, asked))
