@@ -55,14 +55,19 @@ class MastersBackend(TorchBackend):
     @torch.no_grad()
     def _sum_up(self) -> None:
         """Add the gradients of the shadows to those of the masters, and let them go."""
-        found = [pair for pair in zip(self._masters, self._shadows, strict=True) if pair[1].grad is not None]
-        more = [(master.grad, shadow.grad) for master, shadow in found if master.grad is not None]
-        if more:
-            torch._foreach_add_(*map(list, zip(*more, strict=True)))
-        for master, shadow in found:
-            if master.grad is None and shadow.grad is not None:
+        sums: list[Tensor] = []
+        added: list[Tensor] = []
+        for master, shadow in zip(self._masters, self._shadows, strict=True):
+            if shadow.grad is None:
+                continue
+            if master.grad is None:
                 master.grad = shadow.grad.to(master.dtype)
+            else:
+                sums.append(master.grad)
+                added.append(shadow.grad)
             shadow.grad = None
+        if sums:
+            torch._foreach_add_(sums, added)  # pyright: ignore[reportPrivateImportUsage]
 
     def backward(self, loss: Tensor, last: bool) -> None:
         super().backward(loss, last)
@@ -80,7 +85,8 @@ class MastersBackend(TorchBackend):
 
     @torch.no_grad()
     def _copy_masters(self) -> None:
-        torch._foreach_copy_(self._shadows, self._masters)
+        shadows, masters = list[Tensor](self._shadows), list[Tensor](self._masters)
+        torch._foreach_copy_(shadows, masters)  # pyright: ignore[reportPrivateImportUsage]
 
     def held(self) -> Held:
         held = super().held()

@@ -561,7 +561,7 @@ def test_the_estimate_counts_master_weights(train, weights, copies, gradients, m
     found = [parts[name] for name in ("weights", "copies in bfloat16", "gradients", "AdamW", "engine copy")]
     assert found == [weights, copies, gradients, moments, 2000]
     assert disk["model folders"] == 9 * 2000
-    assert disk["checkpoints"] == 4 * 2 * (weights + moments)
+    assert disk["checkpoints"] == 4 * 2 * (weights + moments) * train.get("ranks", 1)
 
 
 def test_the_estimate_counts_adapters_and_given_teachers():
