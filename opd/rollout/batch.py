@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from itertools import count, pairwise
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -27,7 +27,7 @@ FEW, HELD_STEPS = 8, 4
 every pass over some that come costs the same beside its tokens, and the running ones wait for it."""
 
 
-PARTS = 4
+PARTS = 16
 """Bands at most."""
 WORTH = 1 << 20
 """Bytes of a layer that one more band has to save: about what its products cost before they begin."""
@@ -401,24 +401,12 @@ class Band:
         """How many are read."""
         return (self.stop - self.first) * self.longest
 
-    def with_next(self, other: Band) -> Band:
-        """Both as one."""
-        return Band(self.first, other.stop, max(self.longest, other.longest))
-
 
 def bands_of(held: np.ndarray, position_bytes: int) -> list[Band]:
     """How slots that hold `held` [B] tokens are read, each of them `position_bytes` in a layer."""
     if int(held.max()) * len(held) * position_bytes <= WORTH:
         return [Band(0, len(held), int(held.max()))]
-    quarters = [Band(first, stop, int(held[first:stop].max())) for first, stop in _quarters(len(held))]
-    found = quarters[:1]
-    for band in quarters[1:]:
-        both = found[-1].with_next(band)
-        if (both.positions - found[-1].positions - band.positions) * position_bytes < WORTH:
-            found[-1] = both
-        else:
-            found.append(band)
-    return found
+    return _cut(held, WORTH // position_bytes)
 
 
 def better_order(held: np.ndarray, position_bytes: int) -> tuple[np.ndarray, np.ndarray]:
@@ -427,8 +415,9 @@ def better_order(held: np.ndarray, position_bytes: int) -> tuple[np.ndarray, np.
     """
     if int(held.max()) * len(held) - int(held.sum()) < WORTH // position_bytes:
         return NO_SLOTS, NO_SLOTS
-    ranked = np.argsort(-(held // SAME), kind="stable")
-    bounds = [stop for _, stop in _quarters(len(held))]
+    size = held // SAME
+    ranked = np.argsort(-size, kind="stable")
+    bounds = [band.stop for band in _cut((size[ranked] + 1) * SAME, WORTH // position_bytes)]
     place = np.arange(len(held))
     has, wants = np.searchsorted(bounds, place, "right"), np.empty_like(place)
     wants[ranked] = has
@@ -443,7 +432,21 @@ def better_order(held: np.ndarray, position_bytes: int) -> tuple[np.ndarray, np.
     )
 
 
-def _quarters(rows: int) -> list[tuple[int, int]]:
-    """`PARTS` slices of about as many slots."""
-    bounds = sorted({rows * part // PARTS for part in range(PARTS + 1)})
-    return list(pairwise(bounds))
+def _cut(held: np.ndarray, price: int) -> list[Band]:
+    """Slices that cost least together: the positions that are read, and `price` for each slice. They begin at
+    one of `PARTS` places."""
+    bounds = np.unique(len(held) * np.arange(PARTS + 1) // PARTS)
+    most = np.maximum.reduceat(held, bounds[:-1])
+    longest = np.maximum.accumulate(np.triu(np.broadcast_to(most, (len(most),) * 2)), axis=1)
+    cost = longest * (bounds[1:] - bounds[:-1, None]) + price
+    least, first = np.zeros(len(bounds), dtype=np.int64), []
+    for last in range(len(most)):  # `least`: of the slots before a place
+        ways = least[: last + 1] + cost[: last + 1, last]
+        first.append(int(ways.argmin()))
+        least[last + 1] = ways[first[-1]]
+    found, last = [], len(most) - 1
+    while last >= 0:
+        begin = first[last]
+        found.append(Band(int(bounds[begin]), int(bounds[last + 1]), int(longest[begin, last])))
+        last = begin - 1
+    return found[::-1]

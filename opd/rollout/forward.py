@@ -83,14 +83,25 @@ class Span:
     equal: bool = False
     """Whether all hold as many."""
     bands: tuple[Band, ...] = ()
-    """What is read of these slots, if it is not `window` positions of all."""
+    """What is read of these slots, `longest` positions of each, if it is not `window` of all."""
 
     @classmethod
     def of(cls, positions: np.ndarray, cache: KVCache) -> Span:
         """Of new tokens at `positions` [B]."""
         longest, equal = int(positions.max()) + 1, int(positions.min()) == int(positions.max())
-        bands = () if equal else tuple(cache.bands(positions + 1))
-        return cls(len(positions), cache.window(longest), longest, equal, bands if len(bands) > 1 else ())
+        bands = [] if equal else cache.bands(positions + 1)
+        read = tuple(replace(band, longest=cache.window(band.longest)) for band in bands)
+        return cls(len(positions), cache.window(longest), longest, equal, read if len(read) > 1 else ())
+
+    @property
+    def parts(self) -> tuple[Band, ...]:
+        """Slots that are read together, and how far."""
+        return self.bands or (Band(0, self.rows, self.window),)
+
+    @property
+    def positions(self) -> int:
+        """How many are read in a layer."""
+        return sum(band.positions for band in self.parts)
 
 
 class CachedAttention(ABC):
@@ -121,9 +132,6 @@ class DecodeAttention(CachedAttention):
         super().__init__(cache, positions)
         self._span = span
         self._slots = None if span.equal else torch.arange(span.rows, device=positions.device)
-        self._parts = [(band.first, band.stop, cache.window(band.longest)) for band in span.bands]
-        if not span.bands:
-            self._parts = [(0, span.rows, span.window)]
         self._biases: dict[tuple[int | None, int, int], Tensor | None] = {}
 
     def attend(self, cache: LayerCache, query: Tensor, key: Tensor, value: Tensor, form: ScoreForm) -> Tensor:
@@ -136,10 +144,10 @@ class DecodeAttention(CachedAttention):
             cache.keys[self._slots, :, self.positions] = key
             cache.values[self._slots, :, self.positions] = value
         outputs = []
-        for first, stop, length in self._parts:
-            window = cache.window(first, stop, length)
-            bias = self._bias(form.window, first, window.keys)
-            outputs.append(attend_cached(query[first:stop], window, bias, form))
+        for band in self._span.parts:
+            window = cache.window(band.first, band.stop, band.longest)
+            bias = self._bias(form.window, band.first, window.keys)
+            outputs.append(attend_cached(query[band.first : band.stop], window, bias, form))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     def _bias(self, sliding_window: int | None, first: int, keys: Tensor) -> Tensor | None:
@@ -438,6 +446,8 @@ class Runner:
         self.cache = self._new_cache()
         self.prefilled_tokens = 0
         """Tokens that went through a prefill forward; a prompt shared by several requests counts once."""
+        self.positions_read = self.positions_held = 0
+        """Of the cache, in a layer: what decode steps have read so far, and what their requests held."""
         use_lean = supports(model.config, model.layers) if lean is None else lean
         self.lean = LeanDecoder(model) if use_lean else None
         self._kept: KeptPrompt | None = None
@@ -514,9 +524,15 @@ class Runner:
         """[rows, D]: feed the newest token of each of the first `rows` slots."""
         positions = batch.length[:rows] - 1
         span = Span.of(positions, self.cache)
+        self._count(span, positions)
         if self.lean is not None:
             self.lean.reach(span.longest)
         return self.forward(self.tensor(batch.last_tokens(rows)), self.tensor(positions), span)
+
+    def _count(self, span: Span, positions: np.ndarray) -> None:
+        """A step over `span` reads the cache for new tokens at `positions` [B]."""
+        self.positions_read += span.positions
+        self.positions_held += int(positions.sum()) + len(positions)
 
     def draw(self, hidden: Tensor, batch: RunningBatch) -> tuple[np.ndarray, np.ndarray]:
         """Token ids [B] int64 and log-probabilities [B] float32 that follow the `hidden` states [B, D]."""

@@ -145,7 +145,9 @@ class StaticRunner(Runner):
         buffers.host_tokens[:, rows:count] = 0
         buffers.host_tokens[0, :rows], buffers.host_tokens[1, :rows] = batch.last_tokens(rows), positions
         buffers.tokens.copy_(buffers.pinned_tokens, non_blocking=True)
-        step = partial(self._step, buffers, Span(count, window, window))
+        span = Span(count, window, window)
+        self._count(span, positions)
+        step = partial(self._step, buffers, span)
         self.graphs.run(("forward", count, window), step)
         return buffers.hidden[:rows]
 

@@ -113,6 +113,16 @@ class TorchEngine(Streaming):
         return self._turns.taken
 
     @property
+    def positions_read(self) -> int:
+        """Positions of the cache that decode steps have read in a layer, so far."""
+        return self._runner.positions_read
+
+    @property
+    def positions_held(self) -> int:
+        """Those among them that hold tokens of the requests."""
+        return self._runner.positions_held
+
+    @property
     def in_flight(self) -> list[str]:
         """Uids of the requests that run or wait."""
         return [*self._batch.uids, *self._queue.waiting, *self._queue.ended]

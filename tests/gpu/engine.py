@@ -18,6 +18,8 @@ from tests.gpu.rows import Bound, Sheet
 
 LOADS = {"0.6B": (64, 512), "8B": (64,)}
 PROMPT, NEW = 128, 128
+MEAN, LONGEST, MIXED = 1024, 4096, 32
+"""Tokens that requests of mixed lengths hold, and decode steps over them."""
 
 
 def requests(batch: int, vocabulary: int, new: int) -> list[RolloutRequest]:
@@ -26,6 +28,40 @@ def requests(batch: int, vocabulary: int, new: int) -> list[RolloutRequest]:
     prompts = rng.integers(1, vocabulary, (batch, PROMPT)).astype(np.int32)
     sampling = SamplingParams(max_new_tokens=new)
     return [RolloutRequest(str(i), prompt, sampling) for i, prompt in enumerate(prompts)]
+
+
+def lengths(batch: int, mixed: bool, place: Place) -> np.ndarray:
+    """[batch]: tokens of prompts, all alike or exponential, of one mean; with answers at most `LONGEST`."""
+    scale = 64 if place.dry else 1
+    most = LONGEST // scale - MIXED
+    shares = (np.random.default_rng(0).permutation(batch) + 0.5) / batch
+    drawn = (-MEAN / scale * np.log(shares)).astype(np.int64).clip(1, most)
+    return drawn if mixed else np.full(batch, int(drawn.mean()))
+
+
+def mixed(name: str, batch: int, place: Place) -> dict[str, Any]:
+    """Decode steps over requests of mixed lengths, beside as many tokens in requests of one length."""
+    model = models.model(name, place)
+    row: dict[str, Any] = {}
+    for kind in ("equal", "mixed"):
+        rng = np.random.default_rng(0)
+        prompts = [
+            rng.integers(1, model.vocab_size, length).astype(np.int32)
+            for length in lengths(batch, kind == "mixed", place)
+        ]
+        sampling = SamplingParams(max_new_tokens=MIXED)
+        asked = [RolloutRequest(str(i), prompt, sampling) for i, prompt in enumerate(prompts)]
+        engine = TorchEngine(model)
+        list(engine.generate(asked))
+        read, held = engine.positions_read, engine.positions_held
+        row[f"{kind} decode ms"] = step_milliseconds(engine, asked, place)["decode ms"]
+        row[f"{kind} read over held"] = (engine.positions_read - read) / (engine.positions_held - held)
+        if place.device.type == "cuda":
+            row[f"{kind} KV GiB"] = engine.resident()["engine_kv"] / 2**30
+        del engine
+        place.clear()
+    row["mixed over equal"] = row["mixed decode ms"] / row["equal decode ms"]
+    return row
 
 
 def wait(place: Place) -> float:
@@ -109,7 +145,7 @@ def synced(name: str, place: Place) -> dict[str, Any]:
 
 
 def decoding(sheet: Sheet, place: Place) -> None:
-    """Decode at each size and number of requests, and a sync of the smaller model."""
+    """Decode at each size and number of requests; of the smaller model mixed lengths, and a sync."""
     bandwidth = place.bandwidth()
     place.clear()
     for name, batches in {"0.6B": (4,)}.items() if place.dry else LOADS.items():
@@ -119,5 +155,9 @@ def decoding(sheet: Sheet, place: Place) -> None:
                 bounds = Bound("over transformers", least=1.0), Bound("over without graphs", most=1.0)
                 sheet.row(f"{name}, {batch} requests", numbers, *bounds)
             place.clear()
+    batch = 4 if place.dry else LOADS["0.6B"][0]
+    with sheet.ours("0.6B, mixed lengths"):
+        sheet.row("0.6B, mixed lengths", mixed("0.6B", batch, place))
+    place.clear()
     with sheet.ours("0.6B, weight sync"):
         sheet.row("0.6B, weight sync", synced("0.6B", place))

@@ -64,7 +64,9 @@ def test_the_first_sections_run_dry(tmp_path):
 @pytest.mark.slow
 def test_the_other_sections_run_dry(tmp_path):
     report, said = dry(tmp_path / "report.json", "--only", *SECOND)
-    assert list(rows_of(report, "engine")) == ["0.6B, 4 requests", "0.6B, weight sync"]
+    engine = rows_of(report, "engine")
+    assert list(engine) == ["0.6B, 4 requests", "0.6B, mixed lengths", "0.6B, weight sync"]
+    assert engine["0.6B, mixed lengths"]["numbers"]["mixed read over held"] > 1.5
     (streamed,) = rows_of(report, "streamed").values()
     assert streamed["bounds"] == [
         "over the floor <= 1.15",
