@@ -147,6 +147,38 @@ def install_triton(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(module, "_kernel", partial(_Kernel, launcher))
 
 
+FLASH_DTYPES: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16)
+FLASH_PAGE = 256
+
+
+def _paged(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    table: Tensor,
+    scale: float,
+    left: int,
+    seqused_k: Tensor,
+    num_splits: int,
+    alibi_slopes: None = None,
+) -> Tensor:
+    """Of one query for each request, `query` [B, H, d], to pages of a pool, [P, N, Hkv, d]."""
+    assert keys.shape[1] % FLASH_PAGE == 0
+    assert (num_splits, alibi_slopes) == (1, None)
+    assert table.dtype == seqused_k.dtype == torch.int32
+    assert table.stride(-1) == seqused_k.stride(-1) == 1
+    assert len(table) == len(seqused_k) == len(query)
+    assert 0 <= int(table.min()) <= int(table.max()) < len(keys)
+    parts = []
+    for q, pages, length in zip(query.double(), table.long(), seqused_k.tolist(), strict=True):
+        assert 0 < length <= len(pages) * keys.shape[1]
+        first = 0 if left < 0 else max(0, length - 1 - left)
+        k, v = (x[pages].flatten(0, 1)[first:length].double().transpose(0, 1) for x in (keys, values))
+        scores = q.unflatten(0, (len(k), -1)) @ k.transpose(1, 2) * scale
+        parts.append((scores.softmax(-1) @ v).flatten(0, 1))
+    return torch.stack(parts).to(query.dtype)
+
+
 def flash_forward(
     query: Tensor,
     key: Tensor,
@@ -162,15 +194,23 @@ def flash_forward(
     scale: float,
     window_size_left: int,
     window_size_right: int,
-    **unused: Any,
+    block_table: Tensor | None = None,
+    **options: Any,
 ) -> tuple[Tensor, ...]:
     """What CUDA's flash attention computes of `[T, H, d]`, for tensors of the CPU; and what it refuses."""
-    assert query.dtype in (torch.float16, torch.bfloat16)
+    assert query.dtype in FLASH_DTYPES
     assert query.dtype == key.dtype == value.dtype
     assert query.shape[-1] == value.shape[-1] <= 256
     assert query.shape[-1] % 8 == 0
     assert query.stride(-1) == key.stride(-1) == value.stride(-1) == 1
     assert ends.dtype == ends_of_keys.dtype == torch.int32
+    assert len(ends) == len(ends_of_keys)
+    nothing = query.new_empty(0)
+    if block_table is not None:
+        assert (longest, longest_of_keys) == (1, block_table.shape[1] * key.shape[1])
+        output = _paged(query, key, value, block_table, scale, window_size_left, **options)
+        return output, query.new_empty(query.shape[:2][::-1], dtype=torch.float32), nothing, nothing, nothing
+    unused = options
     assert longest == longest_of_keys == int(ends.diff().max())
     assert (dropout, debug, *unused.values()) == (0.0, False, *[None] * len(unused))
     right = 0 if causal else window_size_right
@@ -184,7 +224,6 @@ def flash_forward(
         scores = (q.transpose(0, 1) @ k.transpose(1, 2) * scale).masked_fill(~seen, float("-inf"))
         parts.append((scores.softmax(-1) @ v).transpose(0, 1))
     output = torch.cat(parts).to(query.dtype)
-    nothing = query.new_empty(0)
     return output, query.new_empty(query.shape[:2][::-1], dtype=torch.float32), nothing, nothing, nothing
 
 

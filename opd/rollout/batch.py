@@ -106,15 +106,15 @@ class RequestQueue:
         return self.uids[self.taken :]
 
     def join(self, later: RequestQueue) -> RequestQueue:
-        """Those that wait here, and `later` behind them."""
+        """Those that wait here, and behind them those that wait in `later`."""
         width = max(self.stops.shape[1], later.stops.shape[1])
         self.stops, later.stops = _widened(self.stops, width), _widened(later.stops, width)
         columns: dict[str, Any] = {
-            name: np.concatenate([getattr(self, name)[self.taken :], getattr(later, name)])
+            name: np.concatenate([getattr(queue, name)[queue.taken :] for queue in (self, later)])
             for name in _COLUMNS
         }
-        tokens = self.tokens[self.taken :] + later.tokens
-        return RequestQueue(self.waiting + later.uids, tokens, **columns, ended=self.ended | later.ended)
+        tokens = self.tokens[self.taken :] + later.tokens[later.taken :]
+        return RequestQueue(self.waiting + later.waiting, tokens, **columns, ended=self.ended | later.ended)
 
     def drop(self, uids: Collection[str]) -> None:
         """Forget those of `uids` that wait."""
@@ -295,16 +295,17 @@ class RunningBatch:
         new.noise.assign(slice(0, size), *self.noise.keys(size))
         return new
 
-    def admit(self, queue: RequestQueue, positions: int | None = None) -> int:
-        """Fill the free slots from the queue, as far as all may grow to their limits in slots of one length
-        with so many `positions` together; returns how many requests came in. A few may be left for a later
-        step: `FEW`.
+    @property
+    def most(self) -> np.ndarray:
+        """[size]: tokens that each request may come to hold."""
+        return (self.length + self.limit - self.position)[: self.size]
+
+    def admit(self, queue: RequestQueue, room: int | None = None) -> int:
+        """Fill the free slots from the queue, with `room` requests at most; returns how many came in. A few
+        may be left for a later step: `FEW`.
         """
         number = min(self.slots - self.size, len(queue))
-        if number and positions is not None:
-            longest = (self.length + self.limit - self.position)[: self.size].max(initial=0)
-            coming = np.maximum.accumulate(queue.most[queue.taken :][:number]).clip(longest)
-            number = int((coming * np.arange(self.size + 1, self.size + number + 1) <= positions).sum())
+        number = number if room is None else min(number, room)
         if number == 0:
             return 0
         if number * FEW < self.size and self._held < HELD_STEPS - 1:
@@ -352,6 +353,18 @@ class RunningBatch:
         stopped = (self.stops[rows] == ids[:, None]).any(axis=1)
         ended = np.flatnonzero(stopped | (self.position[rows] >= self.limit[rows]))
         return {int(row): Status.COMPLETED if stopped[row] else Status.TRUNCATED for row in ended}
+
+    def queued(self, rows: list[int]) -> RequestQueue:
+        """The requests of the slots `rows` as they would wait to go on; here they stay."""
+        seeds, keys = self.noise.keys(self.size)[:, rows]
+        columns = ("length", "position", "limit", "temperature", "top_p", "top_k", "stops")
+        return RequestQueue(
+            uids=[self.uids[row] for row in rows],
+            tokens=[self.known(row).copy() for row in rows],
+            **{name: getattr(self, name)[rows] for name in columns},
+            seeds=seeds,
+            keys=keys,
+        )
 
     def remove(self, ended: list[int]) -> tuple[np.ndarray, np.ndarray]:
         """Free the slots `ended`; returns (source, target): which slots moved where to close the holes."""

@@ -50,21 +50,13 @@ class PrefillAttention:
         bounds = np.concatenate([[0], np.cumsum(lengths)])
         self._packed = PackedAttention(bounds)
         self._cache = cache
-        self._rows = slice(first_row, first_row + len(source))
-        self._longest = int(lengths.max())
+        self._fill = cache.filling(bounds, source, first_row)
         self._key_order = key_order
-        # Short sequences repeat their last token: the places beyond a sequence are never read before being
-        # written.
-        column = np.minimum(np.arange(self._longest), lengths[source, None] - 1)
-        self._index = torch.from_numpy((bounds[source, None] + column).ravel())
 
     def __call__(self, call: AttentionCall) -> Tensor:
         cache = self._cache.layer(call.layer_index, call.key, call.value)
-        index = self._index = self._index.to(call.key.device, non_blocking=True)
         key = call.key if self._key_order is None else call.key.index_select(-1, self._key_order)
-        for packed, cached in ((key, cache.keys), (call.value, cache.values)):
-            slots = packed[0].index_select(1, index).unflatten(1, (-1, self._longest))
-            cached[self._rows, :, : self._longest] = slots.transpose(0, 1)
+        self._fill(cache, key[0], call.value[0])
         return self._packed(call)
 
 
@@ -442,7 +434,7 @@ class Runner:
         """
         self.model = model
         self._vocab_size = vocab_size
-        self._positions = positions
+        self.positions = positions
         self.cache = self._new_cache()
         self.prefilled_tokens = 0
         """Tokens that went through a prefill forward; a prompt shared by several requests counts once."""
@@ -513,7 +505,7 @@ class Runner:
         self._kept = None
 
     def _new_cache(self) -> KVCache:
-        return KVCache(self._positions)
+        return KVCache(self.positions)
 
     def start(self, slots: int) -> None:
         """Lay the cache out for a new call."""
@@ -524,14 +516,14 @@ class Runner:
         """[rows, D]: feed the newest token of each of the first `rows` slots."""
         positions = batch.length[:rows] - 1
         span = Span.of(positions, self.cache)
-        self._count(span, positions)
+        self._count(span.positions, positions)
         if self.lean is not None:
             self.lean.reach(span.longest)
         return self.forward(self.tensor(batch.last_tokens(rows)), self.tensor(positions), span)
 
-    def _count(self, span: Span, positions: np.ndarray) -> None:
-        """A step over `span` reads the cache for new tokens at `positions` [B]."""
-        self.positions_read += span.positions
+    def _count(self, read: int, positions: np.ndarray) -> None:
+        """A step reads so many positions for new tokens at `positions` [B]."""
+        self.positions_read += read
         self.positions_held += int(positions.sum()) + len(positions)
 
     def draw(self, hidden: Tensor, batch: RunningBatch) -> tuple[np.ndarray, np.ndarray]:

@@ -30,6 +30,8 @@ from opd.models.causal_lm import CausalLM
 from opd.rollout.batch import RunningBatch
 from opd.rollout.forward import Runner, Span
 from opd.rollout.kv_cache import KVCache, bucket
+from opd.rollout.paged_attention import PagedAttention, PagesForm, trusted
+from opd.rollout.pages import PAGE, PagedCache
 from opd.rollout.sampling import SamplingPlan, sample
 
 log = logging.getLogger(__name__)
@@ -118,7 +120,13 @@ class StaticRunner(Runner):
         positions: int | None = None,
         captures: bool = True,
     ) -> None:
-        """`captures`: whether steps become graphs; the numbers are the same. The others as of `Runner`."""
+        """`captures`: whether steps become graphs; the numbers are the same. The others as of `Runner`. Keys
+        and values lie in pages where their kernel may be trusted.
+        """
+        form = PagesForm.of(model)
+        self.paged = form is not None and positions is not None and positions >= 2 * PAGE and trusted(form)
+        if self.paged and positions is not None:
+            positions = (positions // PAGE - 1) * PAGE
         super().__init__(model, vocab_size, lean=lean, positions=positions)
         self.captures = captures
         self.graphs = Graphs(model.device, captures)
@@ -140,13 +148,15 @@ class StaticRunner(Runner):
     def decode(self, batch: RunningBatch, rows: int) -> Tensor:
         """[rows, D]: feed the newest token of each of the first `rows` slots. Valid until the next step."""
         buffers, positions = self._room(), batch.length[:rows] - 1
-        count, window = self._rounded(rows), self.cache.window(int(positions.max()) + 1)
+        count = self._rounded(rows)
+        # A kernel over pages reads what there is; to it the window is the most that a request may hold.
+        window = self.cache.capacity if self.paged else self.cache.window(int(positions.max()) + 1)
         # Slots beyond the running ones compute something too: they write where a prompt will begin.
         buffers.host_tokens[:, rows:count] = 0
         buffers.host_tokens[0, :rows], buffers.host_tokens[1, :rows] = batch.last_tokens(rows), positions
         buffers.tokens.copy_(buffers.pinned_tokens, non_blocking=True)
         span = Span(count, window, window)
-        self._count(span, positions)
+        self._count(int(positions.sum()) + count if self.paged else span.positions, positions)
         step = partial(self._step, buffers, span)
         self.graphs.run(("forward", count, window), step)
         return buffers.hidden[:rows]
@@ -172,8 +182,17 @@ class StaticRunner(Runner):
     def _rounded(self, rows: int) -> int:
         return min(bucket(rows, LEAST_ROWS, ROW_PARTS), self.cache.slots)
 
+    def forward(self, ids: Tensor, positions: Tensor, span: Span) -> Tensor:
+        """As `Runner.forward`."""
+        if isinstance(self.cache, PagedCache):
+            return self.behind(ids, PagedAttention(self.cache, positions))
+        return super().forward(ids, positions, span)
+
     def _new_cache(self) -> KVCache:
-        return KVCache(self._positions, static=True)
+        if self.paged:
+            assert self.positions is not None
+            return PagedCache(self.positions, self.model.device)
+        return KVCache(self.positions, static=True)
 
     def _room(self) -> Buffers:
         """The buffers for the slots of the cache; new ones, and no graph, where the cache has moved."""

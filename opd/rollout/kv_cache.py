@@ -8,6 +8,7 @@ between calls and only grows, up to a budget of positions: slots times capacity.
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from itertools import pairwise
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from opd.errors import RolloutError, reason_of
 from opd.foreign import machine_memory, read_document
-from opd.rollout.batch import PARTS, Band, RunningBatch, bands_of, better_order
+from opd.rollout.batch import PARTS, Band, RequestQueue, RunningBatch, bands_of, better_order
 
 SPARE = 16
 
@@ -84,6 +85,39 @@ class LayerCache:
             self._windows[shape] = Window(keys, *merged)
         return self._windows[shape]
 
+    def put(self, places: Tensor, key: Tensor, value: Tensor) -> None:
+        """Write `key` and `value` [T, Hkv, d] to `places`, those of the cache by `KVCache.places`."""
+        self.keys[places[0], :, places[1]] = key
+        self.values[places[0], :, places[1]] = value
+
+    def held(self, first: int, stop: int, length: int) -> tuple[Tensor, Tensor]:
+        """Keys and values [R, Hkv, length, d] of the slots from `first` to `stop`."""
+        return self.keys[first:stop, :, :length], self.values[first:stop, :, :length]
+
+
+class Fill(ABC):
+    """Writes the keys and values of packed sequences into slots, layer after layer."""
+
+    @abstractmethod
+    def __call__(self, layer: LayerCache, key: Tensor, value: Tensor) -> None:
+        """`key` and `value` [Hkv, T, d] of the packed tokens."""
+
+
+class SlotFill(Fill):
+    """Into slots that lie next to each other, all as far as the longest sequence."""
+
+    def __init__(self, packed: Tensor, first: int, longest: int) -> None:
+        """`packed` [R * longest]: the packed token for every place of the slots from `first` on."""
+        self._packed, self._longest = packed, longest
+        self._rows = slice(first, first + len(packed) // longest)
+
+    def __call__(self, layer: LayerCache, key: Tensor, value: Tensor) -> None:
+        """`key` and `value` [Hkv, T, d] of the packed tokens."""
+        packed = self._packed = self._packed.to(key.device, non_blocking=True)
+        for given, cached in ((key, layer.keys), (value, layer.values)):
+            slots = given.index_select(1, packed).unflatten(1, (-1, self._longest))
+            cached[self._rows, :, : self._longest] = slots.transpose(0, 1)
+
 
 @dataclass(slots=True)
 class PromptKV:
@@ -124,6 +158,31 @@ class KVCache:
         """Memory held."""
         return sum(buffer.numel() * buffer.element_size() for buffer in self._buffers.values())
 
+    @property
+    def positions(self) -> int:
+        """Tokens that it has room for as it is laid out."""
+        return self.slots * self.capacity
+
+    def positions_for(self, held: np.ndarray, limit: int) -> int:
+        """Tokens that it has room for once its slots hold `held` [B], and may come to hold `limit`."""
+        slots, capacity = self.planned(len(held), int(held.max()), limit)
+        return slots * capacity
+
+    def room(self, batch: RunningBatch, queue: RequestQueue) -> int:
+        """How many of those that wait may come in, so that all may grow to their limits in slots of one
+        length.
+        """
+        number = min(batch.slots - batch.size, len(queue))
+        if self._positions is None or not number:
+            return number
+        coming = np.maximum.accumulate(queue.most[queue.taken :][:number]).clip(batch.most.max(initial=0))
+        return int((coming * np.arange(batch.size + 1, batch.size + number + 1) <= self._positions).sum())
+
+    def overdue(self, batch: RunningBatch) -> list[int]:
+        """Slots whose requests have to wait, for which there is no room any more: none, see `room`."""
+        del batch
+        return []
+
     def reset(self, slots: int) -> None:
         """Forget everything and lay the memory out for `slots` requests; `ensure` gives it a length."""
         self._layers.clear()
@@ -145,6 +204,27 @@ class KVCache:
         slots, capacity = self.planned(rows, tokens, limit)
         if (slots, capacity) != (self.slots, self.capacity):
             self._lay_out(slots, capacity, used)
+
+    def hold(self, held: np.ndarray) -> None:
+        """The first slots come to hold `held` [B] tokens, for which `ensure` has made room."""
+
+    def leave(self, first: int) -> None:
+        """The slots from `first` on hold nothing any more."""
+
+    def places(self, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        """[2, T]: where the tokens at `positions` [T] of the slots `rows` [T] lie; see `LayerCache.put`."""
+        return np.stack([rows, positions])
+
+    def filling(self, bounds: np.ndarray, source: np.ndarray, first: int) -> Fill:
+        """What gives the slots from `first` on the sequences `source` [R] of those that are packed with
+        `bounds` [P + 1].
+        """
+        lengths = np.diff(bounds)
+        longest = int(lengths.max())
+        # Short sequences repeat their last token: the places beyond a sequence are never read before being
+        # written.
+        column = np.minimum(np.arange(longest), lengths[source, None] - 1)
+        return SlotFill(torch.from_numpy((bounds[source, None] + column).ravel()), first, longest)
 
     def planned(self, rows: int, tokens: int, limit: int) -> tuple[int, int]:
         """Slots and capacity that `ensure` lays out."""

@@ -62,18 +62,19 @@ class TorchEngine(Streaming):
         self._max_running = max_running
         trained, settings = positions_of(model.config), settings or DecodeConfig()
         token_bytes = model.kv_numbers * model.dtype.itemsize
-        self._limits = EngineLimits(
-            vocab_size=vocab_size or model.vocab_size,
-            max_sequence=min(max_sequence, trained) if trained else max_sequence,
-            positions=kv_budget(settings.kv_cache_mb, model.device) // token_bytes,
-            token_bytes=token_bytes,
-        )
+        positions = kv_budget(settings.kv_cache_mb, model.device) // token_bytes
         runner: Callable[..., Runner] = Runner
         if sharing is not None:
             runner = partial(ShardedRunner, sharing=sharing)
         elif model.device.type == "cuda":
             runner = partial(StaticRunner, captures=settings.cuda_graphs)
-        self._runner: Runner = runner(model, vocab_size, lean=lean, positions=self._limits.positions)
+        self._runner: Runner = runner(model, vocab_size, lean=lean, positions=positions)
+        self._limits = EngineLimits(
+            vocab_size=vocab_size or model.vocab_size,
+            max_sequence=min(max_sequence, trained) if trained else max_sequence,
+            positions=self._runner.positions,
+            token_bytes=token_bytes,
+        )
         self._version = version
         self.chunk_seconds = 0.0
         """Tokens are handed out together that are decoded in less; a single decode step may take longer."""
@@ -86,6 +87,8 @@ class TorchEngine(Streaming):
         """Whether requests have come for which there may be no room yet."""
         self._cached = 0
         """The first slots, whose tokens but the newest are all in the cache."""
+        self.requeued = 0
+        """How often a request has given its memory to others, to be computed again when there is room."""
         self.restored_tokens = 0
         """Tokens whose keys and values came from `restore` instead of a forward."""
         self._turns = KeptTurns(self._runner, self._limits, max_running)
@@ -306,7 +309,12 @@ class TorchEngine(Streaming):
 
     def _decode(self) -> Chunk:
         """One token for every running request."""
-        self._batch.admit(self._queue, self._limits.positions)
+        cache = self._runner.cache
+        if overdue := cache.overdue(self._batch):
+            self._queue = self._batch.queued(overdue).join(self._queue)
+            self.requeued += len(overdue)
+            self._remove(overdue)
+        self._batch.admit(self._queue, cache.room(self._batch, self._queue))
         ids, logprobs = self._runner.draw(self._forward(), self._batch)
         check_finite(logprobs)
         return self._commit(ids, logprobs)
@@ -314,10 +322,10 @@ class TorchEngine(Streaming):
     def _forward(self) -> Tensor:
         """[B, D]: the hidden states that predict the next token of every running request."""
         batch, cached = self._batch, self._cached
-        longest = int(batch.length[: batch.size].max())
-        cache = self._runner.cache
-        self._turns.fit(*cache.planned(batch.size, longest, self._longest))
-        cache.ensure(batch.size, longest, self._longest, cached)
+        held, cache = batch.length[: batch.size], self._runner.cache
+        self._turns.fit(cache.positions_for(held, self._longest))
+        cache.ensure(batch.size, int(held.max()), self._longest, cached)
+        cache.hold(held)
         if self.saved:
             back = put_back(self.saved, cache, batch, cached)
             cached = self._cached = cached + len(back)
@@ -355,6 +363,7 @@ class TorchEngine(Streaming):
         source, target = batch.remove(rows)
         if source.size:
             self._runner.cache.move(source, target, length[source])
+        self._runner.cache.leave(batch.size)
         self._cached = min(self._cached, batch.size)  # after a flush none is
 
     def _report_ended(self) -> Chunk:

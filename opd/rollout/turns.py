@@ -66,12 +66,12 @@ class KeptTurns:
         for uid in uids:
             self._requests.pop(uid, None)
 
-    def fit(self, slots: int, capacity: int) -> None:
-        """Keep no more than the cache, laid out so, leaves room for; its memory only grows."""
+    def fit(self, positions: int) -> None:
+        """Keep no more than the cache, with room for `positions`, leaves room for; its memory only grows."""
         limits, held = self._limits, self._runner.cache.nbytes
         room = math.inf
         if limits.positions is not None:
-            room = limits.positions - max(slots * capacity, -(-held // limits.token_bytes))
+            room = limits.positions - max(positions, -(-held // limits.token_bytes))
         while self._turns and (len(self) > self._most or self._positions > room):
             self._drop(next(iter(self._turns)))
 
@@ -91,7 +91,7 @@ class KeptTurns:
                 self._turns[request.session] = turn
                 self._positions += len(known)
                 self.nbytes += turn.kv.nbytes
-        self.fit(self._runner.cache.slots, self._runner.cache.capacity)
+        self.fit(self._runner.cache.positions)
 
     def prefill(self, batch: RunningBatch, start: int, queue: RequestQueue) -> Iterator[Tensor]:
         """[R, D] each: the slots from `start` on, in an order of their own: first those that are computed
@@ -103,6 +103,7 @@ class KeptTurns:
         order = sorted(kept, key=lambda slot: kept[slot] is not None)
         if order != list(kept):
             batch.arrange(order)
+            self._runner.cache.hold(batch.length[: batch.size])
         turns = [turn for turn in kept.values() if turn is not None]
         first = batch.size - len(turns)
         if first > start:
@@ -144,14 +145,15 @@ class AddedAttention(CachedAttention):
         column = np.minimum(np.arange(int(added.max())), added[:, None] - 1)
         real = np.arange(int(added.max())) < added[:, None]
         row = np.broadcast_to(np.arange(first, first + len(added))[:, None], real.shape)
-        self._slots = slice(first, first + len(added))
+        self._slots = first, first + len(added)
         self._window = int(length.max())
         self._shape = real.shape
-        self._row, positions, self._place, self._real, self._last = (
+        places = (held[:, None] + column)[real]
+        self._places, positions, self._place, self._real, self._last = (
             runner.tensor(x)
             for x in (
-                row[real],
-                (held[:, None] + column)[real],
+                runner.cache.places(row[real], places),
+                places,
                 (bounds[:-1, None] + column).ravel(),
                 np.flatnonzero(real),
                 held[:, None] + column,
@@ -162,9 +164,8 @@ class AddedAttention(CachedAttention):
 
     def attend(self, cache: LayerCache, query: Tensor, key: Tensor, value: Tensor, form: ScoreForm) -> Tensor:
         """`query` [T, H, d], `key` and `value` [T, Hkv, d] -> [T, H, dv]."""
-        cache.keys[self._row, :, self.positions] = key
-        cache.values[self._row, :, self.positions] = value
-        keys, values = (x[self._slots, :, : self._window] for x in (cache.keys, cache.values))
+        cache.put(self._places, key, value)
+        keys, values = cache.held(*self._slots, self._window)
         padded = query.index_select(0, self._place).unflatten(0, self._shape).transpose(1, 2)
         attended = _attend(padded, keys, values, form, self._seen(form.window, query.device))
         return attended.transpose(1, 2).flatten(0, 1).index_select(0, self._real)

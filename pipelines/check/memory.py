@@ -363,10 +363,12 @@ def _window(recipe: Recipe) -> tuple[int, int]:
 
 def _cache(recipe: Recipe, student: ModelShape) -> int:
     """Bytes of the keys and values of the embedded engine."""
-    cache, limit = (
-        recipe.rollout.max_running * _window(recipe)[1] * token_bytes(recipe, student),
-        _limit(recipe),
-    )
+    from opd.rollout.pages import PAGE
+
+    length, read = _window(recipe)
+    if on_cuda(recipe.model.device) and model_dtype(recipe) in ("bfloat16", "float16"):
+        read = max(read, -(-length // PAGE) * PAGE)
+    cache, limit = recipe.rollout.max_running * read * token_bytes(recipe, student), _limit(recipe)
     return cache if limit is None else min(cache, limit)
 
 

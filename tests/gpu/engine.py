@@ -157,7 +157,9 @@ def decoding(sheet: Sheet, place: Place) -> None:
             place.clear()
     batch = 4 if place.dry else LOADS["0.6B"][0]
     with sheet.ours("0.6B, mixed lengths"):
-        sheet.row("0.6B, mixed lengths", mixed("0.6B", batch, place))
+        # What a dry run reads says as little as its clock: where all is small, slots are read as one.
+        bounds = Bound("mixed over equal", most=1.3), Bound("mixed read over held", most=1.1)
+        sheet.row("0.6B, mixed lengths", mixed("0.6B", batch, place), *bounds)
     place.clear()
     with sheet.ours("0.6B, weight sync"):
         sheet.row("0.6B, weight sync", synced("0.6B", place))

@@ -1,0 +1,263 @@
+"""Keys and values in pages, for a kernel that reads each request as far as it goes.
+
+Every layer has one pool of pages, of `N` tokens each. A slot owns pages in the order of its tokens, which are
+the same in every layer; it takes one when it needs one and gives all back at its end. So what is in memory
+is what requests hold, and not what the longest of them may come to hold. Page 0 is nobody's: slots without
+a request write there, and all that a slot does not own is said to lie there.
+
+Shapes: `S` slots, `W` pages of a slot at most, `P` pages of the pool, `N` tokens of a page, `Hkv` key-value
+heads, `d` head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from opd.rollout.batch import RequestQueue, RunningBatch
+from opd.rollout.kv_cache import Fill, KVCache, LayerCache, PromptKV, bucket
+
+PAGE = 256
+"""Tokens of a page: flash attention takes multiples of it."""
+LEAST_PAGES, PAGE_PARTS = 16, 2
+"""Pages that the pool grows to: 16, 24, 32, 48, 64, ..."""
+
+
+def pages_of(tokens: np.ndarray) -> np.ndarray:
+    """How many pages hold so many tokens, each."""
+    return -(-tokens // PAGE)
+
+
+class PagedLayer(LayerCache):
+    """One layer's pool: keys [P, N, Hkv, d] and values [P, N, Hkv, dv]."""
+
+    def __init__(self, keys: Tensor, values: Tensor, table: Callable[[], Tensor]) -> None:
+        """`table`: gives the pages of all slots, [S, W] int32 on the device."""
+        super().__init__(keys, values)
+        self._table = table
+
+    def put(self, places: Tensor, key: Tensor, value: Tensor) -> None:
+        """Write `key` and `value` [T, Hkv, d] to `places` [1, T] of the pool."""
+        self.keys.flatten(0, 1).index_copy_(0, places[0], key)
+        self.values.flatten(0, 1).index_copy_(0, places[0], value)
+
+    def held(self, first: int, stop: int, length: int) -> tuple[Tensor, Tensor]:
+        """Copies [R, Hkv, L, d] of what the slots from `first` to `stop` hold, up to `length` tokens."""
+        count = int(pages_of(np.asarray(length)))
+        pages = self._table()[first:stop, :count].flatten()
+
+        def together(pool: Tensor) -> Tensor:
+            rows = pool.index_select(0, pages).unflatten(0, (stop - first, count)).flatten(1, 2)
+            return rows[:, :length].transpose(1, 2)
+
+        return together(self.keys), together(self.values)
+
+
+class PagedCache(KVCache):
+    """A cache whose slots own pages, which have room for so many `positions` together at most."""
+
+    def __init__(self, positions: int, device: torch.device) -> None:
+        super().__init__(positions, static=True)
+        self._device = device
+        self.most_pages = positions // PAGE
+        """That requests may own together."""
+        self._pools: dict[int, PagedLayer] = {}
+        self._pages = 0
+        """Of the pool, but for the first."""
+        self._free: list[int] = []
+        self._lay_table(0, 0)
+
+    def _lay_table(self, slots: int, width: int) -> None:
+        """Room for `slots` of `width` pages; what is owned stays."""
+        owned, old = (np.zeros(0, np.int64), None) if slots == 0 else (self._owned, self._table)
+        pinned = self._device.type == "cuda"
+        self._host = torch.zeros(slots, width, dtype=torch.int32, pin_memory=pinned)
+        self._table = self._host.numpy()
+        self._owned = np.zeros(slots, dtype=np.int64)
+        if old is not None:
+            self._table[: len(old), : old.shape[1]] = old
+            self._owned[: len(owned)] = owned
+        self.table = torch.zeros(slots, width, dtype=torch.int32, device=self._device)
+        """[S, W] int32: the page of every slot's tokens `W * N ...`; 0 where it owns none."""
+        self.slots, self.capacity, self.layout = slots, width * PAGE, object()
+
+    @property
+    def nbytes(self) -> int:
+        """Memory held."""
+        return sum(x.numel() * x.element_size() for y in self._pools.values() for x in (y.keys, y.values))
+
+    @property
+    def positions(self) -> int:
+        """Tokens that it has room for as it is laid out."""
+        return self._pages * PAGE
+
+    @property
+    def free_pages(self) -> int:
+        """That nobody owns, with those that the pool may come to have."""
+        return self.most_pages - int(self._owned.sum())
+
+    def reset(self, slots: int) -> None:
+        """Forget everything, for `slots` requests; the pool stays."""
+        self.clear()
+        self._wanted = slots
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._layers.clear()
+        self.leave(0)
+
+    def room(self, batch: RunningBatch, queue: RequestQueue) -> int:
+        """How many of those that wait may come in, so that all that run then may take one page more."""
+
+        def may_take(length: np.ndarray, most: np.ndarray) -> np.ndarray:
+            return np.minimum(pages_of(length) + 1, pages_of(most))
+
+        rows, coming = slice(0, batch.size), slice(queue.taken, queue.taken + batch.slots - batch.size)
+        running = int(may_take(batch.length[rows], batch.most).sum())
+        wanted = np.cumsum(may_take(queue.length[coming], queue.most[coming])) + running
+        return max(int((wanted <= self.most_pages).sum()), int(batch.size == 0 and len(queue) > 0))
+
+    def overdue(self, batch: RunningBatch) -> list[int]:
+        """The last slots, whose requests have to wait: there is no page for all."""
+        wanted = np.cumsum(pages_of(batch.length[: batch.size]))
+        return list(range(int((wanted <= self.most_pages).sum()), batch.size))
+
+    def positions_for(self, held: np.ndarray, limit: int) -> int:
+        """Tokens that it has room for once its slots hold `held` [B]."""
+        del limit
+        return max(self._pages, self._grown(pages_of(held))) * PAGE
+
+    def _grown(self, wanted: np.ndarray) -> int:
+        """Pages of a pool for slots that want so many, [B], and one more each: it is rarely made anew."""
+        needed = int(wanted.sum())
+        most = max(needed, self.slots * self._table.shape[1])
+        return min(bucket(needed + len(wanted), LEAST_PAGES, PAGE_PARTS), most, self.most_pages)
+
+    def ensure(self, rows: int, tokens: int, limit: int, used: int) -> None:
+        """Know `rows` slots, of as many pages as `limit` tokens need."""
+        del used
+        slots, width = max(self._wanted, rows), int(pages_of(np.asarray(max(tokens, limit))))
+        if slots > self.slots or width > self._table.shape[1]:
+            self._lay_table(max(slots, self.slots), max(width, self._table.shape[1]))
+            self._send()
+
+    def hold(self, held: np.ndarray) -> None:
+        """Give the first slots the pages for `held` [B] tokens, and take back what they own beyond. There
+        have to be as many: see `overdue`.
+        """
+        wanted, owned = pages_of(held), self._owned[: len(held)]
+        changed = np.flatnonzero(wanted != owned)
+        for slot in changed[owned[changed] > wanted[changed]]:
+            self._give_back(int(slot), int(wanted[slot]))
+        if int((wanted - owned).sum()) > len(self._free):
+            self._grow(self._grown(wanted))
+        for slot in np.flatnonzero(wanted > owned):
+            for place in range(int(owned[slot]), int(wanted[slot])):
+                self._table[slot, place] = self._free.pop()
+            self._owned[slot] = wanted[slot]
+        if changed.size:
+            self._send()
+
+    def leave(self, first: int) -> None:
+        """The slots from `first` on hold nothing any more."""
+        gone = np.flatnonzero(self._owned[first:]) + first
+        for slot in gone:
+            self._give_back(int(slot), 0)
+        if gone.size:  # a step computes some slots too many, which must not write to what is another's now
+            self._send()
+
+    def _give_back(self, slot: int, kept: int) -> None:
+        self._free += self._table[slot, kept : self._owned[slot]].tolist()
+        self._table[slot, kept:], self._owned[slot] = 0, kept
+
+    def _send(self) -> None:
+        self.table.copy_(self._host, non_blocking=True)
+
+    def _grow(self, pages: int) -> None:
+        """Make it a pool of `pages`; a layer at a time, as old and new are there together."""
+        for layer in self._pools.values():
+            layer.keys, layer.values = (self._moved_pool(x, pages) for x in (layer.keys, layer.values))
+        self._free += range(pages, self._pages, -1)
+        self._pages, self.layout = pages, object()
+
+    def _moved_pool(self, old: Tensor, pages: int) -> Tensor:
+        new = old.new_zeros(pages + 1, *old.shape[1:])
+        new[: len(old)] = old
+        return new
+
+    def layer(self, index: int, key: Tensor, value: Tensor) -> LayerCache:
+        """The pool of a layer; `key` and `value` [..., Hkv, T, d] say its shape the first time."""
+        pool = self._pools.get(index)
+        forms = [(x.dtype, x.device, x.shape[-3], x.shape[-1]) for x in (key, value)]
+        if pool is None or [(x.dtype, x.device, *x.shape[2:]) for x in (pool.keys, pool.values)] != forms:
+            keys, values = (
+                x.new_zeros(self._pages + 1, PAGE, x.shape[-3], x.shape[-1]) for x in (key, value)
+            )
+            pool = self._pools[index] = PagedLayer(keys, values, lambda: self.table)
+            self.layout = object()
+        self._layers[index] = pool
+        return pool
+
+    def places(self, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        """[1, T]: where in the pool the tokens at `positions` [T] of the slots `rows` [T] lie."""
+        return (self._table[rows, positions // PAGE].astype(np.int64) * PAGE + positions % PAGE)[None]
+
+    def filling(self, bounds: np.ndarray, source: np.ndarray, first: int) -> Fill:
+        """As of `KVCache`."""
+        lengths = np.diff(bounds)[source]
+        rows = np.repeat(np.arange(len(source)), lengths)
+        positions = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+        packed = torch.from_numpy(bounds[source[rows]] + positions)
+        return PageFill(packed, torch.from_numpy(self.places(first + rows, positions)))
+
+    def sort(self, batch: RunningBatch) -> None:
+        """Nothing is read beyond what a request holds, whatever its neighbours hold."""
+
+    def move(self, source: np.ndarray, target: np.ndarray, length: np.ndarray) -> None:
+        """The pages of the slots `source` [M] go to the slots `target` [M], which may be the same in another
+        order.
+        """
+        del length
+        pages, owned = self._table[source], self._owned[source]
+        for slot in np.setdiff1d(target, source):
+            self._give_back(int(slot), 0)
+        for rows in (source, target):
+            self._table[rows], self._owned[rows] = 0, 0
+        self._table[target], self._owned[target] = pages, owned
+        self._send()
+
+    def read(self, row: int, length: int) -> PromptKV:
+        """A copy of one slot."""
+        copies = ((i, x.held(row, row + 1, length)) for i, x in self._layers.items())
+        return PromptKV({i: (keys[0].contiguous(), values[0].contiguous()) for i, (keys, values) in copies})
+
+    def write(self, rows: slice, prompt: PromptKV) -> None:
+        """Put the same prompt into several slots, which own the pages for it."""
+        slots = np.arange(rows.start, rows.stop)
+        if not len(slots):
+            return
+        some, _ = next(iter(prompt.layers.values()))
+        positions = np.arange(some.shape[1])
+        found = self.places(np.repeat(slots, len(positions)), np.tile(positions, len(slots)))
+        places = torch.from_numpy(found).to(some.device, non_blocking=True)
+        for index, pair in prompt.layers.items():
+            pool = self.layer(index, *pair)
+            pool.put(places, *(x.transpose(0, 1).repeat(len(slots), 1, 1) for x in pair))
+
+
+class PageFill(Fill):
+    """Writes packed tokens to places of the pool."""
+
+    def __init__(self, packed: Tensor, places: Tensor) -> None:
+        """`packed` [M] of the packed tokens go to `places` [1, M]."""
+        self._packed, self._places = packed, places
+
+    def __call__(self, layer: LayerCache, key: Tensor, value: Tensor) -> None:
+        """`key` and `value` [Hkv, T, d] of the packed tokens."""
+        device = key.device
+        self._packed = self._packed.to(device, non_blocking=True)
+        self._places = self._places.to(device, non_blocking=True)
+        layer.put(self._places, *(x.transpose(0, 1).index_select(0, self._packed) for x in (key, value)))
