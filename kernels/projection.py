@@ -195,9 +195,11 @@ class DecodeWeight:
         return torch.addmm(bias, inputs, self._weight)
 
     def added(self, total: Tensor, inputs: Tensor, alpha: float = 1.0) -> Tensor:
-        """`total` `[M, N]` plus `alpha` times the product with `inputs` `[M, K]`."""
+        """`total` `[M, N]`, whose memory the result may take, plus `alpha` times the product with `inputs`
+        `[M, K]`.
+        """
         if not self._packed and not self._wide:
-            return torch.addmm(total, inputs, self._weight, alpha=alpha)
+            return total.addmm_(inputs, self._weight, alpha=alpha)
         product = self._times(inputs.float(), None)
         sum_ = product.add_(total) if alpha == 1.0 else torch.add(total, product, alpha=alpha)
         return sum_.to(total.dtype)

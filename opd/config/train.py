@@ -268,8 +268,9 @@ class DecodeConfig(Config):
 
     kv_cache_mb: int | None = Field(default=None, gt=0)
     """Memory for keys and values (MiB), at most: so many requests are decoded together as may grow to their
-    limits within it, and the others wait. On CUDA in 16 bits as many as it holds, in pages of 256 tokens; where
-    these run out, the last requests wait and are computed again. `null` is half of the device's memory."""
+    limits within it, and the others wait. On CUDA, in 16 bits, as many as it holds in pages of 256 tokens;
+    where these run out, the last requests wait and are computed again. `null` is half of the device's
+    memory."""
     cuda_graphs: bool = True
     """Whether decode steps on CUDA are captured as graphs, each of which is one launch. A step that cannot
     be captured is run as it is, with a line in the log."""
