@@ -205,8 +205,12 @@ class KVCache:
         if (slots, capacity) != (self.slots, self.capacity):
             self._lay_out(slots, capacity, used)
 
-    def hold(self, held: np.ndarray) -> None:
-        """The first slots come to hold `held` [B] tokens, for which `ensure` has made room."""
+    def hold(self, held: np.ndarray, limit: int, used: int) -> None:
+        """The first slots come to hold `held` [B] tokens, and `limit` at most; the first `used` are kept."""
+        self.ensure(len(held), int(held.max()), limit, used)
+
+    def take(self, held: np.ndarray) -> None:
+        """The first slots hold `held` [B] tokens, as many together as before, in another order."""
 
     def leave(self, first: int) -> None:
         """The slots from `first` on hold nothing any more."""

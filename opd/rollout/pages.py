@@ -80,7 +80,8 @@ class PagedCache(KVCache):
         if old is not None:
             self._table[: len(old), : old.shape[1]] = old
             self._owned[: len(owned)] = owned
-        self.table = torch.zeros(slots, width, dtype=torch.int32, device=self._device)
+        with torch.inference_mode(False):  # it is written outside of steps, too
+            self.table = torch.zeros(slots, width, dtype=torch.int32, device=self._device)
         """[S, W] int32: the page of every slot's tokens `W * N ...`; 0 where it owns none."""
         self.slots, self.capacity, self.layout = slots, width * PAGE, object()
 
@@ -144,10 +145,13 @@ class PagedCache(KVCache):
             self._lay_table(max(slots, self.slots), max(width, self._table.shape[1]))
             self._send()
 
-    def hold(self, held: np.ndarray) -> None:
-        """Give the first slots the pages for `held` [B] tokens, and take back what they own beyond. There
-        have to be as many: see `overdue`.
-        """
+    def hold(self, held: np.ndarray, limit: int, used: int) -> None:
+        """As of `KVCache`. There have to be as many pages: see `overdue`."""
+        super().hold(held, limit, used)
+        self.take(held)
+
+    def take(self, held: np.ndarray) -> None:
+        """Give the first slots the pages for `held` [B] tokens, and take back what they own beyond."""
         wanted, owned = pages_of(held), self._owned[: len(held)]
         changed = np.flatnonzero(wanted != owned)
         for slot in changed[owned[changed] > wanted[changed]]:

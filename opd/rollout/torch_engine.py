@@ -32,7 +32,6 @@ class TorchEngine(Streaming):
     A request's tokens depend on the weights, its prompt, its sampling settings, and (seed, uid, position)
     alone: not on its batch mates, the number of slots, or on being interrupted and resumed through
     `prefix_ids`. (Another batch rounds otherwise: by 1e-6, in bfloat16 by 4e-3, where a token may differ.)
-
     `model` is used in place, and its weights change only through `update_weights`.
     """
 
@@ -87,8 +86,6 @@ class TorchEngine(Streaming):
         """Whether requests have come for which there may be no room yet."""
         self._cached = 0
         """The first slots, whose tokens but the newest are all in the cache."""
-        self.requeued = 0
-        """How often a request has given its memory to others, to be computed again when there is room."""
         self.restored_tokens = 0
         """Tokens whose keys and values came from `restore` instead of a forward."""
         self._turns = KeptTurns(self._runner, self._limits, max_running)
@@ -116,14 +113,9 @@ class TorchEngine(Streaming):
         return self._turns.taken
 
     @property
-    def positions_read(self) -> int:
-        """Positions of the cache that decode steps have read in a layer, so far."""
-        return self._runner.positions_read
-
-    @property
-    def positions_held(self) -> int:
-        """Those among them that hold tokens of the requests."""
-        return self._runner.positions_held
+    def positions(self) -> tuple[int, int]:
+        """Of the cache, in a layer: what decode steps have read so far, and what their requests held."""
+        return self._runner.positions_read, self._runner.positions_held
 
     @property
     def in_flight(self) -> list[str]:
@@ -132,7 +124,6 @@ class TorchEngine(Streaming):
 
     def submit(self, requests: Sequence[RolloutRequest]) -> None:
         """Queue `requests` behind those that wait for a free slot, of which there are `max_running`.
-
         A resumed request whose `prefix_ids` already end it is reported first, in a chunk without tokens.
         Raises `RolloutError`, and queues none, if one cannot be served or is in flight already.
         """
@@ -199,7 +190,6 @@ class TorchEngine(Streaming):
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> str:
         """Copy `weights` in place, flush, and return the quick digest of the model the engine now holds.
-
         Raises `RolloutError` if the engine is not paused or `version` does not grow.
         """
         if not self._paused:
@@ -228,7 +218,6 @@ class TorchEngine(Streaming):
 
     def snapshot(self) -> dict[str, Tensor]:
         """Keys and values of all requests in flight, as named tensors on the CPU; empty if there are none.
-
         Raises `RolloutError` if the engine is not paused.
         """
         self._check_paused("snapshot")
@@ -239,7 +228,6 @@ class TorchEngine(Streaming):
     def restore(self, tensors: Mapping[str, Tensor]) -> int:
         """Take over a `snapshot`; returns how many sequences it holds. A request whose tokens are among them
         continues from these keys and values; every other is prefilled. `flush` and new weights drop them.
-
         Raises `RolloutError` if the snapshot was made with other weights or by another form of decoder.
         """
         saved, origin = unpack(tensors, self.model.device)
@@ -309,12 +297,11 @@ class TorchEngine(Streaming):
 
     def _decode(self) -> Chunk:
         """One token for every running request."""
-        cache = self._runner.cache
-        if overdue := cache.overdue(self._batch):
-            self._queue = self._batch.queued(overdue).join(self._queue)
-            self.requeued += len(overdue)
+        batch, cache = self._batch, self._runner.cache
+        if overdue := cache.overdue(batch):  # they are computed again when there is room
+            self._queue = batch.queued(overdue).join(self._queue)
             self._remove(overdue)
-        self._batch.admit(self._queue, cache.room(self._batch, self._queue))
+        batch.admit(self._queue, cache.room(batch, self._queue))
         ids, logprobs = self._runner.draw(self._forward(), self._batch)
         check_finite(logprobs)
         return self._commit(ids, logprobs)
@@ -324,8 +311,7 @@ class TorchEngine(Streaming):
         batch, cached = self._batch, self._cached
         held, cache = batch.length[: batch.size], self._runner.cache
         self._turns.fit(cache.positions_for(held, self._longest))
-        cache.ensure(batch.size, int(held.max()), self._longest, cached)
-        cache.hold(held)
+        cache.hold(held, self._longest, cached)
         if self.saved:
             back = put_back(self.saved, cache, batch, cached)
             cached = self._cached = cached + len(back)

@@ -103,7 +103,7 @@ class KeptTurns:
         order = sorted(kept, key=lambda slot: kept[slot] is not None)
         if order != list(kept):
             batch.arrange(order)
-            self._runner.cache.hold(batch.length[: batch.size])
+            self._runner.cache.take(batch.length[: batch.size])
         turns = [turn for turn in kept.values() if turn is not None]
         first = batch.size - len(turns)
         if first > start:

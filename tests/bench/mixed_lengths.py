@@ -60,7 +60,7 @@ def compared(model: CausalLM, lengths: np.ndarray) -> dict[str, float]:
     for way, worth in WORTH.items():
         batch.WORTH = worth
         engines[way] = filled(model, lengths)
-    before = {way: (engine.positions_read, engine.positions_held) for way, engine in engines.items()}
+    before = {way: np.array(engine.positions) for way, engine in engines.items()}
     for _ in range(ROUNDS):
         for way, worth in WORTH.items():
             batch.WORTH = worth
@@ -72,11 +72,11 @@ def compared(model: CausalLM, lengths: np.ndarray) -> dict[str, float]:
     faster = np.array(used["one"]) / np.array(used["bands"])
     found = {"faster_least": faster.min(), "faster": np.median(faster), "faster_most": faster.max()}
     for way, engine in engines.items():
-        read, held = before[way]
+        read, held = engine.positions - before[way]
         found |= {
             f"{way}_processor_ms": np.median(used[way]) * 1e3,
             f"{way}_ms": np.median(seconds[way]) * 1e3,
-            f"{way}_read_over_held": (engine.positions_read - read) / (engine.positions_held - held),
+            f"{way}_read_over_held": read / held,
         }
     return {name: float(number) for name, number in found.items()}
 

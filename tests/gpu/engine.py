@@ -53,9 +53,10 @@ def mixed(name: str, batch: int, place: Place) -> dict[str, Any]:
         asked = [RolloutRequest(str(i), prompt, sampling) for i, prompt in enumerate(prompts)]
         engine = TorchEngine(model)
         list(engine.generate(asked))
-        read, held = engine.positions_read, engine.positions_held
+        before = np.array(engine.positions)
         row[f"{kind} decode ms"] = step_milliseconds(engine, asked, place)["decode ms"]
-        row[f"{kind} read over held"] = (engine.positions_read - read) / (engine.positions_held - held)
+        read, held = np.array(engine.positions) - before
+        row[f"{kind} read over held"] = float(read / held)
         if place.device.type == "cuda":
             row[f"{kind} KV GiB"] = engine.resident()["engine_kv"] / 2**30
         del engine

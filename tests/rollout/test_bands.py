@@ -136,6 +136,6 @@ def test_what_steps_read_is_counted(build: Fixture, monkeypatch: pytest.MonkeyPa
         engine = TorchEngine(model)
         engine.submit([RolloutRequest(f"{i}", np.ones(n, np.int32), sampling) for i, n in enumerate(held)])
         engine.step()
-        assert (engine.positions_read, engine.positions_held) == (0, 0)
+        assert engine.positions == (0, 0)
         engine.step()
-        assert (engine.positions_read, engine.positions_held) == (expected, int(held.sum()) + 5)
+        assert engine.positions == (expected, int(held.sum()) + 5)
