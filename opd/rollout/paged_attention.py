@@ -9,13 +9,16 @@ Shapes: `B` requests, `H` query heads, `Hkv` key-value heads, `d` head size, `S`
 
 from __future__ import annotations
 
+import logging
 import os
 from dataclasses import dataclass
 from functools import lru_cache
+from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from torch.nn.attention.varlen import varlen_attn
 
 from opd.kernels import proof, triton_rows
@@ -26,8 +29,16 @@ from opd.rollout.forward import CachedAttention, supports
 from opd.rollout.kv_cache import LayerCache
 from opd.rollout.pages import PAGE, PagedCache
 
+log = logging.getLogger(__name__)
+
 DTYPES = HALVES
 """That the kernel takes."""
+_KNOWS_PAGES = "block_table" in signature(varlen_attn).parameters
+
+
+@lru_cache(maxsize=1)
+def _say_missing() -> None:
+    log.info("this PyTorch has no attention over pages: requests have slots of one length (PyTorch 2.13 has)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +49,13 @@ class UsedPages:
     """[B, W]: pages of each slot."""
     tokens: Tensor
     """[B]: how many it holds there."""
-    ends: Tensor
-    """[B + 1]: of the queries, one a slot. The kernel asks for ends of keys, too, and does not read them."""
+    ends: tuple[Tensor, Tensor]
+    """[B + 1] each: of the queries, one a slot, and of the tokens as if they lay end to end."""
 
     @classmethod
     def of(cls, table: Tensor, tokens: Tensor) -> UsedPages:
-        return cls(table, tokens, torch.arange(len(table) + 1, dtype=torch.int32, device=table.device))
+        ends = torch.arange(len(table) + 1, dtype=torch.int32, device=table.device)
+        return cls(table, tokens, (ends, functional.pad(tokens.cumsum(0, dtype=torch.int32), (1, 0))))
 
 
 class PagedAttention(CachedAttention):
@@ -73,8 +85,7 @@ def attend_pages(query: Tensor, keys: Tensor, values: Tensor, used: UsedPages, f
         query,
         keys,
         values,
-        used.ends,
-        used.ends,
+        *used.ends,
         1,
         used.table.shape[1] * keys.shape[1],
         scale=form.scaling,
@@ -109,6 +120,8 @@ class PagesForm:
             or triton_rows.missing() is not None
         ):
             return None
+        if not _KNOWS_PAGES:
+            return _say_missing()
         if not supports(model.config, model.layers) or model.dtype not in DTYPES:
             return None
         attention: Any = model.layers[0].self_attn
