@@ -21,7 +21,7 @@ from opd.pipelines.stages.last_samples import LastSamples
 from opd.pipelines.stages.samples import StepSamples
 from opd.pipelines.stages.saving import Saver
 from opd.pipelines.stages.watch import Watch
-from opd.train.backend import Backend, Read, learning_rate
+from opd.train.backend import PLAIN, Backend, Read, learning_rate
 from opd.types import RolloutBatch, Sample
 
 
@@ -197,7 +197,8 @@ def train(
     """
     with Saver(context, backend, algorithm.learners()) as saver:
         state = LoopState(**saver.restore())
-        state.max_tokens = backend.packed_as(state.max_tokens)  # others would sum in another order
+        begun = state.max_tokens or (PLAIN if state.step else 0)  # what earlier versions did not keep
+        state.max_tokens = backend.packed_as(begun)  # others would sum in another order
         last = LastSamples.of(context, algorithm, state.step)
         watch = Watch.resumed(context, state.step, state.flags)
         source.start(state.step)

@@ -9,6 +9,7 @@ from recipes import tiny_recipe
 
 from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.run import run_stage
+from opd.pipelines.stages.loop import LoopState
 from opd.train import backend
 
 STEPS, EVERY = 6, 2
@@ -48,3 +49,23 @@ def test_a_size_that_a_recipe_names_is_that_size(tmp_path, monkeypatch) -> None:
     with RunFolder.create(tmp_path / "chosen", recipe()) as folder:
         run_stage(recipe(), folder, "base")
     assert digest(tmp_path / "named") == digest(tmp_path / "chosen")
+
+
+def test_a_run_of_an_earlier_version_goes_on_as_it_was(tmp_path, monkeypatch) -> None:
+    """Its recipe says 4096, which was the default, and its checkpoints nothing of it."""
+    named = recipe(max_tokens=4096)
+    with RunFolder.create(tmp_path / "whole", named) as folder:
+        run_stage(named, folder, "base")
+    described = LoopState.described
+    with monkeypatch.context() as earlier:
+        earlier.setattr(
+            LoopState,
+            "described",
+            lambda self, metrics: {k: v for k, v in described(self, metrics).items() if k != "max_tokens"},
+        )
+        with RunFolder.create(tmp_path / "cut", named) as folder:
+            stop(named, folder, "base", after=3)
+    monkeypatch.setattr(backend, "PLAIN", 64)  # what would be chosen now
+    with RunFolder.resume(tmp_path / "cut", recipe()) as folder:
+        run_stage(recipe(), folder, "base")
+    assert digest(tmp_path / "cut") == digest(tmp_path / "whole")
