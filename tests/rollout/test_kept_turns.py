@@ -3,6 +3,7 @@ computed."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -185,6 +186,10 @@ def test_of_several_engines_each_goes_on_with_its_own(build: Fixture, collect: F
     asked, added = first_turns(12), 0
     new = sum(len(request.prompt_ids) for request in asked)
     for _ in range(TURNS):
+        until = time.monotonic() + 300
+        while len(rollout._pool.ready()) < len(engines):  # an engine's thread ends after its last chunk
+            assert time.monotonic() < until
+            time.sleep(0.001)
         found = collect(rollout.generate(asked))
         same(found, collect(plain.generate([replace(request, session="") for request in asked])))
         following = [next_turn(request, found[request.uid].token_ids) for request in asked]
