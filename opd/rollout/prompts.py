@@ -18,15 +18,18 @@ import numpy as np
 
 from opd.errors import DataError, is_of_library, reason_of
 from opd.models.chat_templates import UnreadError, refuse_unread, render
-from opd.models.token_ids import encode_text
+from opd.models.token_ids import encode_text, encode_texts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+_CANONICAL = json.JSONEncoder(sort_keys=True, ensure_ascii=False, separators=(",", ":"))
+
+
 def content_key(content: Any) -> str:
     """16 hexadecimal digits that identify JSON-able `content`; equal content gives equal keys."""
-    text = json.dumps(content, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
+    text = _CANONICAL.encode(content)
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 
@@ -212,7 +215,36 @@ def encode_prompt(
     return np.array(ids, dtype=np.int32)
 
 
-Encode = Callable[[Prompt], np.ndarray]
+_AT_ONCE = 1024
+"""Texts that a tokenizer is given in one call: what it says of them takes a hundred times their memory."""
+
+
+def encode_prompts(
+    prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, template: Mapping[str, Any] | None = None
+) -> list[np.ndarray]:
+    """`encode_prompt` of each, texts in few calls of the tokenizer. Raises what that raises of the first that
+    cannot be encoded.
+    """
+    found: list[np.ndarray] = []
+    for start in range(0, len(prompts), _AT_ONCE):
+        part = prompts[start : start + _AT_ONCE]
+        texts = [prompt.text or "" for prompt in part if prompt.messages is None]
+        try:
+            ids = iter(encode_texts(tokenizer, texts))
+        except BaseException as error:
+            if not is_of_library(error):
+                raise
+            return [encode_prompt(prompt, tokenizer, template) for prompt in prompts]  # says which one it is
+        found += [
+            np.array(next(ids), dtype=np.int32)
+            if prompt.messages is None
+            else encode_prompt(prompt, tokenizer, template)
+            for prompt in part
+        ]
+    return found
+
+
+Encode = Callable[[Sequence[Prompt]], list[np.ndarray]]
 LongPrompts = Literal["drop", "truncate", "error"]
 _SLACK = 8
 """Tokens a tokenizer may put before text on its own."""
@@ -300,17 +332,20 @@ def truncated(ids: np.ndarray, room: int, bos: int | None) -> np.ndarray:
 def _too_long(prompts: Sequence[Prompt], room: int, encode: Encode) -> Iterator[Prompt]:
     # A token holds a byte of text or more: most prompts need not be encoded to know that they fit.
     frame: int | None = None
+    unsure: list[Prompt] = []
     for prompt in prompts:
         if prompt.text is not None and len(prompt.text.encode()) + _SLACK <= room:
             continue
         size = _content_bytes(prompt)
         if size is not None and prompt.messages is not None:
             if frame is None:  # a whole prompt, which is more than a chat template writes around a message
-                frame = len(encode(prompt)) + _SLACK
+                frame = len(encode([prompt])[0]) + _SLACK
             if size + frame * (len(prompt.messages) + 1) <= room:
                 continue
-        if len(encode(prompt)) > room:
-            yield prompt
+        unsure.append(prompt)
+    for start in range(0, len(unsure), _AT_ONCE):
+        part = unsure[start : start + _AT_ONCE]
+        yield from (prompt for prompt, ids in zip(part, encode(part), strict=True) if len(ids) > room)
 
 
 def _content_bytes(prompt: Prompt) -> int | None:

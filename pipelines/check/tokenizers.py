@@ -218,7 +218,7 @@ def check_prompts(recipe: Recipe, domain: Domain, tokenizer: Any) -> list[Findin
     """All prompts: do they need a chat template, do they fit? Of some, how long are they?"""
     pass
     from opd.pipelines.stages.domains import prompt_room, template_arguments
-    from opd.rollout.prompts import encode_prompt, fit
+    from opd.rollout.prompts import encode_prompts, fit
 
     title, policy = f"prompts {domain.name}", recipe.domains[domain.name].long_prompts
     prompts = [*domain.train, *domain.held_out]
@@ -229,10 +229,10 @@ def check_prompts(recipe: Recipe, domain: Domain, tokenizer: Any) -> list[Findin
         )
         return [Finding("error", title, detail)]
     kwargs, room = template_arguments(recipe, domain.name), prompt_room(recipe, tokenizer, domain.name)
-    fitted = fit(domain, room, policy, lambda prompt: encode_prompt(prompt, tokenizer, kwargs))
+    fitted = fit(domain, room, policy, lambda asked: encode_prompts(asked, tokenizer, kwargs))
     prompts = [*fitted.domain.train, *fitted.domain.held_out]
     some = prompts[:: -(-len(prompts) // _MEASURED)]
-    lengths = [len(encode_prompt(prompt, tokenizer, kwargs)) for prompt in some]
+    lengths = [len(ids) for ids in encode_prompts(some, tokenizer, kwargs)]
     if min(lengths, default=0) == 0:
         return [Finding("error", title, "a prompt has no tokens; every prompt needs at least one")]
     spread = f"{min(lengths)} to {max(lengths)} tokens" + (

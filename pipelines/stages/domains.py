@@ -20,7 +20,7 @@ from opd.models.tokenizers import character_tokenizer, set_chat_template
 from opd.pipelines.stages.student import model_stops, tokenizer_of
 from opd.rewards.kinds import reward_of
 from opd.rollout.collect import EncodedPrompt
-from opd.rollout.prompts import Domain, Prompt, PromptCursor, Room, encode_prompt, fit, truncated
+from opd.rollout.prompts import Domain, Prompt, PromptCursor, Room, encode_prompts, fit, truncated
 from opd.rollout.rewards import RewardRunner
 
 _log = logging.getLogger(__name__)
@@ -116,7 +116,8 @@ class DomainSet:
     rewards: RewardRunner
     tokenizer: PreTrainedTokenizerBase
     _cursors: dict[str, PromptCursor[Prompt]]
-    _encode: Callable[[Prompt], EncodedPrompt]
+    _encode: Callable[[Sequence[Prompt]], list[EncodedPrompt]]
+    """Of one domain."""
     long: dict[str, str]
     """What was done with prompts that are too long, in words, by domain."""
 
@@ -135,7 +136,7 @@ class DomainSet:
         templates = {name: template_arguments(recipe, name) for name in recipe.domains}
         for name, domain in (load_domains(recipe) if loaded is None else loaded).items():
             policy = recipe.domains[name].long_prompts
-            encoded = partial(encode_prompt, tokenizer=tokenizer, template=templates[name])
+            encoded = partial(encode_prompts, tokenizer=tokenizer, template=templates[name])
             fitted = fit(domain, rooms[name], policy, encoded)
             domains[name] = fitted.domain
             if fitted.long:
@@ -150,11 +151,18 @@ class DomainSet:
 
         bos: Any = tokenizer.bos_token_id  # one number, though its annotation allows more
 
-        def encode(prompt: Prompt) -> EncodedPrompt:
-            ids = encode_prompt(prompt, tokenizer, templates[prompt.domain])
-            ids = truncated(ids, rooms[prompt.domain].tokens, bos)
-            shown = {"prompt": prompt.text} if prompt.text is not None else {}
-            return EncodedPrompt(prompt.key, prompt.domain, ids, prompt.label, prompt.metadata | shown)
+        def encode(prompts: Sequence[Prompt]) -> list[EncodedPrompt]:
+            if not prompts:
+                return []
+            domain = prompts[0].domain
+            found = []
+            for prompt, ids in zip(
+                prompts, encode_prompts(prompts, tokenizer, templates[domain]), strict=True
+            ):
+                shown = {"prompt": prompt.text} if prompt.text is not None else {}
+                ids = truncated(ids, rooms[domain].tokens, bos)
+                found.append(EncodedPrompt(prompt.key, domain, ids, prompt.label, prompt.metadata | shown))
+            return found
 
         return cls(domains, rewards, tokenizer, cursors, encode, long)
 
@@ -163,15 +171,12 @@ class DomainSet:
 
         Their uids are unique in the run: stage, domain and number.
         """
-        prompts = self._cursors[domain].take(start, count)
-        return [
-            replace(self._encode(prompt), uid=f"{stage}/{domain}/{start + i}")
-            for i, prompt in enumerate(prompts)
-        ]
+        prompts = self._encode(self._cursors[domain].take(start, count))
+        return [replace(one, uid=f"{stage}/{domain}/{start + i}") for i, one in enumerate(prompts)]
 
     def training(self, domain: str, index: int, uid: str) -> EncodedPrompt:
         """The training prompt at `index`, under `uid`."""
-        return replace(self._encode(self.domains[domain].train[index]), uid=uid)
+        return replace(self._encode([self.domains[domain].train[index]])[0], uid=uid)
 
     def mixed(self, names: Sequence[str], start: int, count: int, stage: str) -> list[EncodedPrompt]:
         """`count` prompts spread evenly over `names`, from number `start` of the mixed sequence."""
@@ -185,5 +190,5 @@ class DomainSet:
 
     def held_out(self, domain: str, count: int, purpose: str) -> list[EncodedPrompt]:
         """The first `count` held-out prompts (all of them, if there are fewer)."""
-        prompts = self.domains[domain].held_out[:count]
-        return [replace(self._encode(p), uid=f"{purpose}/{domain}/{i}") for i, p in enumerate(prompts)]
+        prompts = self._encode(self.domains[domain].held_out[:count])
+        return [replace(one, uid=f"{purpose}/{domain}/{i}") for i, one in enumerate(prompts)]

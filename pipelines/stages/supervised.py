@@ -20,6 +20,7 @@ from opd.errors import ConfigError, TrainingError
 from opd.models.causal_lm import CausalLM
 from opd.models.checkpoint import save_checkpoint
 from opd.models.generation import generation_of
+from opd.models.token_ids import ids_of_texts
 from opd.pipelines.evaluation.measure import prompt_accuracy
 from opd.pipelines.stages.context import StageContext
 from opd.pipelines.stages.domains import DomainSet, load_domains, student_tokenizer
@@ -277,17 +278,19 @@ def _demonstrations(
     rng = np.random.default_rng([seed, step])
     names = list(data.domains)
     prompts = data.mixed(names, step * config.batch_size, config.batch_size, "warm-up")
-    samples = []
+    texts = []
     for prompt in prompts:
         demonstrate = data.domains[prompt.domain].demonstrations
         if demonstrate is None:
             raise ConfigError(
                 f"domain {prompt.domain} has no demonstrations to warm up on; give model.path, not base."
             )
-        text = demonstrate(prompt.metadata["prompt"], rng, config.right, config.wrong_rule)
-        ids = tokenizer(text, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
-        samples.append(supervised_sample(prompt.uid, prompt.domain, prompt.token_ids, ids))
-    return samples
+        texts.append(demonstrate(prompt.metadata["prompt"], rng, config.right, config.wrong_rule))
+    end: Any = tokenizer.eos_token_id  # one number, though its annotation allows more
+    return [
+        supervised_sample(prompt.uid, prompt.domain, prompt.token_ids, [*ids, end])
+        for prompt, ids in zip(prompts, ids_of_texts(tokenizer, texts), strict=True)
+    ]
 
 
 def supervised_sample(

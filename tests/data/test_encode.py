@@ -12,11 +12,12 @@ import pytest
 from full import cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers.processors import TemplateProcessing
 
 from opd.errors import DataError
 from opd.models.token_ids import encode_text
 from opd.models.tokenizers import character_tokenizer, load_tokenizer
-from opd.rollout.prompts import Prompt, encode_prompt
+from opd.rollout.prompts import Prompt, encode_prompt, encode_prompts
 
 TEMPLATE = (
     "{% for message in messages %}<{{ message['content'] }}>{% endfor %}"
@@ -49,6 +50,35 @@ def test_what_cannot_be_encoded_names_domain_and_prompt() -> None:
     tokenizer.chat_template = "{% for m in messages %}"
     with pytest.raises(DataError, match=r"no template that Jinja reads .*; mend model\.chat_template"):
         encode_prompt(Prompt.of(messages, "", "sort"), tokenizer)
+
+
+CONTENTS = st.lists(
+    st.text("0123456789=<>", min_size=1, max_size=9)
+    | st.just("<eos>1")
+    | st.text("01", min_size=1, max_size=3).map(lambda text: [{"role": "user", "content": text}]),
+    max_size=12,
+)
+
+
+@settings(derandomize=True, deadline=None)
+@given(CONTENTS, st.sampled_from(["$A", "<eos> $A", "$A <eos>"]))
+def test_many_prompts_are_encoded_as_each_by_itself(contents, single) -> None:
+    tokenizer = character_tokenizer("0123456789=<>")
+    tokenizer.chat_template, tokenizer.bos_token = TEMPLATE, "<eos>"
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=single, special_tokens=[("<eos>", 1)]
+    )
+    prompts = [Prompt.of(content, None, "d") for content in contents]
+    together = encode_prompts(prompts, tokenizer)
+    assert [ids.dtype for ids in together] == [np.int32] * len(prompts)
+    assert [ids.tolist() for ids in together] == [encode_prompt(one, tokenizer).tolist() for one in prompts]
+
+
+def test_the_one_of_many_that_cannot_be_encoded_is_named() -> None:
+    tokenizer = character_tokenizer("0123456789=")
+    prompts = [Prompt.of(text, None, "d", where=f"f:{text}") for text in ("1", "2", "3a", "4b")]
+    with pytest.raises(DataError, match="f:3a: the tokenizer cannot encode"):
+        encode_prompts(prompts, tokenizer)
 
 
 def test_data_and_rewards_need_no_torch() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -15,15 +16,15 @@ from opd.data.load import load_domain
 from opd.errors import ConfigError, DataError
 from opd.models.tokenizers import character_tokenizer
 from opd.pipelines.stages.domains import DomainSet, prompt_room
-from opd.rollout.prompts import Domain, Prompt, Room, encode_prompt, fit, truncated
+from opd.rollout.prompts import Domain, Prompt, Room, encode_prompt, encode_prompts, fit, truncated
 
 TOKENIZER = character_tokenizer("0123456789=ü ", ["<sort>"])
 TOKENIZER.chat_template = "{% for m in messages %}<sort>{{ m.content }}<eos>{% endfor %}="
 ROOM = Room(12, "rollout.max_sequence 16 leaves beside rollout.max_new_tokens 4")
 
 
-def encode(prompt: Prompt) -> np.ndarray:
-    return encode_prompt(prompt, TOKENIZER)
+def encode(prompts: Sequence[Prompt]) -> list[np.ndarray]:
+    return encode_prompts(prompts, TOKENIZER)
 
 
 contents = st.text("0123456789=ü ", min_size=1, max_size=20)
@@ -34,7 +35,7 @@ messages = st.lists(contents.map(lambda text: {"role": "user", "content": text})
 def test_exactly_those_that_are_longer_are_found(asked, room):
     prompts = [Prompt.of(content, None, "d", where=f"f:{i}") for i, content in enumerate(asked)]
     domain = Domain("d", prompts, [Prompt.of("1", None, "d")])
-    long = [prompt for prompt in prompts if len(encode(prompt)) > room]
+    long = [prompt for prompt in prompts if len(encode_prompt(prompt, TOKENIZER)) > room]
     for policy in ("drop", "truncate", "error"):
         if long and (policy == "error" or (policy == "drop" and len(long) == len(prompts))):
             with pytest.raises(DataError, match=f"{long[0].where}"):
@@ -47,8 +48,8 @@ def test_exactly_those_that_are_longer_are_found(asked, room):
 
 
 def test_a_character_may_be_several_tokens():
-    def by_bytes(prompt: Prompt) -> np.ndarray:
-        return np.frombuffer((prompt.text or "").encode(), np.uint8)
+    def by_bytes(prompts: Sequence[Prompt]) -> list[np.ndarray]:
+        return [np.frombuffer((prompt.text or "").encode(), np.uint8) for prompt in prompts]
 
     asked = Prompt.of("ü" * 10, None, "d")
     assert fit(Domain("d", [asked], []), Room(19, "leaves"), "truncate", by_bytes).long == [asked]
