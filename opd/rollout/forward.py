@@ -25,7 +25,7 @@ from opd.errors import ModelError
 from opd.kernels.head import Head
 from opd.kernels.projection import DecodeWeight, wide_product
 from opd.models.attention import AttentionCall, PackedAttention, ScoreForm
-from opd.models.causal_lm import CausalLM, WeightsDigest, held_bytes
+from opd.models.causal_lm import CausalLM, WeightsDigest, held_bytes, tensors_of
 from opd.rollout.batch import Band, RunningBatch
 from opd.rollout.kv_cache import KVCache, LayerCache, PromptKV, Window
 from opd.rollout.sampling import sample
@@ -482,7 +482,7 @@ class Runner:
         """Bytes that weights, with the copies that decode makes of them, and keys and values take now."""
         weights = self.model.nbytes
         if self.head is not None:
-            model = [*self.model.module.parameters(), *self.model.module.buffers()]
+            model = [tensor for kind in tensors_of(self.model.module) for tensor in kind]
             laid_out = [self.head.weight, *([] if self.lean is None else self.lean.tensors())]
             weights += held_bytes((*model, *laid_out)) - held_bytes(model)
         return {"engine_weights": weights, "engine_kv": self.cache.nbytes}

@@ -26,7 +26,7 @@ from opd.kernels.head import Head, gathered
 from opd.kernels.projection import tokens_per_chunk
 from opd.kernels.vocab_parallel import HeadShard
 from opd.models.adapters import AdaptedLM
-from opd.models.causal_lm import CausalLM, held_bytes, weights_digest
+from opd.models.causal_lm import CausalLM, held_bytes, tensors_of, weights_digest
 from opd.models.hf_folder import layer_windows
 from opd.models.long_sequence import LayerMemory
 from opd.models.sharded import Root
@@ -598,12 +598,12 @@ class TorchBackend(WholeModelBackend):
         return float(torch.nn.utils.clip_grad_norm_(self._parameters.values(), self._max_grad_norm))
 
     def held(self) -> Held:
-        module = self.model.module
+        parameters, buffers = tensors_of(self.model.module)
         return Held(
-            tuple(module.parameters()),
+            tuple(parameters),
             [p.grad for p in self._parameters.values() if p.grad is not None],
             [value for state in self._optimizer.state.values() for value in state.values()],
-            tuple(module.buffers()),
+            tuple(buffers),
         )
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:

@@ -9,7 +9,7 @@ import tiny
 import torch
 
 from opd.errors import ModelError
-from opd.models.causal_lm import CausalLM, torch_device, weights_digest
+from opd.models.causal_lm import CausalLM, tensors_of, torch_device, weights_digest
 
 
 def build(**config) -> CausalLM:
@@ -157,3 +157,17 @@ def test_wrong_dtype_and_device_are_named():
 def test_cuda_on_a_machine_without_it_is_refused():
     with pytest.raises(ModelError, match="no CUDA device"):
         torch_device("cuda")
+
+
+def test_tensors_are_found_once_in_the_order_of_the_parts():
+    module = torch.nn.Sequential(
+        torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 3, bias=False)
+    )
+    tied = torch.nn.Module()
+    tied.first, tied.second, tied.none = module, module[2], None
+    tied.own = torch.nn.Parameter(torch.zeros(2))
+    tied.register_buffer("kept", module[1].running_mean)
+    tied.register_parameter("absent", None)
+    parameters, buffers = tensors_of(tied)
+    assert list(map(id, parameters)) == list(map(id, tied.parameters()))
+    assert list(map(id, buffers)) == list(map(id, tied.buffers()))
