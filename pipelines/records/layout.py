@@ -4,10 +4,10 @@ inputs.json                      digests of what the run began with: recipe, mod
                                  elsewhere, and of code that changed since; settings that did; the commits of
                                  what is from the Hub; the CPU threads settled then
 config.json                      the resolved recipe; a run that has it has begun
-stages/STAGE/                    metrics.jsonl  checkpoints/  last_samples.json (of the last step, for whoever
-                                 watches)  flags.jsonl (where a rule of `watch` fired)  done.json (written
-                                 last), log.txt of a stage that ran in a process of its own, and
-                                 difficulty.json of one that measured its prompts
+stages/STAGE/                    metrics.jsonl  checkpoints/  last_samples.json (of the last step, or one
+                                 within a second of it, for whoever watches)  flags.jsonl (where a rule of
+                                 `watch` fired)  done.json (written last), log.txt of a stage that ran in a
+                                 process of its own, and difficulty.json of one that measured its prompts
                                  wal/ (the log of its rollouts), episodes/ (of what agents did with tools)
                                  and cache/ (teachers' hidden states) are there while the stage runs;
                                  episodes.kept/ (the newest of episodes/ that were learnt from) stays

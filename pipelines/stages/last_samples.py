@@ -1,4 +1,4 @@
-"""A few samples of a stage's last step, which are kept for whoever watches the run."""
+"""A few samples of a stage's last step, or of one shortly before, for whoever watches the run."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import json
 import logging
 import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import islice
@@ -27,21 +28,26 @@ KEPT_PROMPTS, KEPT_RESPONSES = 6, 4
 _CHARACTERS, _TOKENS = 3000, 2048
 """Of a text that is kept: its beginning and its end, and what is decoded of it."""
 _MOST_BYTES = 1 << 20
+EVERY = 1.0
+"""Seconds from one writing to the next, at least: of a toy's steps, which are shorter, it took a fortieth."""
 Text = Callable[[Sample], str]
 """A response as its reward sees it."""
 
 
 class LastSamples:
     """A few samples of a stage's last step with their rewards, for whoever watches the run: a small file that
-    each step writes anew. Nothing else reads it, and a step does not fail for want of it.
+    each step writes anew, unless one did within `EVERY` seconds. Nothing else reads it, and a step does not
+    fail for want of it.
 
     Args:
         path: The file.
         text: A response as its reward sees it; `None`: nothing is kept.
+        clock: Seconds, from anywhere.
     """
 
-    def __init__(self, path: Path, text: Text | None) -> None:
+    def __init__(self, path: Path, text: Text | None, clock: Callable[[], float] = time.monotonic) -> None:
         self._path, self._text, self._failed = path, text, False
+        self._clock, self._due = clock, -math.inf
 
     @classmethod
     def of(cls, context: StageContext, algorithm: object, step: int) -> LastSamples:
@@ -56,9 +62,11 @@ class LastSamples:
         last.rewind(step)
         return last
 
-    def write(self, step: int, samples: StepSamples) -> None:
-        """Keep some of the samples of step number `step`, the first being 1, once they are rewarded."""
-        if self._text is None:
+    def write(self, step: int, samples: StepSamples, *, final: bool = False) -> None:
+        """Keep some of the samples of step number `step`, the first being 1, once they are rewarded: if it is
+        time, or if the step is the stage's `final` one.
+        """
+        if self._text is None or not (final or self._clock() >= self._due):
             return
         prompts = []
         for group in _of_each_domain(samples.groups):
@@ -77,6 +85,7 @@ class LastSamples:
                 told = f"{error.strerror or error}; {mend_of(error, 'look at the disk')}"
                 _log.warning("samples of the last step are not kept in %s: %s", self._path, told)
             self._failed = True
+        self._due = self._clock() + EVERY
 
     def rewind(self, step: int) -> None:
         """Forget what an attempt that was killed has written after step number `step`."""

@@ -64,6 +64,7 @@ class StepContext:
     """How many more the student may write, where the stage has a budget of tokens: see `within`."""
     rate: float = 1.0  # what the algorithm's learning rate is multiplied with
     memory: dict[str, Any] = field(default_factory=dict)  # survives a resume, as counters do; JSON
+    is_last: bool = False  # of a stage without such a budget
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +207,7 @@ def train(
         while extent.progress(state) < 1.0:
             left, timer = extent.left(state), PhaseTimer(context.memory)
             step = StepContext(state.step, extent.progress(state), timer, state.counters, left, state.rate)
-            step.memory = state.memory
+            step.memory, step.is_last = state.memory, state.step + 1 == extent.steps
             metrics, tokens = _one_step(algorithm, source, backend, step, last)
             state.step += 1
             state.student_tokens += tokens
@@ -251,7 +252,8 @@ def _one_step(
         tokens = algorithm.tokens(samples)
         with step.timer("score"):
             metrics = algorithm.score(samples, step)
-            last.write(step.index + 1, samples)
+            final = step.is_last if step.tokens_left is None else tokens >= step.tokens_left
+            last.write(step.index + 1, samples, final=final)
         with step.timer("train"):
             plan = algorithm.plan(samples, step)
             taken: list[dict[str, float]] = []

@@ -29,7 +29,11 @@ def test_the_last_step_is_cut_where_the_budget_ends(steps, budget):
         assert kept == step[: len(kept)]
         assert kept
         assert len(kept) == len(step) or sum(kept) >= budget - state.student_tokens
+        left = extent.left(state)
+        assert left is not None
+        ended = sum(kept) >= left  # how a step knows that it is the last
         state.student_tokens += sum(kept)
+        assert ended == (extent.progress(state) >= 1.0)
         last = kept[-1]
     whole = sum(map(sum, steps))
     assert state.student_tokens == whole if whole < budget else 0 <= state.student_tokens - budget < last

@@ -82,10 +82,26 @@ def test_a_file_that_cannot_be_written_stops_nothing(tmp_path, caplog):
     last = LastSamples(path, lambda sample: "x")
     last.rewind(0)
     for step in (1, 2):
-        last.write(step, StepSamples([written("sort", 0, [1.0])], None))  # type: ignore[arg-type]
+        last.write(step, StepSamples([written("sort", 0, [1.0])], None), final=True)  # type: ignore[arg-type]
     assert [record.message.partition(":")[0] for record in caplog.records] == [
         f"samples of the last step are not kept in {path}"
     ]
+
+
+def test_of_short_steps_one_a_second_is_kept_and_always_the_final_one(tmp_path):
+    path, now, asked = tmp_path / LAST_SAMPLES, [0.0], []
+
+    def text(sample: Sample) -> str:
+        asked.append(now[0])
+        return "x"
+
+    last, seen = LastSamples(path, text, lambda: now[0]), []
+    for step in range(1, 9):
+        last.write(step, StepSamples([written("sort", 0, [1.0])], None), final=step == 8)  # type: ignore[arg-type]
+        seen.append(json.loads(path.read_bytes())["step"])
+        now[0] += 0.4
+    assert seen == [1, 1, 1, 4, 4, 4, 7, 8]
+    assert len(asked) == 4  # what is not kept is not decoded
 
 
 @pytest.mark.parametrize("content", ["[", "[1]", '{"step": "7"}', '{"step": null}', "{}", "[" * 10**5])
