@@ -25,7 +25,7 @@ def run_side_by_side(recipe: Recipe, folder: RunFolder, stages: list[Stage], pro
     Raises the first stage's `OpdError`; the others are stopped then and go on after `--resume`.
     """
     methods = multiprocessing.get_context("forkserver")
-    methods.set_forkserver_preload(["opd.pipelines.run"])
+    methods.set_forkserver_preload(["opd.pipelines.launch.forked"])
     waiting = {stage.name: stage for stage in stages}
 
     def hear(worker: ProcessMember, message: supervisor.Message) -> None:

@@ -11,6 +11,7 @@ from opd.pipelines import cli
 from opd.pipelines.cli import main
 from opd.pipelines.options import split_overrides
 
+ROOT = Path(__file__).resolve().parents[2]
 RECIPE = """\
 name: demo
 model:
@@ -102,6 +103,33 @@ def test_an_existing_folder_is_refused_before_anything_else(recipe, tmp_path, ca
         assert main([command, recipe, "--out", str(tmp_path / "run")]) == 2
         assert "exists already; add --resume" in capsys.readouterr().err
     assert (tmp_path / "run" / "config.json").read_text() == "{}"
+
+
+HEAVY = (
+    "torch",
+    "transformers",
+    "tokenizers",
+    "accelerate",
+    "matplotlib",
+    "pyarrow",
+    "ray",
+    "fsspec",
+    "aiohttp",
+    "lmdb",
+)
+"""Of these alone the first four take seconds to import."""
+
+
+@pytest.mark.parametrize("words", [["--help"], ["examples/quickstart/recipe.yaml", "--dry-run"]])
+def test_what_trains_nothing_imports_no_library_of_models(words):
+    code = (
+        "import sys\nfrom opd.pipelines.cli import main\n"
+        f"print(main(sys.argv[1:]), sorted(set({HEAVY}) & set(sys.modules)))"
+    )
+    command = [sys.executable, "-c", code, "run", *words]
+    said = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout
+    assert said.endswith("0 []\n")
+    assert "distill" in said
 
 
 def test_version_and_help_leave_at_once():
