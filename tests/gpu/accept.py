@@ -57,7 +57,13 @@ ONE = {
     "tests": Section("runs", "tests", 115),
     "quickstart": Section("runs", "quick_start", 110),
 }
-APART = {"micro_batches": Section("training", "micro_batches", 120)}
+APART = {
+    "merge": Section("merge", "merge_step", 290),
+    "micro_batches": Section("training", "micro_batches", 120),
+    "mixed_lengths": Section("engine", "mixed_lengths", 150),
+    "sizes": Section("training", "sizes", 240),
+    "policy": Section("kernels", "policy_rows", 60),
+}
 """Studies that decide nothing: they run when `--only` names them."""
 SEVERAL = {
     "distill": Section("ranks", "distill", 150),

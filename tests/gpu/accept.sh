@@ -2,7 +2,7 @@
 # Accepts a GPU: checks and measures everything that needs one, in less than ten minutes, with nothing but torch and
 # this repository. See README.md beside this file.
 #   bash tests/gpu/accept.sh [--json FILE] [--only SECTION ...] [--ranks N] [--dry]
-#   bash tests/gpu/accept.sh pack FOLDER [--python 3.12] [--tilelang] [--liger] [--cut-cross-entropy]
+#   bash tests/gpu/accept.sh pack FOLDER [--python 3.12] [--tilelang] [--liger] [--cut-cross-entropy] [--lora]
 # The second makes, on a machine with a network, the folder with what a machine of torch alone lacks. PYTHON names the
 # interpreter, SITE that folder (default: build/gpu).
 set -euo pipefail

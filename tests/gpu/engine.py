@@ -20,6 +20,8 @@ LOADS = {"0.6B": (64, 512), "8B": (64,)}
 PROMPT, NEW = 128, 128
 MEAN, LONGEST, MIXED = 1024, 4096, 32
 """Tokens that requests of mixed lengths hold, and decode steps over them."""
+A_SLOT = 8
+"""Requests of mixed lengths for each slot: with few the longest would be written alone."""
 
 
 def requests(batch: int, vocabulary: int, new: int) -> list[RolloutRequest]:
@@ -164,3 +166,44 @@ def decoding(sheet: Sheet, place: Place) -> None:
     place.clear()
     with sheet.ours("0.6B, weight sync"):
         sheet.row("0.6B, weight sync", synced("0.6B", place))
+
+
+def mixed_requests(batch: int, vocabulary: int, longest: int) -> list[RolloutRequest]:
+    """Requests of which most are short and few long: exponential lengths, a quarter of `longest` in the mean,
+    one of `longest`.
+    """
+    places = (np.arange(batch) + 0.5) / batch
+    lengths = np.clip(-np.log1p(-places) * longest / 4, 1, longest).astype(int)
+    lengths[-1] = longest
+    order = np.random.default_rng(1).permutation(batch)
+    asked = requests(batch, vocabulary, longest)
+    return [
+        RolloutRequest(one.uid, one.prompt_ids, SamplingParams(max_new_tokens=int(lengths[place])))
+        for one, place in zip(asked, order, strict=True)
+    ]
+
+
+def mixed_lengths(sheet: Sheet, place: Place) -> None:
+    """Measure tokens a second at 0.6B where lengths are mixed, over those of as many requests that all have
+    the mean length, `A_SLOT` for each slot.
+    """
+    longest, sizes = (8, (2,)) if place.dry else (2048, (64, 256))
+    for slots in sizes:
+        row = f"0.6B, {slots} slots, exponential lengths to {longest}"
+        with sheet.ours(row):
+            model, batch = models.model("0.6B", place), A_SLOT * slots
+            engine = TorchEngine(model, max_running=slots)
+            mixed = mixed_requests(batch, model.vocab_size, longest)
+            count = sum(one.sampling.max_new_tokens for one in mixed)
+            alike = requests(batch, model.vocab_size, round(count / batch))
+            numbers: dict[str, Any] = {"mean length": count / batch}
+            list(engine.generate(requests(slots, model.vocab_size, 4)))
+            for name, asked in {"alike": alike, "mixed": mixed}.items():
+                took = step_milliseconds(engine, asked, place)
+                written = sum(one.sampling.max_new_tokens for one in asked)
+                numbers[f"{name} tokens/s"] = written / took["total s"]
+                numbers[f"{name} decode ms"] = took["decode ms"]
+            numbers["alike over mixed"] = numbers["alike tokens/s"] / numbers["mixed tokens/s"]
+            sheet.row(row, numbers)
+            del engine, model
+        place.clear()

@@ -12,7 +12,7 @@ import torch
 
 from opd.kernels import tilelang_target, triton_rows
 from opd.kernels.head import Head
-from opd.kernels.ops import linear_kl
+from opd.kernels.ops import linear_kl, linear_logprobs_entropy
 from tests.gpu.clock import Place
 from tests.gpu.rows import Bound, Sheet
 
@@ -222,3 +222,49 @@ def divergences(sheet: Sheet, place: Place) -> None:
         os.environ.pop("OPD_KERNELS", None)
         if before is not None:
             os.environ["OPD_KERNELS"] = before
+
+
+def policy_matmuls(inputs: Inputs) -> Callable[[], None]:
+    """The student's logits and its two gradients, each as one product in bfloat16."""
+    rows, vocabulary = len(inputs.hidden), len(inputs.weight)
+    logits = torch.empty(rows, vocabulary, dtype=torch.bfloat16, device=inputs.hidden.device)
+    hidden, weight = torch.empty_like(inputs.hidden), torch.empty_like(inputs.weight)
+
+    @torch.no_grad()
+    def run() -> None:
+        torch.mm(inputs.hidden, inputs.weight.t(), out=logits)
+        torch.mm(logits, inputs.weight, out=hidden)
+        torch.mm(logits.t(), inputs.hidden, out=weight)
+
+    return run
+
+
+def policy_gradient(inputs: Inputs, ids: torch.Tensor, chunk: int, entropy: bool) -> torch.Tensor:
+    """Log-probabilities `[T]` of `ids` with their gradients, as GRPO's rows take them; with `entropy` its
+    gradient, too.
+    """
+    inputs.clear()
+    values, spread = linear_logprobs_entropy(inputs.hidden, Head(inputs.weight), ids, chunk=chunk)
+    total = values + 0.01 * spread if entropy else values
+    (total @ inputs.token_weight).backward()
+    return values.detach()
+
+
+def policy_rows(sheet: Sheet, place: Place) -> None:
+    """Time of GRPO's rows over the three matmuls, memory, and error of the log-probabilities."""
+    chunk = 16 if place.dry else 4096
+    for label, size in (DRY if place.dry else SIZES).items():
+        inputs = Inputs.make(size, place)
+        ids = torch.arange(size[0], device=place.device) % size[2]
+        base = place.milliseconds(policy_matmuls(inputs))
+        sheet.row(f"{label}: the three matmuls alone", {"ms": base})
+        rows = inputs.hidden[:256].double() @ inputs.weight.double().t()
+        exact = rows.log_softmax(dim=-1).gather(1, ids[:256, None])[:, 0].detach()
+        for name, entropy in {"log-probabilities": False, "with entropy": True}.items():
+            with sheet.ours(f"{label}: {name}"):
+                case = partial(policy_gradient, inputs, ids, chunk, entropy)
+                numbers = measured(place, case, base)
+                numbers["error"] = float((case()[: len(exact)] - exact).abs().max() / exact.abs().max())
+                sheet.row(f"{label}: {name}", numbers, Bound("error", most=1e-4, timed=False))
+        inputs.clear()
+        place.clear()

@@ -21,6 +21,16 @@ SHAPES: dict[str, dict[str, Any]] = {
         "vocab_size": 151936,
         "tie_word_embeddings": True,
     },
+    "1.7B": {
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 151936,
+        "tie_word_embeddings": True,
+    },
     "8B": {
         "hidden_size": 4096,
         "intermediate_size": 14336,
@@ -75,3 +85,10 @@ def model(name: str, place: Place, dtype: torch.dtype = torch.bfloat16) -> Causa
 def parameter_bytes(made: Any) -> int:
     """Bytes of the weights, tied ones once."""
     return sum(p.numel() * p.element_size() for p in made.parameters())
+
+
+def layer_weights(config: LlamaConfig) -> int:
+    """Weights of the products in all layers: without embedding, head and norms."""
+    head = config.head_dim or config.hidden_size // config.num_attention_heads
+    heads = 2 * config.num_attention_heads + 2 * config.num_key_value_heads
+    return config.num_hidden_layers * config.hidden_size * (heads * head + 3 * config.intermediate_size)

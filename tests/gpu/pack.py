@@ -1,7 +1,7 @@
 """Makes the folder that `accept.sh` needs beside torch and this repository, on a machine with a network.
 
     python -m tests.gpu.pack FOLDER [--python 3.12] [--tilelang] [--liger] [--cut-cross-entropy]
-                                    [--without NAME ...]
+                                    [--lora] [--without NAME ...]
 
 The folder gets one archive, `packages.tar.xz`: what `pyproject.toml` and pytest need, without torch and what
 torch brings, for Linux on x86-64 and the given Python, in the versions that are installed here. With the
@@ -106,10 +106,12 @@ def main() -> int:
     parser.add_argument("--tilelang", action="store_true", help="TileLang's kernels too")
     parser.add_argument("--liger", action="store_true", help="Liger-Kernel, to compare with")
     parser.add_argument("--cut-cross-entropy", action="store_true", help="Apple's, to compare with")
+    parser.add_argument("--lora", action="store_true", help="peft, to train adapters")
     parser.add_argument("--without", nargs="+", default=[], help="packages that the machine has")
     options = parser.parse_args()
     more = ["liger-kernel"] * options.liger + ["cut-cross-entropy"] * options.cut_cross_entropy
     try:
+        more += [f"peft=={version('peft')}"] if options.lora else []
         packages = wanted(options.python, options.tilelang)
         chosen = [f"{name}=={number}" for name, number in packages.items() if name not in options.without]
         archive = pack(options.folder, options.python, [*chosen, *more])

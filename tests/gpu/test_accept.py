@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.gpu import accept, pack
+from tests.gpu import accept, merge, models, pack, training
+from tests.gpu.clock import Place
 from tests.gpu.rows import ABSENT, ERROR, FAILS, MEASURED, MISSED, OK, STOPPED, Bound, Sheet, table
 
 SCRIPT = Path(__file__).with_name("accept.sh")
@@ -77,6 +78,48 @@ def test_the_other_sections_run_dry(tmp_path):
     assert rows_of(report, "tests")["pytest -m gpu"]["numbers"]["passed"] == 1
     assert list(rows_of(report, "quickstart"))[:2] == ["opd run", "base"]
     assert "over the floor <= 1.15" in said
+
+
+@pytest.mark.long
+@pytest.mark.slow
+def test_the_studies_run_dry(tmp_path):
+    report, _ = dry(tmp_path / "report.json", "--only", *accept.APART)
+    (step,) = rows_of(report, "merge").values()
+    numbers = step["numbers"]
+    shares = [numbers[f"{phase} share"] for phase in merge.PHASES] + [numbers["elsewhere share"]]
+    assert sum(shares) == pytest.approx(1)
+    assert numbers["status"] == 0
+    assert numbers["tokens/s"] > 0
+    assert list(rows_of(report, "sizes")) == [
+        f"{size}, {name}" + ", adapters" * adapters for size, name, adapters, _ in training.SIZES
+    ]
+    policy = rows_of(report, "policy")
+    assert [row["verdict"] for row in policy.values()] == [MEASURED, OK, OK]
+    (mixed,) = rows_of(report, "mixed_lengths").values()
+    assert mixed["numbers"]["mean length"] < 8
+
+
+def test_a_steps_numbers_are_those_of_its_rows():
+    rows = [{"time": 10.0 * step + (step == 3)} for step in range(1, 6)]
+    for row in rows:
+        row |= {"time/rollout": 5.0, "time/score": 1.0, "time/train": 2.0, "time/sync": 1.0}
+    flop = {"rollout": 10.0, "score": 10.0, "train": 60.0}
+    found = merge.step_numbers(rows, flop, (3, 7, 4), 100.0)
+    assert found["step s"] == 10
+    assert found["tokens/s"] == 4
+    assert found["written tokens/s"] == pytest.approx(28 / 5)
+    assert found["train of the product"] == pytest.approx(0.3)
+    assert found["of the product"] == pytest.approx(0.08)
+    assert found["elsewhere share"] == pytest.approx(0.1)
+
+
+def test_a_steps_operations_are_those_of_the_counted_example():
+    # 0.6B, 16 samples of 128 + 384 tokens: 21.65 of the layers, 1.68 of attention, 7.65 of the head.
+    config = models.config("0.6B", Place(torch.device("cpu"), dry=False))
+    assert models.layer_weights(config) == 440_401_920
+    found = merge.teraflop(config, (128, 384, 16))
+    assert found["train"] == pytest.approx(21.65 + 1.68 + 7.65, rel=2e-3)
+    assert found["score"] == pytest.approx(21.65 / 3 + 1.68 / 3.5, rel=2e-3)
 
 
 @pytest.mark.slow

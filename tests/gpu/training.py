@@ -10,7 +10,9 @@ import numpy as np
 import torch
 
 from opd.config import BatchConfig, FullVocabularyKL, OptimConfig, TrainConfig
+from opd.config.train import LoRAConfig
 from opd.kernels.head import Head
+from opd.models.adapters import AdaptedLM
 from opd.models.causal_lm import CausalLM, torch_dtype
 from opd.ranks import Ranks
 from opd.train.backend import Backend, Training
@@ -75,14 +77,25 @@ def teacher(model: CausalLM, dtype: torch.dtype) -> Any:
 
 @contextmanager
 def opened(
-    name: str, place: Place, ranks: Ranks | None = None, *, tokens: int = 4096, count: int = SAMPLES
+    name: str,
+    place: Place,
+    ranks: Ranks | None = None,
+    *,
+    tokens: int = 4096,
+    count: int = SAMPLES,
+    size: str = "0.6B",
+    adapters: bool = False,
 ) -> Iterator[tuple[Backend, RolloutBatch]]:
-    """Open the back end of a 0.6B student in the precision called `name`, with `count` samples for it in
-    micro-batches of at most `tokens`.
+    """Open the back end of a student of `size` in the precision called `name`, with `count` samples for it in
+    micro-batches of at most `tokens`; with `adapters` they alone are trained.
     """
     dtype, precision = PRECISIONS[name]
     compute = torch_dtype(dtype)
-    model = models.model("0.6B", place, torch.float32 if precision == "mixed" else compute)
+    whole = precision == "mixed" and not adapters
+    model = models.model(size, place, torch.float32 if whole else compute)
+    if adapters:
+        model = AdaptedLM(model, LoRAConfig(), "base")
+        model.keep_adapters_in(torch.float32 if precision == "mixed" else compute)
     terms = [FullVocabularyTerm(teacher(model, compute), "one_hot", FullVocabularyKL())]
     training = Training(OptimConfig(), BatchConfig(max_tokens=tokens), 1.0, terms)
     config = TrainConfig(precision=precision)
@@ -97,9 +110,17 @@ def step_of(backend: Backend, samples: RolloutBatch) -> float:
     return backend.step(1e-5)["grad_norm"]
 
 
-def one(name: str, place: Place, tokens: int = 4096, count: int = SAMPLES) -> dict[str, float]:
+def one(
+    name: str,
+    place: Place,
+    tokens: int = 4096,
+    count: int = SAMPLES,
+    size: str = "0.6B",
+    adapters: bool = False,
+) -> dict[str, float]:
     """Return milliseconds a step, memory above the model's in GiB, and the first gradient's norm."""
-    with opened(name, place, tokens=tokens, count=count) as (backend, samples):
+    form: dict[str, Any] = {"tokens": tokens, "count": count, "size": size, "adapters": adapters}
+    with opened(name, place, **form) as (backend, samples):
         norm = step_of(backend, samples)
         took = place.milliseconds(lambda: step_of(backend, samples), rounds=3, warm_ups=1)
         gib = place.peak_gib(lambda: step_of(backend, samples))
@@ -139,3 +160,29 @@ def micro_batches(sheet: Sheet, place: Place) -> None:
                 numbers["gradient off"] = abs(numbers["gradient"] / small["gradient"] - 1)
                 sheet.row(row, numbers, Bound("gradient off", most=0.02, timed=False))
             place.clear()
+
+
+SIZES = (
+    ("1.7B", "bfloat16 over float32", False, 16384),
+    ("1.7B", "bfloat16", False, 16384),
+    ("0.6B", "bfloat16 over float32", True, 16384),
+    ("8B", "bfloat16 over float32", True, 4096),
+    ("8B", "bfloat16", False, 4096),
+)
+"""Size, precision, whether adapters alone are trained, and tokens a micro-batch; the one that needs most
+memory last."""
+
+
+def sizes(sheet: Sheet, place: Place) -> None:
+    """Measure a step of 16 samples of larger students, all weights or adapters; operations are four a weight
+    and token with adapters, six without, and no others.
+    """
+    for size, name, adapters, tokens in SIZES:
+        row = f"{size}, {name}" + ", adapters" * adapters
+        with sheet.ours(row):
+            form: dict[str, Any] = {"tokens": tokens, "size": size, "adapters": adapters}
+            numbers = one(name, place, **form)
+            a_token = (4 if adapters else 6) * models.layer_weights(models.config(size, place))
+            numbers["TFLOP/s of the layers"] = a_token * numbers["tokens/s"] / 1e12
+            sheet.row(row, numbers)
+        place.clear()
