@@ -6,8 +6,10 @@ Files are .jsonl or .parquet: columns `prompt`, `label`, and `domain` if several
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,7 @@ from opd.foreign import (
     whole_number,
 )
 from opd.rollout.prompts import Domain, Prompt, fraction, plain_label
+from opd.storage.files import file_digest
 
 _SOURCES = {"procedural": load_procedural, "reasoning-gym": load_reasoning_gym}
 
@@ -50,11 +53,35 @@ def load_domain(name: str, config: DomainConfig, *, seed: int, held_out_prompts:
     if separator and kind in _SOURCES:
         return _SOURCES[kind](argument, name, config, seed=seed, held_out_prompts=held_out_prompts)
     if config.is_file:
-        return load_file(name, config, held_out_prompts=held_out_prompts)
+        return _load_known(name, config, held_out_prompts)
     raise DataError(
         f"domains.{name}.source {config.source!r} is unknown; give procedural:NAME, reasoning-gym:NAME, or a "
         "path ending in .jsonl or .parquet."
     )
+
+
+_KEPT_BYTES, _KEPT_FILES = 64 << 20, 16
+"""Of a file that is kept parsed, at most; and how many are."""
+_known: dict[tuple[str, ...], Domain] = {}
+
+
+def _load_known(name: str, config: DomainConfig, held_out_prompts: int) -> Domain:
+    """`load_file`, or what it gave the last time for a file with the same bytes: the checks before a run and
+    its stages ask several times.
+    """
+    path = Path(config.source)
+    try:
+        if path.stat().st_size > _KEPT_BYTES:
+            return load_file(name, config, held_out_prompts=held_out_prompts)
+        asked = {"source", "params", "held_out", "environment"}
+        key = name, config.model_dump_json(include=asked), file_digest(path)
+    except OSError:  # the words for it are those of reading it
+        return load_file(name, config, held_out_prompts=held_out_prompts)
+    found = _known.pop(key, None) or load_file(name, config, held_out_prompts=sys.maxsize)
+    _known[key] = found  # the newest comes last
+    while len(_known) > _KEPT_FILES:
+        del _known[next(iter(_known))]
+    return replace(found, train=list(found.train), held_out=list(found.held_out[:held_out_prompts]))
 
 
 Row = tuple[str, dict[str, Any], int]

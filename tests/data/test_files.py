@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,22 @@ def test_a_narrow_column_holds_the_numbers_that_were_written(tmp_path: Path, kin
     domain = _load(tmp_path / "a.parquet", held_out_prompts=1)
     found = {one.text: one.label for one in (*domain.train, *domain.held_out)}
     assert found == {text: labels[int(text) % 3] for text in found}
+
+
+def test_a_file_is_parsed_once_as_long_as_its_bytes_stay(tmp_path: Path) -> None:
+    path = _jsonl(tmp_path / "a.jsonl", ROWS)
+    first, again, fewer = _load(path), _load(path), _load(path, held_out_prompts=2)
+    assert again == first
+    assert again.train[0] is first.train[0]
+    assert fewer.held_out == first.held_out[:2]
+    assert _load(path, held_out=0.5).held_out != first.held_out
+    stat = path.stat()
+    path.write_text(path.read_text().replace("1 + 1", "1 - 1"))
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    assert _load(path).train != first.train or _load(path).held_out != first.held_out
+    path.unlink()
+    with pytest.raises(DataError, match="does not exist"):
+        _load(path)
 
 
 def test_split_depends_on_each_prompt_alone(tmp_path: Path) -> None:
