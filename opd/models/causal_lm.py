@@ -209,23 +209,19 @@ def weights_digest(weights: Iterable[tuple[str, Tensor]], *, quick: bool = False
 
 
 def tensors_of(module: nn.Module) -> tuple[list[nn.Parameter], list[Tensor]]:
-    """Parameters and buffers of `module` as its parts have them now, each once, in a quarter of the time that
-    `parameters()` takes: that makes a name for each part and hashes tensors.
-    """
+    """Parameters and buffers of `module` now, each once; without names, a quarter of `parameters()`' time."""
     parameters: dict[int, nn.Parameter] = {}
     buffers: dict[int, Tensor] = {}
-    parts: list[nn.Module | None] = [module]
+    parts = [module]
     while parts:
         part = parts.pop()
-        if part is None:
-            continue
         for one in part._parameters.values():
             if one is not None:
                 parameters[id(one)] = one
         for one in part._buffers.values():
             if one is not None:
                 buffers[id(one)] = one
-        parts += reversed(part._modules.values())
+        parts += [one for one in reversed(part._modules.values()) if one is not None]
     return list(parameters.values()), list(buffers.values())
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from opd.errors import is_of_library
 
@@ -52,7 +52,7 @@ def ids_of_texts(
     tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], *, framed: bool = False
 ) -> list[list[int]]:
     """The ids of each of `texts`, of which there is one at least; `framed`: with special tokens."""
-    masks = {"return_attention_mask": False, "return_token_type_ids": False}
+    masks: dict[str, Any] = {"return_attention_mask": False, "return_token_type_ids": False}
     return [list(ids) for ids in tokenizer(list(texts), add_special_tokens=framed, **masks)["input_ids"]]
 
 

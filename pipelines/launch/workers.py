@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import socket
@@ -25,7 +26,7 @@ def run_side_by_side(recipe: Recipe, folder: RunFolder, stages: list[Stage], pro
     Raises the first stage's `OpdError`; the others are stopped then and go on after `--resume`.
     """
     methods = multiprocessing.get_context("forkserver")
-    methods.set_forkserver_preload(["opd.pipelines.launch.forked"])
+    methods.set_forkserver_preload(["opd.pipelines.run"])
     waiting = {stage.name: stage for stage in stages}
 
     def hear(worker: ProcessMember, message: supervisor.Message) -> None:
@@ -90,6 +91,7 @@ def _work(recipe_json: str, path: str, name: str, end: socket.socket) -> None:
     """The worker's life: one stage, then last words."""
     from opd.pipelines.run import execute
 
+    gc.freeze()  # what was imported before the fork stays: a stage looks for garbage among its own objects
     parent = supervisor.Parent(Channel(end))
     recipe = Recipe.model_validate_json(recipe_json)
     folder = RunFolder.attach(path)
