@@ -76,7 +76,6 @@ def test_the_manifest_describes_head_tokenizer_and_weights(checkpoint, tmp_path)
     assert state == {}
 
 
-@pytest.mark.some(5)
 @pytest.mark.parametrize(
     ("words", "part"),
     [

@@ -310,7 +310,6 @@ def test_what_a_model_without_recipe_lacks_is_mended_as_the_sentence_says(tmp_pa
     assert "warning" not in capsys.readouterr().err
 
 
-@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("said", "expected"),
     [

@@ -115,7 +115,6 @@ def test_the_order_of_two_options_of_one_union_does_not_matter(write):
     assert load_recipe([write(MINIMAL)], words).distill.loss == TopKKL(k=4)
 
 
-@pytest.mark.some(25)
 @pytest.mark.parametrize(
     ("text", "parts"),
     [

@@ -38,7 +38,6 @@ NUMBERS = (
 )
 
 
-@pytest.mark.some(3)
 @pytest.mark.parametrize("option", NUMBERS)
 def test_no_number_is_endless(option, tmp_path):
     for value in ("nan", ".nan", "NaN", "inf", ".inf", "-.inf", "-inf", "+Infinity"):

@@ -188,7 +188,6 @@ def test_an_environment_that_fails_is_brought_back_to_where_it_was():
     assert found == wanted
 
 
-@pytest.mark.some(6)
 @pytest.mark.parametrize(
     ("kind", "params", "said"),
     [

@@ -96,7 +96,6 @@ WRONG = {
 }
 
 
-@pytest.mark.some(21)
 @pytest.mark.parametrize(
     ("point", "name"), [(point, name) for point, names in WRONG.items() for name in names]
 )

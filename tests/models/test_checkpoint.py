@@ -144,7 +144,6 @@ def test_a_flipped_bit_is_found_by_the_checksum(folder: Path):
 SMALL = ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"]
 
 
-@pytest.mark.some(3)
 @pytest.mark.parametrize("file", SMALL)
 @pytest.mark.parametrize("read", [CausalLM.from_pretrained, load_tokenizer, read_config])
 def test_every_reader_compares_the_small_files_with_their_digests(folder: Path, file: str, read):

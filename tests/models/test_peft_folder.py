@@ -294,8 +294,13 @@ DAMAGES = {
 }
 
 
-@pytest.mark.some(1)
-@pytest.mark.parametrize("case", DAMAGES)
+IN_A_PROCESS = ("a pattern that is none", "a pattern without end")
+"""Those whose patterns a process of its own looks at, for five seconds."""
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(name, marks=[pytest.mark.slow] * (name in IN_A_PROCESS)) for name in DAMAGES]
+)
 def test_what_cannot_be_merged_is_refused_with_one_sentence(base, tmp_path, case):
     damage, told = DAMAGES[case]
     folder, _ = adapt(base, tmp_path / "adapter")

@@ -193,7 +193,6 @@ def refused_by_all(folder: Path, told: str) -> None:
     assert len(sentence) < 500
 
 
-@pytest.mark.some(2)
 @pytest.mark.parametrize("case", OTHERS)
 def test_other_kinds_are_refused_by_name(base, tmp_path, case):
     config, told = OTHERS[case]
@@ -247,7 +246,6 @@ DAMAGED: dict[str, tuple[Callable[[Path], object], str]] = {
 }
 
 
-@pytest.mark.some(3)
 @pytest.mark.parametrize("case", DAMAGED)
 def test_damaged_ones_are_refused_by_what_is_wrong(base, tmp_path, case):
     change, told = DAMAGED[case]

@@ -194,7 +194,6 @@ NOT_FOLLOWED = {
 }
 
 
-@pytest.mark.some(2)
 @pytest.mark.parametrize("name", NOT_FOLLOWED)
 def test_a_setting_that_is_not_followed_is_told_in_one_line(name, folder, capsys):
     value, nothing = NOT_FOLLOWED[name]

@@ -114,7 +114,6 @@ REFUSED = {
 }  # fmt: skip
 
 
-@pytest.mark.some(19)
 @pytest.mark.parametrize("entry", ENTRIES)
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_does_not_belong_together_is_refused_by_name(tied, tmp_path, case, entry):

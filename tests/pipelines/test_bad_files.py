@@ -140,7 +140,6 @@ PATHS = [
 ]
 
 
-@pytest.mark.some(3)
 @pytest.mark.parametrize("place", PATHS)
 @pytest.mark.parametrize(
     "key", ["--model.path", "--teachers.sort.path", "--out", "--run_dir", "--model.tokenizer"]

@@ -105,7 +105,6 @@ def merge(loss, rl_coef, correction):
     return DistillConfig.model_validate(settings | {"policy_loss": {"correction": correction}})
 
 
-@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("loss", "rl_coef"),
     [

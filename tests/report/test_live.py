@@ -212,7 +212,6 @@ BAD = [
 ]  # fmt: skip
 
 
-@pytest.mark.some(3)
 @pytest.mark.parametrize("line", BAD)
 def test_what_cannot_be_read_is_left_out_and_counted(tmp_path, line):
     folder = make(tmp_path / "run", steps=3)

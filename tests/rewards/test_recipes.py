@@ -50,7 +50,6 @@ def test_short_and_long_forms_are_one_and_come_back_from_a_file(tmp_path):
     assert recipe.domains["sort"].reward == PythonReward(seconds=2)
 
 
-@pytest.mark.some(3)
 @pytest.mark.parametrize(
     ("reward", "told"),
     [

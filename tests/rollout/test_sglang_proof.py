@@ -68,7 +68,6 @@ def answer(given, device: str, dtype: torch.dtype, size: int) -> list[dict]:
     return ranks
 
 
-@pytest.mark.some(6)
 @pytest.mark.parametrize(("device", "dtype", "size"), CASES)
 def test_a_worker_that_holds_the_trainers_weights_proves_it(device, dtype, size):
     given = weights()
@@ -95,7 +94,6 @@ def test_a_changed_bit_is_found_wherever_it_is(case, data):
             Proof(given).check("http://one", answer(there, device, dtype, size), SETTINGS[device])
 
 
-@pytest.mark.some(2)
 @pytest.mark.parametrize(("device", "dtype", "size"), CASES)
 def test_another_ranks_share_and_older_weights_are_found(device, dtype, size):
     given, older = weights(), weights(1)

@@ -141,7 +141,6 @@ def hurry(monkeypatch, word: str) -> None:
     monkeypatch.setattr(containers, "ask", asked)
 
 
-@pytest.mark.some(4)
 @pytest.mark.parametrize(
     ("mode", "told"),
     [

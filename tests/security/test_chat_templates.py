@@ -75,7 +75,6 @@ def test_tokens_are_those_of_transformers():
     assert encode_prompt(Prompt.of(messages, "", "d"), tokenizer).tolist() == expected
 
 
-@pytest.mark.some(4)
 @pytest.mark.parametrize("kind", HOSTILE)
 def test_a_hostile_template_is_one_sentence(kind):
     template, said = HOSTILE[kind]

@@ -137,7 +137,6 @@ BAD_BODIES: dict[str, Handler] = {
 }
 
 
-@pytest.mark.some(5)
 @pytest.mark.parametrize("name", BAD_BODIES)
 def test_what_is_no_answer_is_refused_with_one_sentence(name, memory_peak):
     ways = {"/model_info": ("GET", None), "/generate": ("POST", HIDDEN)}

@@ -33,7 +33,6 @@ def logprobs(teacher, sample):
     return rows[len(sample.prompt_ids) - 1 : -1].detach()
 
 
-@pytest.mark.some(1)
 @pytest.mark.parametrize("mixture", ["one_hot", "geometric", "arithmetic"])
 def test_sampled_logprobs_pool_the_teachers_of_a_mixture(teachers, mixture):
     samples = tiny.samples([(3, 4), (2, 0), (5, 6), (4, 3)])

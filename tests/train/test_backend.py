@@ -97,7 +97,6 @@ def test_sorted_batches_load_each_head_once_and_hold_one(schedule, batch):
     assert schedule.take_counters()["head_loads"] > 2, "unsorted samples must cost more loads"
 
 
-@pytest.mark.some(2)
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: str(loss.model_dump()))
 def test_student_equal_to_teacher_gives_no_gradient(schedule, batch, loss):
     for sample in batch.samples:
