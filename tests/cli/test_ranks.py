@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -110,6 +111,23 @@ def test_who_did_not_come_is_named_by_its_number_among_all_ranks(monkeypatch, en
     said = rf"^{late} not come to the work, and rank 7 cannot"
     with pytest.raises(RanksError, match=said), some.collective("the work"):
         raise RuntimeError("Connection closed by peer")
+
+
+def test_a_rank_waits_for_the_main_rank_however_long_that_works(monkeypatch):
+    """An hour that is over is no error: here it is a moment, and the main rank is done in the third."""
+    store, hours = torch.distributed.HashStore(), []
+
+    def hour(hours_each):
+        hours.append(hours_each)
+        if len(hours) == 3:
+            store.set("base", "1")
+        return timedelta(milliseconds=20)
+
+    monkeypatch.setattr(ranks, "timedelta", lambda hours: hour(hours))
+    waiting = ranks.Ranks(store=store)
+    waiting.rank, waiting.size = 1, 2
+    waiting._wait_for("base")
+    assert hours == [1, 1, 1]
 
 
 @pytest.mark.slow

@@ -88,3 +88,17 @@ def test_the_smallest_are_taken(loaded):
         ("specialist.entropy_coef", "-0.0"),
     ):
         assert isinstance(loaded(key, value), Recipe), loaded(key, value)
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ("1e9", None),
+        ("1000000001.0", "no setting can mean more than 1,000,000,000; give less"),
+        ("1e-30", None),
+        ("9e-31", "no setting can mean so little; give 0 or at least 1e-30"),
+    ],
+)
+def test_the_last_numbers_that_mean_something_are_taken(loaded, value, said):
+    found = loaded("distill.kl_coef", value)
+    assert isinstance(found, Recipe) if said is None else said in found, found

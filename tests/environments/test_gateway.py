@@ -130,18 +130,21 @@ def test_an_edited_history_and_a_second_conversation_are_branches():
     assert len({uid.split("/")[2] for uid in engine.asked}) == 3
 
 
-def test_the_agent_may_name_the_choice_that_becomes_the_sample():
+@pytest.mark.parametrize("named", [{"choice": 1}, {"choice": 2}, {}], ids=str)
+def test_the_agent_may_name_the_choice_that_becomes_the_sample(named):
+    """The first one if it names an answer alone."""
+
     def play(task, url, key):
         body = {"messages": task.messages, "n": 3, "max_tokens": 6, "return_token_ids": True}
         return agents.post(url, key, "/chat/completions", body)
 
     def reward(answer):
-        return {"reward": 0.5, "answer": answer["id"], "choice": 1, "picked": True}
+        return {"reward": 0.5, "answer": answer["id"], "picked": True, **named}
 
     sample, _, answer = chatted(play, reward=reward)
     choices = [one["token_ids"] for one in answer["choices"]]
     assert len({tuple(one) for one in choices}) == 3
-    assert sample.response_ids.tolist() == choices[1]
+    assert sample.response_ids.tolist() == choices[named.get("choice", 0)]
     assert sample.metadata[EPISODE]["info"] == {"picked": True}
     assert answer["usage"]["completion_tokens"] == sum(map(len, choices))
     with pytest.raises(RolloutError, match="choice 7, which is none it had"):

@@ -140,6 +140,7 @@ PATHS = [
 ]
 
 
+@pytest.mark.some(12)
 @pytest.mark.parametrize("place", PATHS)
 @pytest.mark.parametrize(
     "key", ["--model.path", "--teachers.sort.path", "--out", "--run_dir", "--model.tokenizer"]

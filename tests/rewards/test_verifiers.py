@@ -230,6 +230,10 @@ class Point:
     x: int
     y: "int" = 2
     def __le__(self, other): return self.x <= other.x
+    def __lt__(self, other): return self.x < other.x
+    def __add__(self, other): return Point(self.x + other.x)
+    def __sub__(self, other): return Point(self.x - other.x)
+    def __mul__(self, number): return Point(self.x * number)
     def __abs__(self): return self.x
     def __int__(self): return self.x
     def __float__(self): return self.x / 2
@@ -310,6 +314,9 @@ OF_OBJECTS = [
     "p = Point(1)\nassert same(p) is p and same(p) is not Point(1) and same([p])[0] is p",
     "assert same(Point(1)) == Point(1, 2) != Point(2) and Point(1) <= Point(2) >= Point(1)",
     "assert Pair(1, 2).y == 2 and same(Pair(1, 2)) == (1, 2) and same([Pair(1, 2)])[0].x == 1",
+    "p, q = Point(3), Point(5)\nassert ((p + q).x, (q - p).x, (q * 3).x) == (8, 2, 15)",
+    "assert repr(Point(3)) == 'Point(x=3, y=2)'",
+    "p, q = Point(3), Point(5)\nassert p < q > p <= p >= p and not p > q and not q < p and not p < p > p",
     "p = Point(3)\nassert (abs(p), int(p), float(p), (-p).x) == (3, 3, 1.5, -3)",
     "import asyncio\nassert asyncio.run(slow(1)) == 1 and asyncio.run(Slow().add(1)) == 2",
     "import asyncio, inspect\nc = slow(1)\nassert inspect.iscoroutine(c) and asyncio.run(c) == 1",

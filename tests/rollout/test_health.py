@@ -15,6 +15,7 @@ from memory_log import MemoryLog
 
 from opd.errors import RolloutError
 from opd.retry import Retry
+from opd.rollout import fault_tolerant
 from opd.rollout.engine_pool import EngineHealth, RetryPolicy
 from opd.rollout.fault_tolerant import FaultTolerantRollout
 from opd.rollout.ledger import Recovery
@@ -161,6 +162,34 @@ def test_a_hung_engine_that_can_be_replaced_is(
     )
     assert tokens(collect(rollout.generate(requests))) == expected
     assert rollout.counters["engine_timeouts"] == 1
+
+
+def test_a_step_within_its_time_is_waited_for(
+    models: list[Any],
+    requests: list[RolloutRequest],
+    expected: dict[str, list[int]],
+    collect: Fixture,
+    release: threading.Event,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """However often somebody looks while no engine says a word."""
+
+    looks, look = [], fault_tolerant.Dispatch._check_time_outs
+
+    def looking(run: Any) -> None:
+        look(run)
+        looks.append(run)
+        if len(looks) == 3:
+            release.set()
+
+    monkeypatch.setattr(fault_tolerant.Dispatch, "_check_time_outs", looking)
+    slow = FaultyEngine(TorchEngine(models[0]), hangs_once(1, release))
+    other = FaultyEngine(TorchEngine(models[1]), lambda engine, uids, number: None)
+    rollout = FaultTolerantRollout([slow, other], MemoryLog(), policy=replace(QUICK, step_timeout=300.0))
+    assert tokens(collect(rollout.generate(requests))) == expected
+    assert len(looks) >= 3
+    assert rollout.counters["engine_timeouts"] == 0
+    assert [health.failures for health in rollout.health] == [0, 0]
 
 
 def test_a_step_that_a_pause_could_not_wait_for_ends_its_call_and_not_the_requests(

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 import tiny
 from hub_server import TOKEN, is_large
+from huggingface_hub.errors import HfHubHTTPError
 
 from opd.config.hub_names import HubName, cached_name, hub_name
 from opd.errors import CheckpointError, ModelError, OpdError, StorageError
 from opd.models import hub as fetching
 from opd.models.causal_lm import CausalLM
-from opd.models.hub import fetch
+from opd.models.hub import asked_again, fetch, passing
 from opd.models.tokenizers import load_tokenizer
 from opd.retry import Retry
 
@@ -191,6 +193,21 @@ def test_a_hub_that_fails_for_a_moment_is_asked_again(hub, hub_model, status):
     hub.proxy.inject("status", times=2, status=status, path="/api/")
     hub.proxy.inject("status", times=1, status=500, path="/storage/")
     assert CausalLM.from_pretrained(fetch(NAME).path).digest() == tiny.model().digest()
+
+
+@pytest.mark.parametrize(
+    ("status", "passes", "asked"),
+    [
+        *((status, False, False) for status in (403, 404, 409, 499)),
+        *((status, True, True) for status in (408, 429)),
+        *((status, True, False) for status in (500, 503)),
+    ],
+)
+def test_which_answers_of_the_hub_pass_and_which_its_library_asked_for_again(status, passes, asked):
+    library = sys.modules[HfHubHTTPError.__mro__[1].__module__.partition(".")[0]]  # its name changes
+    response = library.Response(status, request=library.Request("GET", "http://hub"))
+    error = HfHubHTTPError("no", response=response)
+    assert (passing(error), asked_again(error)) == (passes, asked)
 
 
 @pytest.mark.parametrize(("status", "mend"), [(500, "HF_HUB_OFFLINE"), (403, "HF_TOKEN"), (404, "try again")])

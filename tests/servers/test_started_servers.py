@@ -334,6 +334,25 @@ def test_who_was_to_be_started_again_when_its_turn_ended_is_started_once(monkeyp
     assert starts == ["own-0"]
 
 
+def test_who_is_being_started_when_its_turn_ends_is_ready_before_it_sleeps(monkeypatch):
+    server = StartedServer("own-0", ServerGroupConfig(), 0, Path("model"), Path("log"))
+    looks, slept = [], []
+
+    def look(own):
+        looks.append(own.name)
+        own.served = len(looks) > 2
+        return own.served
+
+    monkeypatch.setattr(StartedServer, "status", lambda own: None)
+    monkeypatch.setattr(StartedServer, "look", look)
+    monkeypatch.setattr(StartedServer, "sleep", lambda own: slept.append(own.served))
+    checks = []
+    StartedGroup("own", server.group, [server], Path("model")).sleep(lambda: checks.append(1))
+    assert slept == [True]
+    assert len(looks) == 3
+    assert len(checks) >= 2
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("when", ["asleep", "awake"])
 def test_a_server_that_is_killed_is_started_again_in_its_turn_alone(made, tmp_path, when):
@@ -531,8 +550,11 @@ def test_a_server_of_vllm_asks_everybody_for_its_key(monkeypatch):
     async def app(scope, receive, send):
         said.append("answered")
 
+    closed = []
+
     async def send(message):
         said.append(message.get("status", message["type"]))
+        closed.extend([message["code"]] if "code" in message else [])
 
     def ask(kind, path, *headers, root=""):
         said.clear()
@@ -547,6 +569,7 @@ def test_a_server_of_vllm_asks_everybody_for_its_key(monkeypatch):
     assert ask("http", "/health", root="/below") == "answered"
     assert ask("http", "/pause", root="/health") == 401
     assert ask("websocket", "/v1/realtime") == "websocket.close"
+    assert closed == [1008]  # against the policy
     monkeypatch.setenv(opd_server_key.VARIABLE, "")  # or not passed on to it
     with pytest.raises(RuntimeError, match="OPD_SERVER_KEY is not set"):
         opd_server_key.RequireKey(app)
