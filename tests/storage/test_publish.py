@@ -15,11 +15,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
-from opd.errors import StorageError
-from opd.storage.manifest import MAX_BLOCK_BYTES, Unit, block_size, identity, unit_of
+from opd.errors import CheckpointError, StorageError
+from opd.storage.manifest import MAX_BLOCK_BYTES, TensorEntry, Unit, block_size, identity, unit_of
 from opd.storage.object_store import ObjectStore, StoreOptions
-from opd.storage.publish import ModelForm, publish
+from opd.storage.publish import ModelForm, UnitSource, publish
 from opd.storage.published import PublishedModel
+from opd.storage.weight_folder import TensorSource
 
 FORM = ModelForm(scale=0.5, softcap=30.0, tied=False, layers=2, fingerprint={"vocab_size": 50})
 
@@ -327,3 +328,29 @@ def test_the_buffer_may_be_larger_and_of_any_type(checkpoint, tmp_path):
 def test_each_part_of_a_model_counts_in_its_identity(key):
     document = {name: {} for name in ("config", "generation_config", "head", "tokenizer", "units")}
     assert identity(document | {key: {"x": 2}}) != identity(document)
+
+
+@pytest.mark.parametrize("bad", [None, "first", "second", "third"])
+@pytest.mark.parametrize("begin", [0, 4, 8, 12])
+def test_the_tensor_that_is_no_number_is_named_by_each_piece_that_holds_it(bad, begin):
+    """Neighbours of another type are not read as of its own: half of a number can be a NaN in bfloat16."""
+    tensors = {
+        "first": np.array([1.0, -2.0], np.float32),
+        "second": np.array([0x3F80, 0xC000, 0x4040, 0x4080], np.uint16),  # bfloat16
+        "third": np.array([0x3F80FF81, 0x3F800000], np.uint32).view(np.float32),
+    }
+    if bad is not None:
+        tensors[bad][-1] = 0x7FC0 if bad == "second" else np.nan
+    buffer = bytearray(b"".join(tensor.tobytes() for tensor in tensors.values()))
+    entries = {
+        name: TensorEntry("BF16" if tensor.itemsize == 2 else "F32", tensor.shape, 8 * place, tensor.nbytes)
+        for place, (name, tensor) in enumerate(tensors.items())
+    }
+    path = Path("model", "model.safetensors")
+    sources = {name: TensorSource(path, one.dtype, one.shape, 0, 8) for name, one in entries.items()}
+    source = UnitSource(entries, sources, len(buffer))
+    if bad is None or begin >= entries[bad].offset + 8:
+        source.require_numbers(begin, buffer[begin:])
+        return
+    with pytest.raises(CheckpointError, match=f"^model holds NaN or infinity in .?{bad}.?,"):
+        source.require_numbers(begin, buffer[begin:])
