@@ -19,8 +19,9 @@ from opd.models.causal_lm import CausalLM
 from opd.models.checkpoint import save_checkpoint
 from opd.models.tokenizers import character_tokenizer, load_tokenizer
 from opd.pipelines.evaluation.evaluate import measured
-from opd.pipelines.records.cards import Cards, example_prompts, loading_lines
+from opd.pipelines.records.cards import Cards, _changed, example_prompts, loading_lines
 from opd.pipelines.records.run_folder import RunFolder
+from opd.pipelines.records.settings import Recorded
 from opd.pipelines.run import run_pipeline
 from opd.rollout.prompts import Prompt, encode_prompt
 
@@ -150,3 +151,25 @@ def test_each_domain_is_told_with_its_own_prompt_format(tmp_path: Path) -> None:
     assert "apply_chat_template" in chat
     assert "tokenizer('hello" in plain
     assert "Plain" not in cards.use(tmp_path, ["chat"])["prompt_format"]
+
+
+def test_a_card_has_the_settings_that_its_stage_ended_with_and_what_they_had_been() -> None:
+    """Of changes before it the last one counts; one that came afterwards is taken back, the newest first."""
+
+    def change(field, old, new, *, at=None, done=False):
+        return Recorded("now", field, old, new, {} if at is None else {"merge": at}, ["merge"] * done)
+
+    changes = [
+        change("distill.optim.lr", 1, 2, at=10),
+        change("distill.optim.lr", 2, 3, at=20),
+        change("distill.optim.lr", 3, 4, done=True),
+        change("distill.optim.lr", 4, 5, done=True),
+        change("distill.loss.beta", 0.5, 0.1, done=True),
+        change("distill.steps", 30, 40, at=0),
+        change("specialist.optim.lr", 7, 8, at=5),
+    ]
+    told = {"optim": {"lr": 5, "eps": 6}, "loss": None, "steps": 40}
+    found = _changed(told, "distill.", "merge", changes)
+    assert found == {"before": ["optim.lr 1 up to step 10", "optim.lr 2 up to step 20"]}
+    assert told == {"optim": {"lr": 3, "eps": 6}, "loss": None, "steps": 40}
+    assert _changed({"optim": {"lr": 5}}, "distill.", "other", changes) == {}
