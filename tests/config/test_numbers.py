@@ -102,3 +102,18 @@ def test_the_smallest_are_taken(loaded):
 def test_the_last_numbers_that_mean_something_are_taken(loaded, value, said):
     found = loaded("distill.kl_coef", value)
     assert isinstance(found, Recipe) if said is None else said in found, found
+
+
+@pytest.mark.parametrize(
+    ("key", "taken", "refused"),
+    [
+        ("rollout.top_p", ("1", "0.01"), ("1.01", "0", "2")),
+        ("rollout.temperature", ("0.001", "1000"), ("0.0009", "1001")),
+        ("rollout.top_k", ("0",), ("-1",)),
+    ],
+)
+def test_a_range_ends_where_it_says(loaded, key, taken, refused):
+    for value in taken:
+        assert isinstance(loaded(key, value), Recipe), loaded(key, value)
+    for value in refused:
+        assert re.search(rf"`{re.escape(key)}` is {value}", str(loaded(key, value))), loaded(key, value)

@@ -57,6 +57,18 @@ def test_without_the_extra_its_name_is_said():
         adapter.Gymnasium("FrozenLake-v1").reset(Task("a/0", "", [], None, {}, 0))
 
 
+@pytest.mark.parametrize(
+    ("code", "word"),
+    [
+        *(("30", "[gray "), ("37", "[white "), ("38", "["), ("39", "["), ("29", "[")),
+        *(("40", "[gray "), ("41", "[red "), ("47", "[white "), ("48", "["), ("1;32", "[green ")),
+        *(("", "]"), ("0", "]"), ("1", "["), ("33;44", "[yellow ")),
+    ],
+)
+def test_colours_of_a_terminal_are_named(code, word):
+    assert adapter._COLOUR.sub(adapter._named, f"a\x1b[{code}mb") == f"a{word}b"
+
+
 def test_tasks_are_written_as_a_source(tmp_path):
     path = tmp_path / "tasks.jsonl"
     adapter.main([str(path), "--prompt", "Cross the lake.", "--tasks", "3", "--seed", "5"])

@@ -409,3 +409,18 @@ def test_a_million_lines_are_kept_in_bounded_memory(tmp_path):
     tracemalloc.stop()
     assert merge_of(run).step == 10**6
     assert kept < 2 << 16, kept  # two curves
+
+
+def test_a_curve_is_over_steps_and_over_the_tokens_that_the_student_had_learnt_from():
+    stage = StageResult("merge")
+    rows = [
+        {"step": 1, "time": 10.0, "tokens/student": 100, "lr": 0.5, "time/train": 2.0},
+        {"step": 2, "time": 30.0, "tokens/student": 250, "lr": 0.25, "time/train": 3.0, "odd": "a word"},
+        {"step": 3, "time": 60.0, "tokens/student": "none", "lr": 0.125},
+    ]
+    for row in rows:
+        stage.add(row)
+    assert stage.column("lr") == ([1, 2, 3], [100, 250, 0], [0.5, 0.25, 0.125])
+    assert stage.column("time/train") == ([1, 2], [100, 250], [2.0, 3.0])
+    assert set(stage.curves) == {"lr", "time/train"}
+    assert (stage.step, stage.rows) == (3, 3)
