@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
+from pydantic import ValidationError
+from recipes import tiny_recipe
 
 from opd.config import DistillConfig
 from opd.config.load import load_recipe
@@ -112,3 +116,41 @@ def test_the_merge_learns_at_the_rate_that_the_results_were_made_with():
     optim = DistillConfig().optim
     said = (optim.lr, optim.schedule, optim.final_lr_fraction, optim.warmup_steps)
     assert said == (1e-3, "cosine", 0.0, 5)
+
+
+SAMPLES = {"samples_per_prompt": 4}
+ALONE = {"group_size": 1, "advantage": {"type": "reinforce_plus_plus"}, "filter_zero_variance": False}
+RULES = [
+    ({"evaluation": SAMPLES | {"pass_at": [5]}}, "pass_at 5 needs as many answers .* raise it to 5"),
+    ({"evaluation": SAMPLES | {"maj_at": [1, 8]}}, "maj_at 8 needs as many answers"),
+    ({"evaluation": {"sets": {"sort": {"source": "x.jsonl"}}}}, r"sets\.sort has the name of a domain"),
+    ({"teachers": {"other": {}}}, r"teachers\.other has no path, and this recipe has no domain of that name"),
+    ({"model": {}}, r"give exactly one of model\.path"),
+    ({"model": {"path": "/m", "config": {}}}, r"give exactly one of model\.path"),
+    (
+        {"specialist": ALONE | {"shaping": {"length_coef": 0.1}}},
+        r"shaping\.length_coef compares the lengths .* group_size of 1",
+    ),
+    ({"rollout": {"model_stop_ids": False}}, "with model_stop_ids false no response ends"),
+    (
+        {"rollout": {"model_stop_ids": False, "stop": ["x"], "engine": {"type": "sglang", "urls": ["http://h:1"]}}},
+        "model_stop_ids false needs engine torch: sglang workers always stop",
+    ),
+    ({"domains": {"a": {"environment": {"type": "verifiers"}}}}, r"type verifiers needs params\.id"),
+    ({"domains": {"a": {"environment": {"type": "verifiers", "params": {"id": ""}}}}}, r"needs params\.id"),
+    ({"domains": {"a": {"environment": {"type": "agent", "params": {"run": "a.b"}}}}}, r"needs params\.run"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "said"), RULES)
+def test_what_does_not_go_together_is_refused(changes, said):
+    with pytest.raises(ValidationError) as caught:
+        tiny_recipe(**changes)
+    assert re.search(said, str(caught.value)), caught.value
+
+
+def test_what_just_goes_together_is_taken():
+    samples = tiny_recipe(evaluation=SAMPLES | {"pass_at": [1, 4], "maj_at": [4]}).evaluation
+    assert (samples.pass_at, samples.maj_at) == ([1, 4], [4])
+    assert tiny_recipe(specialist=ALONE).specialist.group_size == 1
+    assert tiny_recipe(rollout={"model_stop_ids": False, "stop": ["x"]}).rollout.stop == ["x"]
