@@ -123,6 +123,9 @@ def test_one_reading_of_the_base_serves_all_adapters(made: Made) -> None:
     assert adapters < one_base / 2
     whole = teachers["a"].base.published.manifest.nbytes
     assert whole <= one_base < 1.2 * whole
+    base = teachers["a"].base
+    assert [teacher.stall_seconds for teacher in teachers.values()] == [base.stall_seconds, 0.0, 0.0]
+    assert [teacher.cached_bytes for teacher in teachers.values()] == [base.cached_bytes, 0, 0]
     teachers["a"].close()
 
 
