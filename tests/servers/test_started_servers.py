@@ -335,8 +335,13 @@ def test_who_was_to_be_started_again_when_its_turn_ended_is_started_once(monkeyp
 
 
 def test_who_is_being_started_when_its_turn_ends_is_ready_before_it_sleeps(monkeypatch):
-    server = StartedServer("own-0", ServerGroupConfig(), 0, Path("model"), Path("log"))
-    looks, slept = [], []
+    """Of two servers the second one is: the first one sleeps no earlier."""
+    servers = [
+        StartedServer(f"own-{number}", ServerGroupConfig(), number, Path("model"), Path("log"))
+        for number in range(2)
+    ]
+    servers[0].served = True
+    looks, slept, checks = [], [], []
 
     def look(own):
         looks.append(own.name)
@@ -345,11 +350,10 @@ def test_who_is_being_started_when_its_turn_ends_is_ready_before_it_sleeps(monke
 
     monkeypatch.setattr(StartedServer, "status", lambda own: None)
     monkeypatch.setattr(StartedServer, "look", look)
-    monkeypatch.setattr(StartedServer, "sleep", lambda own: slept.append(own.served))
-    checks = []
-    StartedGroup("own", server.group, [server], Path("model")).sleep(lambda: checks.append(1))
-    assert slept == [True]
-    assert len(looks) == 3
+    monkeypatch.setattr(StartedServer, "sleep", lambda own: slept.append(servers[1].served))
+    StartedGroup("own", servers[0].group, servers, Path("model")).sleep(lambda: checks.append(1))
+    assert slept == [True, True]
+    assert looks == ["own-1"] * 3
     assert len(checks) >= 2
 
 

@@ -10,7 +10,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from opd.config.rl import DistillLossConfig, ReferenceKLConfig
 from opd.errors import ConfigError
-from opd.train.losses import k1, reference_penalty
+from opd.train.losses import SampledTokens, k1, k2, k3, reference_penalty, sampled_k2, topk_reverse_kl
 
 seeds = st.integers(0, 2**32 - 1)
 vocabularies = st.integers(2, 24)
@@ -75,3 +75,22 @@ def test_recipes_refuse_reference_penalties_with_a_wrong_gradient(estimator, pla
 def test_recipes_have_no_name_for_the_other_forms(kind):
     with pytest.raises(ValidationError):
         TypeAdapter(DistillLossConfig).validate_python({"type": kind})
+
+
+@pytest.mark.parametrize("loss", [k1, k2, k3, sampled_k2], ids=lambda loss: loss.__name__)
+@pytest.mark.parametrize("theirs", [(1,), (4, 1), (4,), ()])
+def test_losses_of_one_token_each_never_broadcast(loss, theirs):
+    """3 tokens and one reference would be a loss of other tokens."""
+    with pytest.raises(ValueError, match=r"different shapes \(.*\[3\], .*\); give one entry per token"):
+        loss(torch.zeros(3), torch.zeros(theirs))
+
+
+def test_what_goes_with_the_tokens_of_a_loss_never_broadcasts():
+    three, one = torch.zeros(3), torch.zeros(1)
+    with pytest.raises(ValueError, match=r"importance \[1\]"):
+        sampled_k2(three, three, importance=one)
+    for changes in ({"outside": one.bool()}, {"importance": one}, {"teacher_logprobs": one}):
+        given = {"student_logprobs": three, "teacher_logprobs": three, "outside": three.bool()}
+        sampled = SampledTokens(**given | changes)
+        with pytest.raises(ValueError, match=rf"{next(iter(changes))} \[1\]"):
+            topk_reverse_kl(torch.zeros(3, 2), torch.zeros(3, 2), form="hybrid", sampled=sampled)
