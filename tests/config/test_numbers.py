@@ -110,6 +110,9 @@ def test_the_last_numbers_that_mean_something_are_taken(loaded, value, said):
         ("rollout.top_p", ("1", "0.01"), ("1.01", "0", "2")),
         ("rollout.temperature", ("0.001", "1000"), ("0.0009", "1001")),
         ("rollout.top_k", ("0",), ("-1",)),
+        ("baselines.density", ("1", "0.001"), ("1.001", "0", "2")),
+        ("distill.optim.final_lr_fraction", ("0", "1"), ("-0.1", "1.1", "2")),
+        ("specialist.group_size", ("2", "4096"), ("0", "-1")),
     ],
 )
 def test_a_range_ends_where_it_says(loaded, key, taken, refused):

@@ -115,3 +115,11 @@ def test_a_resumed_stage_forgets_what_comes_again(tmp_path, content):
     path.write_text(content)
     last.rewind(9)
     assert not path.exists()
+
+
+def test_they_are_those_of_the_last_step(finished_run):
+    found = sorted((finished_run / "stages").glob(f"*/{LAST_SAMPLES}"))
+    assert {file.parent.name for file in found} >= {"specialist-sort", "merge"}
+    for file in found:
+        rows = (file.parent / "metrics.jsonl").read_text().splitlines()
+        assert json.loads(file.read_bytes())["step"] == json.loads(rows[-1])["step"] > 1
