@@ -13,21 +13,21 @@ from arrows import module_name, sources
 
 ROOT = Path(__file__).resolve().parents[2]
 CEILINGS = {
-    "": (3_700, 18),
+    "": (3_750, 18),
     "config": (5_500, 22),
     "data": (2_000, 8),
     "environments": (4_950, 19),
-    "kernels": (4_050, 13),
+    "kernels": (4_400, 14),
     "megatron": (1_150, 5),
     "models": (6_100, 21),
-    "pipelines": (24_500, 97),
+    "pipelines": (24_650, 98),
     "rewards": (2_800, 10),
     "sandbox": (2_900, 11),
-    "rollout": (9_900, 31),
+    "rollout": (10_600, 33),
     "served": (2_050, 12),
     "storage": (8_000, 23),
     "teachers": (4_900, 16),
-    "train": (5_650, 21),
+    "train": (5_900, 22),
 }
 """Folder of `opd` -> lines and files at most."""
 
