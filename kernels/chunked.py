@@ -58,6 +58,52 @@ __all__ = [
 PROPORTIONAL = 1e-6
 
 
+class TokenRows(NamedTuple):
+    """What computes single tokens of rows of logits."""
+
+    statistics: Callable[[Tensor, Tensor, bool, Columns], tuple[Tensor, Tensor]] = token_statistics_
+    gradient: Callable[..., None] = token_gradient_
+    """As `token_gradient_`."""
+    rounds: bool = False
+    """Whether `rounded` saves a pass."""
+    keeps: bool = False
+    """Whether `statistics` leaves the logits as they are."""
+
+
+TOKEN_ROWS = TokenRows()
+
+
+@dataclass(frozen=True)
+class TokenNotes:
+    """What the student's logits say of single tokens, noted while a divergence has them: no product of their
+    own. Values of tokens that the divergence leaves out stay 0.
+    """
+
+    ids: Tensor
+    """[T, 1] int64."""
+    logprobs: Tensor
+    """[T]"""
+    entropy: Tensor
+    """[T] nats."""
+
+    @classmethod
+    def of(cls, ids: Tensor, dtype: torch.dtype) -> TokenNotes:
+        """Room for the tokens `ids` [T], in the `dtype` of their statistics."""
+        room = torch.zeros(2, len(ids), dtype=dtype, device=ids.device)
+        return cls(as_matrix(ids), room[0], room[1])
+
+    def fill(self, rows: Rows, logits: Tensor, ids: Tensor, spec: _Divergence) -> None:
+        """Note the tokens at `rows`, whose `logits` [M, V] are left as they are."""
+        kernel = spec.token_rows
+        found = [
+            kernel.statistics(part if kernel.keeps else part.clone(), ids[block], True, spec.columns)
+            for block in spec.columns.blocks(logits)
+            for part in (logits[block],)
+        ]
+        for room, parts in zip((self.logprobs, self.entropy), zip(*found, strict=True), strict=True):
+            room[rows] = torch.cat([part.reshape(-1) for part in parts])[: len(room[rows])]
+
+
 @dataclass(frozen=True)
 class _Divergence:
     """What is compared with the student, and how."""
@@ -73,6 +119,8 @@ class _Divergence:
     columns: Columns
     rounds: bool = False
     """Whether the row kernel takes `rounded`, room for the gradient in bfloat16."""
+    notes: TokenNotes | None = None
+    token_rows: TokenRows = TOKEN_ROWS
 
 
 def _run(
@@ -82,10 +130,11 @@ def _run(
     spec: _Divergence,
     needs: tuple[bool, bool, bool],
     counted: Tensor | None = None,
+    notes: TokenNotes | None = None,
 ) -> tuple[Tensor, Gradients]:
     """Per-token divergence `[T]` and the gradient of `sum(token_weight * divergence)`, chunk by chunk.
 
-    `counted` [M] int64: the tokens whose weight is not 0, if known.
+    `counted` [M] int64: the tokens whose weight is not 0, if known. `notes` are filled.
     """
     values = torch.zeros(hidden.shape[0], dtype=spec.dtype, device=hidden.device)
     some, tokens = some_of(token_weight != 0, counted)
@@ -97,6 +146,8 @@ def _run(
         part, weights = take(hidden, rows, spec.chunk), take(token_weight, rows, spec.chunk)
         student, teacher = student_buffer[: len(part)], teacher_buffer[: len(part)]
         write_logits(part, head, spec.temperature, student)
+        if notes is not None:
+            notes.fill(rows, student, take(notes.ids, rows, spec.chunk), spec)
         spec.teacher(rows, teacher)
         coef = weights * (head.scale / spec.temperature) if any(needs) else None
         if coef is not None and spec.rounds and gradients.narrow and head.softcap is None and not needs[2]:
@@ -146,7 +197,7 @@ class _LinearDivergence(torch.autograd.Function):
         counted: Tensor | None,
     ) -> Tensor:
         needs = tuple(ctx.needs_input_grad[:3])
-        values, gradients = _run(hidden, head, token_weight, spec, needs, counted)
+        values, gradients = _run(hidden, head, token_weight, spec, needs, counted, spec.notes)
         if any(needs):
             ctx.save_for_backward(hidden, weight, bias, token_weight)
             ctx.head, ctx.spec, ctx.needs, ctx.gradients = head, spec, needs, gradients
@@ -226,6 +277,8 @@ def linear_kl(
     row_kernel: RowKernel = divergence_,
     columns: Columns = ALL_COLUMNS,
     rounds: bool = False,
+    notes: TokenNotes | None = None,
+    token_rows: TokenRows = TOKEN_ROWS,
 ) -> Tensor:
     """See `opd.kernels.ops.linear_kl`; a compiled `row_kernel` may take the place of the PyTorch one.
 
@@ -238,7 +291,8 @@ def linear_kl(
         write_logits(take(teacher_hidden, rows, chunk), teacher_head, temperature, out)
 
     dtype = statistics_dtype(student_hidden, student_head.weight, teacher_hidden, teacher_head.weight)
-    spec = _Divergence(teacher, kind, beta, temperature, chunk, dtype, row_kernel, columns, rounds)
+    how = (temperature, chunk, dtype, row_kernel, columns, rounds, notes, token_rows)
+    spec = _Divergence(teacher, kind, beta, *how)
     return _apply(student_hidden, student_head, weight, spec, counted)
 
 
@@ -264,6 +318,8 @@ def linear_mixture_kl(
     row_kernel: RowKernel = divergence_,
     columns: Columns = ALL_COLUMNS,
     rounds: bool = False,
+    notes: TokenNotes | None = None,
+    token_rows: TokenRows = TOKEN_ROWS,
 ) -> Tensor:
     """See `opd.kernels.ops.linear_mixture_kl`: a reverse KL whose teacher logits are `log sum_i w_i
     t_i`."""
@@ -280,21 +336,9 @@ def linear_mixture_kl(
 
     tensors = [student_hidden, student_head.weight, *hiddens, *(head.weight for head in teacher_heads)]
     dtype = statistics_dtype(*tensors)
-    spec = _Divergence(teacher, "reverse", 0.5, temperature, chunk, dtype, row_kernel, columns, rounds)
+    how = (temperature, chunk, dtype, row_kernel, columns, rounds, notes, token_rows)
+    spec = _Divergence(teacher, "reverse", 0.5, *how)
     return _apply(student_hidden, student_head, weight, spec, counted)
-
-
-class TokenRows(NamedTuple):
-    """What computes single tokens of rows of logits."""
-
-    statistics: Callable[[Tensor, Tensor, bool, Columns], tuple[Tensor, Tensor]] = token_statistics_
-    gradient: Callable[..., None] = token_gradient_
-    """As `token_gradient_`."""
-    rounds: bool = False
-    """Whether `rounded` saves a pass."""
-
-
-TOKEN_ROWS = TokenRows()
 
 
 class _Settings(NamedTuple):

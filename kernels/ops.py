@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from opd.kernels import checks, chunked, divergences, reference, tilelang_target, triton_rows
+from opd.kernels.chunked import TokenNotes
 from opd.kernels.head import Head
 
 __all__ = [
@@ -116,6 +117,7 @@ def linear_kl(
     temperature: float = 1.0,
     weight: Tensor | None = None,
     counted: Tensor | None = None,
+    notes: TokenNotes | None = None,
     chunk: int = 1024,
 ) -> Tensor:
     """Per-token divergence `[T]` over the whole vocabulary between student `p` and teacher `t`.
@@ -131,7 +133,7 @@ def linear_kl(
     with the values and is free in the backward if what arrives is a multiple of `weight` (of ones if `None`);
     anything else is still right, at the price of a second computation. The result is not multiplied by
     `weight`. `counted` [M] int64, of a caller who knows it: the tokens whose weight is not 0, in order, for
-    which no device is then asked.
+    which no device is then asked. `notes` are filled with what the student's logits say of single tokens.
 
     At most `chunk` tokens have their logits in memory, two buffers `[chunk, V]`: `[T, V]` is never held.
     """
@@ -152,6 +154,7 @@ def linear_kl(
         temperature=temperature,
         weight=None if weight is None else weight.detach(),
         counted=counted,
+        notes=notes,
         chunk=chunk,
     )
     checks.check_finite_result("divergence", values.detach())
@@ -195,6 +198,7 @@ def linear_mixture_kl(
     temperature: float = 1.0,
     weight: Tensor | None = None,
     counted: Tensor | None = None,
+    notes: TokenNotes | None = None,
     chunk: int = 1024,
 ) -> Tensor:
     """KL(p || sum_i w_i t_i) `[T]`: reverse KL to the arithmetic mixture of several teachers.
@@ -221,6 +225,7 @@ def linear_mixture_kl(
         temperature=temperature,
         weight=None if weight is None else weight.detach(),
         counted=counted,
+        notes=notes,
         chunk=chunk,
     )
     checks.check_finite_result("divergence", values.detach())

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from opd.kernels.chunked import TokenNotes
 from opd.kernels.divergences import DIVERGENCES
 from opd.kernels.head import Head, statistics_dtype
 
@@ -28,11 +29,14 @@ def linear_kl(
     weight: Tensor | None,
     chunk: int,
     counted: Tensor | None = None,
+    notes: TokenNotes | None = None,
 ) -> Tensor:
     """See `opd.kernels.ops.linear_kl`."""
     dtype = statistics_dtype(student_hidden, student_head.weight, teacher_hidden, teacher_head.weight)
     rows = _counted_rows(student_hidden, weight)
     student = _logprobs(student_hidden[rows], student_head, temperature, dtype)
+    if notes is not None:
+        _note(notes, rows, student.detach())
     with torch.no_grad():
         teacher = _logprobs(teacher_hidden[rows], teacher_head, temperature, dtype)
     return _scatter(DIVERGENCES[kind].formula(student, teacher, beta), rows, len(student_hidden))
@@ -66,6 +70,7 @@ def linear_mixture_kl(
     weight: Tensor | None,
     chunk: int,
     counted: Tensor | None = None,
+    notes: TokenNotes | None = None,
 ) -> Tensor:
     """See `opd.kernels.ops.linear_mixture_kl`."""
     tensors = [
@@ -77,6 +82,8 @@ def linear_mixture_kl(
     dtype = statistics_dtype(*tensors)
     rows = _counted_rows(student_hidden, weight)
     student = _logprobs(student_hidden[rows], student_head, temperature, dtype)
+    if notes is not None:
+        _note(notes, rows, student.detach())
     with torch.no_grad():
         parts = [
             _logprobs(hidden[rows], head, temperature, dtype) + math.log(share)
@@ -159,6 +166,11 @@ def _logprobs(hidden: Tensor, head: Head, temperature: float, dtype: torch.dtype
 def _gather(logprobs: Tensor, ids: Tensor) -> Tensor:
     matrix = ids.long().unsqueeze(1) if ids.ndim == 1 else ids.long()
     return logprobs.gather(1, matrix).reshape(ids.shape)
+
+
+def _note(notes: TokenNotes, rows: Tensor, logprobs: Tensor) -> None:
+    notes.logprobs[rows] = _gather(logprobs, notes.ids[rows]).squeeze(1).to(notes.logprobs.dtype)
+    notes.entropy[rows] = -(logprobs.exp() * logprobs).sum(dim=1).to(notes.entropy.dtype)
 
 
 def _counted_rows(hidden: Tensor, weight: Tensor | None) -> Tensor:

@@ -214,10 +214,12 @@ def _kernel() -> Any:
 
 
 OPERATIONS = {
-    "linear_kl": partial(chunked.linear_kl, row_kernel=divergence_, rounds=True),
+    "linear_kl": partial(chunked.linear_kl, row_kernel=divergence_, rounds=True, token_rows=ROWS),
     "linear_logprobs": partial(chunked.linear_logprobs, token_rows=ROWS),
     "linear_logprobs_entropy": partial(chunked.linear_logprobs_entropy, token_rows=ROWS),
-    "linear_mixture_kl": partial(chunked.linear_mixture_kl, row_kernel=divergence_, rounds=True),
+    "linear_mixture_kl": partial(
+        chunked.linear_mixture_kl, row_kernel=divergence_, rounds=True, token_rows=ROWS
+    ),
     "logits_kl": partial(chunked.logits_kl, row_kernel=divergence_),
     "score_kl": partial(chunked.score_kl, row_kernel=divergence_),
 }

@@ -28,10 +28,10 @@ WARPS = 8
 def token_statistics_(
     logits: Tensor, ids: Tensor, entropy: bool, columns: Columns = ALL_COLUMNS
 ) -> tuple[Tensor, Tensor]:
-    """`opd.kernels.divergences.token_statistics_`; the kernel leaves `logits` as they are."""
+    """`opd.kernels.divergences.token_statistics_`, which leaves `logits` as they are."""
     if _fits(logits, columns):
         return launch_statistics(logits, ids, entropy)
-    return divergences.token_statistics_(logits, ids, entropy, columns)
+    return divergences.token_statistics_(logits.clone(), ids, entropy, columns)
 
 
 def token_gradient_(
@@ -196,5 +196,5 @@ def _kernel() -> Any:
     return token
 
 
-ROWS = TokenRows(token_statistics_, token_gradient_, rounds=True)
+ROWS = TokenRows(token_statistics_, token_gradient_, rounds=True, keeps=True)
 """For the operations of `opd.kernels.chunked`."""

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from opd.kernels import checks, chunked
+from opd.kernels.chunked import TokenNotes
 from opd.kernels.divergences import Columns, divergence_
 from opd.kernels.head import Head
 
@@ -185,6 +186,7 @@ def linear_kl(
     temperature: float = 1.0,
     weight: Tensor | None = None,
     counted: Tensor | None = None,
+    notes: TokenNotes | None = None,
     chunk: int = 1024,
 ) -> Tensor:
     """`opd.kernels.ops.linear_kl` `[T]`; the student shard's weight and bias get their rows' gradient."""
@@ -203,6 +205,7 @@ def linear_kl(
         temperature=temperature,
         weight=None if weight is None else weight.detach(),
         counted=counted,
+        notes=notes,
         chunk=chunk,
         row_kernel=partial(divergence_, columns=student.columns),
         columns=student.columns,
@@ -221,6 +224,7 @@ def linear_mixture_kl(
     temperature: float = 1.0,
     weight: Tensor | None = None,
     counted: Tensor | None = None,
+    notes: TokenNotes | None = None,
     chunk: int = 1024,
 ) -> Tensor:
     """`opd.kernels.ops.linear_mixture_kl` `[T]`."""
@@ -241,6 +245,7 @@ def linear_mixture_kl(
         temperature=temperature,
         weight=None if weight is None else weight.detach(),
         counted=counted,
+        notes=notes,
         chunk=chunk,
         row_kernel=partial(divergence_, columns=student.columns),
         columns=student.columns,

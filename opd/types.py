@@ -234,6 +234,8 @@ class MicroBatch:
     """[N] float32 or None."""
     counted: Tensor | None = None
     """[M] int64: the rows whose `kl_weight` is not 0, in order, where the host knows them."""
+    kl_covers: bool = False
+    """Whether every token of a loss mask is known to have a `kl_weight` that is not 0."""
     kept: Tensor | None = None
     """[N] int64: which of the samples' response tokens these are, where ranks share sequences; `None` is all
     of them, in order."""

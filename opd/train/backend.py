@@ -36,7 +36,15 @@ from opd.train.micro_batches import PLAIN, scored_tokens
 from opd.train.offload import Shelf, apart
 from opd.train.packing import PerSample, Shares, of_packed, pack, pieces
 from opd.train.plan import CostModel
-from opd.train.terms import LossTerm, MetricSums, StudentRows, adding_to, linear_logprobs, shares
+from opd.train.terms import (
+    LossTerm,
+    MetricSums,
+    MismatchProbe,
+    StudentRows,
+    adding_to,
+    linear_logprobs,
+    shares,
+)
 from opd.types import MicroBatch, RolloutBatch, Sample
 
 
@@ -497,6 +505,7 @@ class Backend(ABC):
         head = adding_to(self.head(), self._total)
         scale = (self.temperature, self.chunk(head))
         student = StudentRows(hidden, head, micro.targets, *scale, self.sum_shared)
+        student.probed = any(isinstance(term, MismatchProbe) and not term.shared for term in self.terms)
         return torch.stack([term(micro, student, sums) for term in self.terms]).sum()
 
     def sum_shared(self, values: Tensor) -> Tensor:

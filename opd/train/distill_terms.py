@@ -108,6 +108,7 @@ class FullVocabularyTerm(DistillTerm):
             temperature=student.temperature,
             weight=micro.kl_weight * view.weight,
             counted=micro.counted,
+            notes=student.open_notes(micro),
             chunk=student.chunk,
         )
 
@@ -122,6 +123,7 @@ class FullVocabularyTerm(DistillTerm):
             temperature=student.temperature,
             weight=micro.kl_weight,
             counted=micro.counted,
+            notes=student.open_notes(micro),
             chunk=student.chunk,
         )
 

@@ -75,7 +75,9 @@ def pack(pairs: Sequence[tuple[Sample, TokenTerms]], device: torch.device) -> Mi
     samples = [sample for sample, _ in pairs]
     terms = [term for _, term in pairs]
     input_ids, position_ids, cu_seqlens, rows = pack_tokens(samples)
-    counted = torch.from_numpy(np.flatnonzero(np.concatenate([term.kl_weight for term in terms])))
+    kl_weight = np.concatenate([term.kl_weight for term in terms])
+    counted = torch.from_numpy(np.flatnonzero(kl_weight))
+    masks = np.concatenate([sample.loss_mask for sample in samples])
     on_host = [input_ids, position_ids, rows, input_ids[rows + 1], counted]
     input_ids, position_ids, rows, targets, counted = sent(on_host, device)
 
@@ -102,6 +104,7 @@ def pack(pairs: Sequence[tuple[Sample, TokenTerms]], device: torch.device) -> Mi
         values=if_all("values"),
         returns=if_all("returns"),
         counted=counted,
+        kl_covers=bool(np.all(kl_weight[masks])),
         samples=samples,
     )
 

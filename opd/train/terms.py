@@ -20,7 +20,8 @@ from opd.config.rl import PolicyLoss, ReferenceKLConfig
 from opd.errors import ConfigError, TrainingError
 from opd.imports import import_function, offered
 from opd.kernels import checks, ops, vocab_parallel
-from opd.kernels.head import Head
+from opd.kernels.chunked import TokenNotes
+from opd.kernels.head import Head, statistics_dtype
 from opd.kernels.vocab_parallel import HeadShard
 from opd.own_code import calling
 from opd.ranks import Ranks
@@ -119,6 +120,17 @@ class StudentRows:
         self.temperature = temperature
         self.chunk = chunk
         self.summed = summed
+        self.probed = False
+        """Whether a term compares the log-probabilities without learning by them."""
+        self.notes: TokenNotes | None = None
+        """Log-probabilities and entropy that a divergence found beside its own work."""
+
+    def open_notes(self, micro: MicroBatch) -> TokenNotes | None:
+        """What a divergence is to fill on its way, if somebody reads it and it will say all that is read."""
+        if not self.probed or self.notes is not None or not micro.kl_covers:
+            return None
+        self.notes = TokenNotes.of(self.targets, statistics_dtype(self.hidden))
+        return self.notes
 
     @cached_property
     def _logprobs_entropy(self) -> tuple[Tensor, Tensor]:
@@ -375,7 +387,7 @@ class MismatchProbe:
     """No loss: compares the engine's and the trainer's log-probabilities of a step for the mismatch metrics.
 
     Where no policy stream recomputes log-probabilities, this is where the recompute contract is watched. Sums
-    are kept, not tokens.
+    are kept, not tokens. It stands behind the term of the full vocabulary's divergence, which has the logits.
     """
 
     def __init__(
@@ -392,12 +404,14 @@ class MismatchProbe:
         differ by says nothing of the engine.
         """
         self._ranks = Ranks() if ranks is None else ranks
-        self._entropy, self._shared, self._apart = entropy, shared, frozenset(apart)
+        self._entropy, self.shared, self._apart = entropy, shared, frozenset(apart)
         self._seen = MismatchSums()
 
     def __call__(self, micro: MicroBatch, student: StudentRows, sums: MetricSums) -> Tensor:
-        if self._shared:
+        if self.shared:
             logprobs, entropy = student.logprobs.detach(), student.entropy.detach()
+        elif student.notes is not None:
+            logprobs, entropy = student.notes.logprobs, student.notes.entropy
         else:
             with torch.no_grad():
                 logprobs, entropy = linear_logprobs_entropy(

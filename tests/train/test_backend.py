@@ -9,11 +9,12 @@ import torch
 from opd.config import DistillConfig, PolicyLossConfig
 from opd.config.rl import FullVocabularyKL, SampledTokenK2, TopKKL
 from opd.errors import CheckpointError, TrainingError
+from opd.kernels import chunked
 from opd.teachers.local_teacher import LocalTeacher
 from opd.teachers.schedule import Router, TeacherSchedule
 from opd.train.backend import TorchBackend
 from opd.train.distill_terms import build_distill_term
-from opd.train.terms import CrossEntropyTerm, PolicyTerm
+from opd.train.terms import CrossEntropyTerm, MismatchProbe, PolicyTerm
 from opd.types import RolloutBatch, TokenTerms
 
 LENGTHS = [(3, 4), (5, 1), (2, 7), (4, 0), (6, 3), (1, 5)]
@@ -281,3 +282,31 @@ def test_micro_batches_do_not_add_up_what_they_leave_free(batch, monkeypatch):
     assert len(term.before) >= 4
     grown = sum(size for _, size in term.kept[:-1])
     assert term.before[-1] - term.before[1] < grown / 2
+
+
+@pytest.mark.parametrize("kind", ["reverse", "forward", "jsd"])
+@pytest.mark.parametrize("by", ["chunked", "reference"])
+def test_a_probe_takes_what_the_divergence_has_in_hand(schedule, batch, kind, by, monkeypatch):
+    """The same log-probabilities and entropy as by a product of their own, and no such product."""
+    monkeypatch.setenv("OPD_KERNELS", by)
+    schedule.assign(batch.samples)
+    schedule.score(batch.samples)
+    products = []
+    counted = chunked.write_logits
+    monkeypatch.setattr(chunked, "write_logits", lambda *given: products.append(1) or counted(*given))
+
+    def probed(covers: bool) -> tuple[dict[str, float], dict[str, float], int]:
+        probe = MismatchProbe(entropy=True)
+        back = backend([*distill(schedule, FullVocabularyKL(kind=kind)), probe])
+        if not covers:  # a token of a loss mask without weight: the divergence leaves it out
+            batch.terms[0].kl_weight[0] = 0.0
+        products.clear()
+        return back.forward_backward(batch), probe.take(), len(products)
+
+    found, mismatch, few = probed(True)
+    kept = batch.terms[0].kl_weight.copy()
+    plain, other, many = probed(False)
+    batch.terms[0].kl_weight[:] = kept
+    assert mismatch == pytest.approx(other, rel=1e-6, abs=1e-7)
+    assert found["entropy"] == pytest.approx(plain["entropy"], rel=1e-6)
+    assert by == "reference" or few < many

@@ -42,9 +42,11 @@ class Case:
         self.logt = [(v.hidden @ v.head.weight.T / TEMPERATURE).log_softmax(-1) for v in self.views]
 
     def micro(self, **changes):
-        sample = SimpleNamespace(teacher="mix", response_ids=list(range(TOKENS)))
+        sample = SimpleNamespace(
+            counted=None, kl_covers=False, teacher="mix", response_ids=list(range(TOKENS))
+        )
         given = {"targets": self.targets, "importance": None, "kl_weight": self.weight, "kept": None}
-        return SimpleNamespace(samples=[sample], **given | changes)
+        return SimpleNamespace(counted=None, kl_covers=False, samples=[sample], **given | changes)
 
     def kl_to(self, logt):
         return (self.logp.exp() * (self.logp - logt)).sum(1)
