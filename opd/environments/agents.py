@@ -229,9 +229,9 @@ class _AgentPlayer:
 
     async def _called(self, call: Callable[..., Any]) -> Any:
         if inspect.iscoroutinefunction(self._run):
-            return await without_exit(call())
+            return await without_exit(call)
         found = await in_thread(call, (), str(self._config.agent))
-        return await without_exit(found) if inspect.isawaitable(found) else found
+        return await without_exit(lambda: found) if inspect.isawaitable(found) else found
 
     def _checked(self, said: Any, branches: Branches) -> AgentOutcome:
         """`said`, if it is what an agent may return."""

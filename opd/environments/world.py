@@ -130,10 +130,10 @@ class World:
         try:
             with confined(f"environment {self.config.type}"):
                 if inspect.iscoroutinefunction(method):
-                    return await asyncio.wait_for(without_exit(method(*given)), limit)
+                    return await asyncio.wait_for(without_exit(method, *given), limit)
                 found = await asyncio.wait_for(in_thread(method, given, self.config.type), limit)
                 if inspect.isawaitable(found):
-                    found = await asyncio.wait_for(without_exit(found), limit)
+                    found = await asyncio.wait_for(without_exit(lambda: found), limit)
                 return found
         except TimeoutError as error:
             raise FailedError(
@@ -147,10 +147,10 @@ class World:
             raise FailedError(f"{what} {raised(error)}") from error
 
 
-async def without_exit(work: Awaitable[Any]) -> Any:
+async def without_exit(work: Callable[..., Awaitable[Any]], *given: Any) -> Any:
     """Return what `work` returns. An exit is no end of the command: it would end the event loop's thread."""
     try:
-        return await work
+        return await work(*given)
     except (SystemExit, KeyboardInterrupt) as error:
         raise RuntimeError(f"{type(error).__name__}: {error}") from error
 

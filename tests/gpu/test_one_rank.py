@@ -1,4 +1,4 @@
-"""The default training step of a GPU: bfloat16 over float32 weights by FSDP, on one rank of NCCL."""
+"""The default training step of one GPU: bfloat16 over float32 masters."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 import tiny
 import torch
-import torch.distributed as dist
 
 from opd.config import PolicyLossConfig, TrainConfig
 from opd.models.causal_lm import CausalLM
 from opd.ranks import Ranks
 from opd.train.backend import Backend, TorchBackend
 from opd.train.backends import open_backend
+from opd.train.masters_backend import MastersBackend
 from opd.train.terms import PolicyTerm
 from opd.types import RolloutBatch, TokenTerms
 
@@ -56,11 +56,9 @@ def test_it_moves_as_float32_does(device):
         return model
 
     with open_backend(load, TrainConfig(), training, Ranks(), dtype="bfloat16") as backend:
-        backend_name = dist.get_backend(
-            backend.root.module.model.layers[0].mlp.up_proj.weight.device_mesh.get_group()
-        )
-        assert backend_name == ("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
-        assert {p.dtype for p in backend.model.module.parameters()} == {torch.float32}
+        assert isinstance(backend, MastersBackend)
+        assert {p.dtype for p in backend.model.module.parameters()} == {torch.bfloat16}
+        assert {tensor.dtype for tensor in backend.state()["model"].values()} == {torch.float32}
         found, far = moved(backend, weights(backend))
     assert found == pytest.approx(norms, rel=0.1)
     assert torch.nn.functional.cosine_similarity(far, expected, dim=0) > 0.9

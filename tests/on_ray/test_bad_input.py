@@ -116,8 +116,12 @@ def test_the_doctor_says_so_too(tmp_path, monkeypatch):
         "warning",
         "launch.address is auto, and RAY_ADDRESS is not set here; a Ray job has it",
     )
-    assert found(engine={"gpus": 1})[0] == "ok"
-    level, said = found(engine={"gpus": 1}, trainer={"gpus": 0.5})
+    level, said = found(engine={"gpus": 1})
+    assert level == "error"
+    assert "launch.trainer.gpus is 0, so Ray hides the GPUs that are there (1)" in said
+    roles = {"trainer": {"gpus": 0.25}, "teacher": {"gpus": 0.25}}
+    assert found(engine={"gpus": 0.5}, **roles)[0] == "ok"
+    level, said = found(engine={"gpus": 1}, **roles)
     assert level == "error"
     assert (
         "launch asks for 1.5 GPUs in all, and this machine, where the run starts its cluster, has 1" in said

@@ -540,7 +540,7 @@ def require_gpus_asked(recipe: Recipe, there: float) -> None:
     idle = [role for role, count in counts.items() if count and not getattr(launch, role).gpus]
     if there and idle and recipe.model.device != "cpu":
         raise ConfigError(
-            f"launch.{idle[0]}.gpus is 0, so Ray hides the {there:g} GPUs that are there from its actors;"
+            f"launch.{idle[0]}.gpus is 0, so Ray hides the GPUs that are there ({there:g}) from its actors;"
             " set it to 1 (a fraction shares a GPU), or model.device to cpu."
         )
 
