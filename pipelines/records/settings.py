@@ -41,7 +41,7 @@ _COMPUTES = rf"arguments\.({'|'.join(COMPUTED)})|command"
 
 _JUDGED = re.compile(r"\.reward\.(unreadable|urls)$")
 
-_NOW_SAID = {("batch", "max_tokens"): (4096, "auto")}
+_NOW_SAID: dict[tuple[str, ...], tuple[int, str]] = {("batch", "max_tokens"): (4096, "auto")}
 """By the end of a path: the default that an earlier version recorded, and the present one, with which a stage
 that has begun keeps the number it began with.
 """
