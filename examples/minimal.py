@@ -1,6 +1,8 @@
 """Multi-teacher on-policy distillation on one page: what every merge computes, and nothing else.
 
-    python examples/minimal.py STUDENT TEACHER_A TEACHER_B
+    python examples/minimal.py STUDENT TEACHER_A TEACHER_B [--a PROMPT ...] [--b PROMPT ...]
+
+The three are Hugging Face folders with one tokenizer; prompts of your own take the place of English ones.
 
 Each domain has prompts and a teacher. One step of a merge:
 
@@ -22,6 +24,7 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -125,24 +128,35 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("student")
     parser.add_argument("teachers", nargs=2, metavar="TEACHER")
+    parser.add_argument("--a", nargs="+", default=PROMPTS["a"], help="prompts of the first domain")
+    parser.add_argument("--b", nargs="+", default=PROMPTS["b"], help="prompts of the second domain")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--tokens", type=int, default=32, help="most tokens of a response")
     parser.add_argument("--lr", type=float, default=1e-5)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
+    for path in (options.student, *options.teachers):
+        if not (Path(path) / "config.json").is_file():
+            parser.error(f"{path} is no Hugging Face folder: it has no config.json")
+    if options.tokens < 1:
+        parser.error("--tokens is at least 1")
     torch.manual_seed(options.seed)
     tokenizer = AutoTokenizer.from_pretrained(options.student)
     student, *others = (
         AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
         for path in (options.student, *options.teachers)
     )
-    teachers = dict(zip(PROMPTS, others, strict=True))
+    rows = {model.get_output_embeddings().weight.shape[0] for model in (student, *others)}
+    if len(rows) > 1:
+        parser.error(f"the models have heads of {sorted(rows)} tokens; give three with one tokenizer")
+    teachers = dict(zip("ab", others, strict=True))
+    prompts = {"a": options.a, "b": options.b}
     optimizer = torch.optim.AdamW(student.parameters(), lr=options.lr, weight_decay=0.0)
     for step in range(options.steps):
         samples = [
             sample_response(student, domain, torch.tensor(ids), options.tokens, tokenizer.eos_token_id)
-            for domain, prompts in PROMPTS.items()
-            for ids in tokenizer(prompts)["input_ids"]
+            for domain, texts in prompts.items()
+            for ids in tokenizer(texts)["input_ids"]
         ]
         kl = merge_step(student, teachers, optimizer, samples)
         tokens = sum(len(sample.response) for sample in samples)

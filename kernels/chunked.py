@@ -101,7 +101,8 @@ class TokenNotes:
             for part in (logits[block],)
         ]
         for room, parts in zip((self.logprobs, self.entropy), zip(*found, strict=True), strict=True):
-            room[rows] = torch.cat([part.reshape(-1) for part in parts])[: len(room[rows])]
+            values = torch.cat([part.reshape(-1) for part in parts])[: len(room[rows])]
+            room[rows] = values.to(room.dtype)
 
 
 @dataclass(frozen=True)

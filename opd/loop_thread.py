@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -43,21 +43,39 @@ class LoopThread:
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(function, *given)
 
-    def close(self, patience: float = 0.0) -> None:
-        """Cancel what still runs and end the thread. A second call changes nothing. What is cancelled has
-        `patience` seconds to clean up before it is cancelled again.
-        """
+    def close(self) -> None:
+        """Cancel what still runs and end the thread. A second call changes nothing."""
         if self._loop.is_closed():
             return
-        self.run(_cancel_others(patience))
+        self.run(_cancel_others([CANCEL_SECONDS] * CANCEL_ROUNDS))
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
 
+    def begin_close(self, patience: float = CANCEL_SECONDS) -> Future[None]:
+        """Cancel what still runs, once; what is cancelled has `patience` seconds to clean up. `end_close`
+        follows.
+        """
+        return self.start(_cancel_others([patience]))
 
-async def _cancel_others(patience: float) -> None:
+    def end_close(self, begun: Future[None], seconds: float) -> bool:
+        """End the thread, whose closing has `begun`, within `seconds`; whether it has ended. One that code in
+        it holds up is left behind: it does not keep the process.
+        """
+        with contextlib.suppress(TimeoutError):
+            begun.result(seconds)
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(CANCEL_SECONDS)
+        if self._thread.is_alive():
+            return False
+        self._loop.close()
+        return True
+
+
+async def _cancel_others(rounds: Sequence[float]) -> None:
+    """Cancel all other tasks; after each of the `rounds`, in seconds, those that are still there."""
     others = asyncio.all_tasks() - {asyncio.current_task()}
-    for seconds in [max(patience, CANCEL_SECONDS), *[CANCEL_SECONDS] * (CANCEL_ROUNDS - 1)]:
+    for seconds in rounds:
         if not others:
             return
         for task in others:

@@ -58,10 +58,10 @@ class OptimConfig(Config):
 class BatchConfig(Config):
     """How samples are packed for one forward and backward pass."""
 
-    max_tokens: Annotated[int, Field(gt=0)] | Literal["auto"] = "auto"
+    max_tokens: Annotated[Annotated[int, Field(gt=0)] | Literal["auto"], Changes()] = "auto"
     """Packed tokens per micro-batch (a longer single sample gets a micro-batch of its own). `auto` is 4096 on
     a CPU; on CUDA as many as fit into what is free when a stage first starts, 4096 to 32,768, and 16,384 in
-    passes without a gradient. A stage that is resumed keeps its number."""
+    passes without a gradient. A stage that is resumed keeps its number for passes with one."""
     kl_chunk: int | None = Field(default=None, gt=0)
     """Tokens whose logits exist at the same time in the full-vocabulary KL. `null` is 1024 on a CPU; on a GPU
     4096, or fewer where two such chunks of logits would take more than a sixteenth of its memory."""

@@ -31,6 +31,7 @@ from opd.environments.world import (
     FailedError,
     given_up,
     in_thread,
+    is_cancelled,
     number_of,
     without_exit,
 )
@@ -220,11 +221,16 @@ class _AgentPlayer:
                     done, _ = await asyncio.wait([work], timeout=max(0.01, limit - since))
                     if done:
                         return work.result()
-            except (FailedError, asyncio.CancelledError, RolloutError):
+            except asyncio.CancelledError as error:
+                if is_cancelled():
+                    raise
+                raise FailedError("cancelled itself") from error
+            except (FailedError, RolloutError):
                 raise
             except Exception as error:
                 raise FailedError(raised(error)) from error
             finally:
+                work.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody asks
                 work.cancel()
 
     async def _called(self, call: Callable[..., Any]) -> Any:

@@ -139,8 +139,10 @@ class World:
             raise FailedError(
                 f"{what} took longer than {limit:g} s (domains.{self.name}.environment.seconds)"
             ) from error
-        except asyncio.CancelledError:
-            raise
+        except asyncio.CancelledError as error:
+            if is_cancelled():
+                raise
+            raise FailedError(f"{what} cancelled itself") from error
         except RolloutError:
             raise
         except Exception as error:
@@ -151,8 +153,16 @@ async def without_exit(work: Callable[..., Awaitable[Any]], *given: Any) -> Any:
     """Return what `work` returns. An exit is no end of the command: it would end the event loop's thread."""
     try:
         return await work(*given)
-    except (SystemExit, KeyboardInterrupt) as error:
+    except (Exception, asyncio.CancelledError, GeneratorExit):
+        raise
+    except BaseException as error:
         raise RuntimeError(f"{type(error).__name__}: {error}") from error
+
+
+def is_cancelled() -> bool:
+    """Whether somebody has cancelled the running task; else code in it has raised `CancelledError`."""
+    task = asyncio.current_task()
+    return task is None or task.cancelling() > 0
 
 
 def in_thread(method: Callable[..., Any], given: Sequence[Any], what: str) -> asyncio.Future[Any]:

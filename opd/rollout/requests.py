@@ -7,15 +7,18 @@ environment that holds its loop up holds up neither the engine nor another domai
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from opd.errors import RolloutError
-from opd.loop_thread import LoopThread
+from opd.loop_thread import CANCEL_SECONDS, LoopThread
+from opd.progress import doing
 from opd.rollout.ledger import OtherRequestError
 from opd.rollout.streams import More
 from opd.storage.transcript import Tokens, Transcript
@@ -24,9 +27,11 @@ from opd.types import Chunk, RolloutRequest, SampleGroup, SamplingParams, Status
 if TYPE_CHECKING:
     from opd.rollout.collect import EncodedPrompt, Generates
 
+_log = logging.getLogger(__name__)
 T = TypeVar("T")
 IDLE_SECONDS = 0.1
 """How long a stream with nothing in flight waits for an environment before it looks up."""
+ANSWER_SECONDS = 0.002
 CLOSING_SECONDS = 10.0
 """How long environments may take to close after an error or an interrupt."""
 ENDS = (Status.COMPLETED, Status.TRUNCATED)
@@ -79,16 +84,23 @@ class RequestWriter:
         self._loops: list[LoopThread] = []
         self._plays: list[Future[Any]] = []
         """Coroutines that have not ended."""
+        self._answering = 0
+        """Turns that have ended with the last chunk."""
         self.asked: list[str] = []
         """Uids of all requests of coroutines."""
 
     def __enter__(self) -> RequestWriter:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        """Cancel what has not ended. Environments have `CLOSING_SECONDS` to close."""
-        for loop in self._loops:
-            loop.close(CLOSING_SECONDS)
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Cancel what has not ended. After an error environments have `CLOSING_SECONDS` to close."""
+        patience = CANCEL_SECONDS if kind is None else CLOSING_SECONDS
+        until = time.monotonic() + patience + CANCEL_SECONDS
+        with doing("closing environments"):
+            begun = [(loop, loop.begin_close(patience)) for loop in self._loops]
+            for loop, closing in begun:
+                if not loop.end_close(closing, max(0.0, until - time.monotonic())):
+                    _log.warning("an environment holds up its event loop and is left behind")
 
     def start(self, play: Coroutine[Any, Any, T]) -> Future[T]:
         """Run `play` in an event loop of its own, until the block ends."""
@@ -158,6 +170,7 @@ class RequestWriter:
 
     def _more(self, idle: bool) -> Sequence[RolloutRequest] | None:
         """See `opd.rollout.streams.More`."""
+        self._await_answers()
         self._news.clear()
         ended = self._end_plays()
         asked = self._begin_new()
@@ -167,11 +180,27 @@ class RequestWriter:
             asked = self._begin_new()
         return None if ended and not asked else asked
 
+    def _await_answers(self) -> None:
+        """Wait for the next turns of those that have just ended, a moment: most environments answer at once,
+        and turns that come together are decoded together.
+        """
+        until = time.monotonic() + ANSWER_SECONDS
+        while len(self._new) < self._answering and (left := until - time.monotonic()) > 0:
+            self._news.clear()
+            if len(self._new) < self._answering:
+                self._news.wait(left)
+        self._answering = 0
+
     def _end_plays(self) -> bool:
         """Whether all coroutines have ended. Raises what one of them has raised."""
         for play in [play for play in self._plays if play.done()]:
             self._plays.remove(play)
-            play.result()
+            try:
+                play.result()
+            except CancelledError as error:
+                raise RolloutError(
+                    "the code of an environment has cancelled all episodes; mend it."
+                ) from error
         return not self._plays
 
     def _begin_new(self) -> list[RolloutRequest]:
@@ -202,6 +231,7 @@ class RequestWriter:
     def _tell(self, uid: str, status: Status | None) -> None:
         if status is not None and status not in ENDS:
             raise RolloutError(f"request {uid} ended as {status}; restart with --resume.")
+        self._answering += status is not None
         asked = self._open[uid] if status is None else self._open.pop(uid)
         if status is not None or asked.live():
             asked.told(self._transcript.tokens(uid), status)

@@ -206,6 +206,8 @@ class Backend(ABC):
         asked = training.batch.max_tokens
         self.max_tokens = PLAIN if asked == "auto" else asked
         """Packed tokens of a micro-batch, at most, but for one sample that has more; see `choose_tokens`."""
+        self._most_tokens: int | None = None
+        """What `max_tokens` is at most, whatever is chosen or was begun with."""
         self.layers = 0 if model is None else len(layer_windows(model.config))
         self.vocabulary = 0 if model is None else model.vocabulary or model.vocab_size
         self._batch = training.batch
@@ -338,8 +340,13 @@ class Backend(ABC):
         recipe leaves their size open; returns it.
         """
         if tokens and self._batch.max_tokens == "auto":
-            self.max_tokens = tokens
+            self.max_tokens = min(tokens, self._most_tokens or tokens)
         return self.max_tokens
+
+    def cap_tokens(self, most: int) -> None:
+        """Pack no more than `most` tokens, since no more fit where samples are read to."""
+        self._most_tokens = most
+        self.max_tokens = min(self.max_tokens, most)
 
     def mine(self, samples: Sequence[Sample]) -> list[Sample]:
         """Deal out the samples of a new step; returns those this rank scores and trains."""

@@ -37,7 +37,10 @@ def understood(error: BaseException, *, resumes: bool = True) -> OpdError | None
     said = out_of_memory(error)
     if said is None:
         return None
-    lower = "lower batch.max_tokens or runtime.decode.kv_cache_mb, then continue with --resume"
+    lower = (
+        "lower runtime.decode.kv_cache_mb, then continue with --resume, or batch.max_tokens, then with"
+        " --resume --accept-changed-settings"
+    )
     free = "end what else takes it, or use a machine with more"
     return OpdError(f"there is no more memory ({said}); {lower if resumes else free}.")
 

@@ -122,6 +122,7 @@ def _execute(
 
 def _no_memory(stage: Stage, ranks: Ranks, reason: str) -> TrainingError:
     return TrainingError(
-        f"rank {ranks.rank} ran out of memory in stage {stage.name} ({reason}); lower batch.max_tokens or"
-        " runtime.decode.kv_cache_mb, or train with more ranks, then continue with --resume."
+        f"rank {ranks.rank} ran out of memory in stage {stage.name} ({reason}); lower"
+        " runtime.decode.kv_cache_mb or train with more ranks, then continue with --resume, or lower"
+        " batch.max_tokens, then with --resume --accept-changed-settings."
     )

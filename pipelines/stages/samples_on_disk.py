@@ -96,7 +96,7 @@ class DiskHome(SampleHome):
         # student's.
         a_token = 13 + student.backend.hidden_size * width
         fitting = recipe.storage.trajectory_mb * _MIB // (2 * a_token)
-        student.backend.max_tokens = max(1, min(student.backend.max_tokens, fitting))
+        student.backend.cap_tokens(max(1, fitting))
         with SampleFiles.open(folder, context.ranks, keep=log is not None, durable=durable) as files:
             yield cls(context, student, files, route)
 

@@ -118,7 +118,7 @@ def test_the_last_words_of_who_has_no_more_memory_are_no_crash(capsys):
     kind, (error, sentence) = last_words(lambda: torch.empty(1 << 60, dtype=torch.uint8))
     assert (kind, error) == ("error", "OpdError")
     assert "there is no more memory" in sentence
-    assert "lower batch.max_tokens" in sentence
+    assert "or batch.max_tokens, then with --resume --accept-changed-settings" in sentence
     capsys.readouterr()
 
 

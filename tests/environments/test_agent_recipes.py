@@ -82,14 +82,14 @@ def test_killed_in_the_middle_of_conversations_and_resumed_the_weights_are_the_s
 
     path, out = write_recipe(tmp_path / "recipe.yaml", **settings(**BRANCHING)), tmp_path / "run"
     command = [sys.executable, "-m", "opd.pipelines.cli", "run", str(path), "--out", str(out)]
-    log = out / "wal" / "specialist-sort"
+    log = out / "stages" / "specialist-sort" / "wal"
     for size in (1, 1500):
         options = ["--resume"] if (out / "config.json").exists() else []
         process = subprocess.Popen([*command, *options], stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         while process.poll() is None and written(log) < size:
             time.sleep(0.01)
         process.send_signal(signal.SIGKILL)
-        process.wait()
+        assert process.wait() == -signal.SIGKILL, "it ended before it was killed"
         assert process.stdout is not None
         process.stdout.close()
     finish = subprocess.run([*command, "--resume"], capture_output=True, text=True, timeout=300)

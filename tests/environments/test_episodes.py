@@ -208,6 +208,9 @@ def test_an_environment_that_fails_is_brought_back_to_where_it_was():
         ("worlds:Fickle", {}, r"answered otherwise.*task.seed"),
         ("worlds:Exits", {}, "SystemExit"),
         ("worlds:Exits", {"turn": 1}, "step 2.*SystemExit: 3"),
+        ("worlds:Unusual", {"what": "base"}, "step 1.*OwnError: odd"),
+        ("worlds:Unusual", {"what": "raised"}, "step 1.*cancelled itself"),
+        ("worlds:Unusual", {"what": "own"}, "step 1.*cancelled itself"),
     ],
 )
 def test_what_is_wrong_with_an_environment_is_one_sentence(kind, params, said):

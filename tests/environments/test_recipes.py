@@ -155,14 +155,14 @@ def test_killed_in_the_middle_of_episodes_and_resumed_the_weights_are_the_same(t
     settings["domains"]["sort"]["environment"] = slow
     recipe, out = write_recipe(tmp_path / "recipe.yaml", **settings), tmp_path / "run"
     command = [sys.executable, "-m", "opd.pipelines.cli", "run", str(recipe), "--out", str(out)]
-    log = out / "wal" / "specialist-sort"
+    log = out / "stages" / "specialist-sort" / "wal"
     for size in (1, 400, 1500):
         options = ["--resume"] if (out / "config.json").exists() else []
         process = subprocess.Popen([*command, *options], stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         while process.poll() is None and written(log) < size:
             time.sleep(0.01)
         process.send_signal(signal.SIGKILL)
-        process.wait()
+        assert process.wait() == -signal.SIGKILL, "it ended before it was killed"
         process.stdout.close()
     finish = subprocess.run([*command, "--resume"], capture_output=True, text=True, timeout=300)
     assert finish.returncode == 0, finish.stderr

@@ -171,6 +171,29 @@ class Exits(Sum):
             raise SystemExit(3)
 
 
+class OwnError(BaseException):
+    """No `Exception`."""
+
+
+class Unusual(Sum):
+    """Raises what is no `Exception`, or cancels itself."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what = what
+
+    async def step(self, action: Action) -> Step:
+        if self.what == "base":
+            raise OwnError("odd")
+        if self.what == "raised":
+            raise asyncio.CancelledError
+        task = asyncio.current_task()
+        assert task is not None
+        task.cancel()
+        await asyncio.sleep(60)
+        raise AssertionError
+
+
 class BadTools(Sum):
     tools = "look"
 

@@ -14,6 +14,7 @@ from recipes import tiny_recipe
 from transformers import AutoModelForCausalLM
 
 from opd.config import DistillConfig
+from opd.models.causal_lm import CausalLM
 from opd.models.checkpoint import save_checkpoint
 from opd.teachers.local_teacher import LocalTeacher
 from opd.teachers.schedule import Router, TeacherSchedule
@@ -80,13 +81,31 @@ def test_loss_and_gradient_are_those_of_the_loop(page: ModuleType, folders: dict
 
 
 def test_it_learns_from_models_on_disk(page: ModuleType, folders: dict[str, Path], monkeypatch, capsys):
-    monkeypatch.setattr(page, "PROMPTS", {"a": ["12=", "34="], "b": ["<a>12", "<a>31"]})
     paths = [str(folders[name]) for name in ("student", "add3", "add3")]
-    monkeypatch.setattr("sys.argv", ["minimal.py", *paths, "--steps", "30", "--tokens", "6", "--lr", "1e-2"])
+    given = ["--a", "12=", "34=", "--b", "<a>12", "<a>31", "--steps", "30", "--tokens", "6", "--lr", "1e-2"]
+    monkeypatch.setattr("sys.argv", ["minimal.py", *paths, *given])
     page.main()
     found = [float(line.split("KL ")[1].split()[0]) for line in capsys.readouterr().out.splitlines()]
     assert len(found) == 30
     assert found[-1] < found[0] / 2
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["nowhere", "{add3}", "{sort}"], "nowhere is no Hugging Face folder"),
+        (["{student}", "{add3}", "{sort}", "--tokens", "0"], "at least 1"),
+        (["{student}", "{add3}", "{wide}"], "heads of"),
+    ],
+)
+def test_what_it_cannot_take_is_one_sentence(page, folders, given, said, tmp_path, monkeypatch, capsys):
+    wide = CausalLM.from_config(tiny.LLAMA | {"vocab_size": 64}, tokenizer=tiny.tokenizer(), seed=3)
+    save_checkpoint(wide, tiny.tokenizer(), tmp_path / "wide", {})
+    places = {name: str(folder) for name, folder in folders.items()} | {"wide": str(tmp_path / "wide")}
+    monkeypatch.setattr("sys.argv", ["minimal.py", *(one.format(**places) for one in given)])
+    with pytest.raises(SystemExit):
+        page.main()
+    assert said in capsys.readouterr().err
 
 
 def test_it_is_a_page():

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 
+import pytest
+import tiny
 from attempts import stop
 from recipes import tiny_recipe
 
-from opd.pipelines.records.run_folder import RunFolder
+from opd.errors import RunFolderError
+from opd.pipelines.records.run_folder import Accepted, RunFolder
 from opd.pipelines.run import run_stage
 from opd.pipelines.stages.loop import LoopState
 from opd.train import backend
@@ -69,3 +72,24 @@ def test_a_run_of_an_earlier_version_goes_on_as_it_was(tmp_path, monkeypatch) ->
     with RunFolder.resume(tmp_path / "cut", recipe()) as folder:
         run_stage(recipe(), folder, "base")
     assert digest(tmp_path / "cut") == digest(tmp_path / "whole")
+
+
+def test_what_bounds_samples_on_disk_bounds_a_resumed_stage_too() -> None:
+    back = backend.TorchBackend(tiny.model(), tiny.training([], max_tokens="auto"))
+    back.cap_tokens(50)
+    assert back.max_tokens == 50
+    assert back.packed_as(0) == 50  # a stage that begins
+    assert back.packed_as(4096) == 50  # one of a version that kept no number
+    assert back.packed_as(20) == 20
+
+
+def test_another_size_may_be_given_to_a_stage_that_has_begun(tmp_path) -> None:
+    with RunFolder.create(tmp_path / "run", recipe()) as folder:
+        stop(recipe(), folder, "base", after=3)
+    smaller = recipe(max_tokens=64)
+    with pytest.raises(RunFolderError, match=r"--accept-changed-settings"):
+        RunFolder.resume(tmp_path / "run", smaller)
+    with RunFolder.resume(tmp_path / "run", smaller, Accepted(settings=True)) as folder:
+        run_stage(smaller, folder, "base")
+    changed = json.loads((tmp_path / "run/inputs.json").read_text())["setting_changes"]
+    assert [one["field"] for one in changed] == ["base.batch.max_tokens"]

@@ -36,3 +36,18 @@ def test_nothing_begins_after_its_end():
     loop.close()
     with pytest.raises(RuntimeError, match="closed"):
         loop.run(asyncio.sleep(0))
+
+
+def test_a_loop_that_is_held_up_is_left_behind():
+    loop, held, go_on = LoopThread("test"), threading.Event(), threading.Event()
+
+    async def holds_up() -> None:
+        held.set()
+        go_on.wait(60)
+
+    loop.start(holds_up())
+    assert held.wait(60)
+    closing = loop.begin_close(0.0)
+    assert not loop.end_close(closing, 0.05)
+    go_on.set()
+    assert loop.end_close(closing, 60)
