@@ -228,6 +228,7 @@ def test_a_wrong_file_gives_one_sentence(write, text, parts):
         ("a: " + "9" * 6000, "a number of 6000 characters; give one of 100 at most"),
         ("a: " + "[" * 6000, "more than 64 levels inside each other; write less"),
         ("a: " + "x" * 200_000, "give one of 100,000 at most"),
+        ("# x\n" * 200_000, "more than 524,288 bytes; is it the right file?"),
     ],
 )
 def test_what_is_no_recipe_is_told_with_the_way_out(write, text, way_out):
