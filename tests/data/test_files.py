@@ -92,6 +92,13 @@ def test_messages_are_kept_and_given_as_metadata(tmp_path: Path) -> None:
         assert prompt.metadata == {"messages": prompt.messages}
 
 
+def test_a_message_without_content_is_the_same_in_either_file(tmp_path: Path) -> None:
+    begun = [{"role": "assistant", "content": None}, {"role": "user", "content": "?"}]
+    rows = [{"prompt": begun, "label": "a"}, {"prompt": begun[1:], "label": "b"}]
+    found = [_load(_jsonl(tmp_path / "a.jsonl", rows)), _load(_parquet(tmp_path / "a.parquet", rows))]
+    assert found[0] == found[1]
+
+
 def test_rows_of_several_domains_in_one_file(tmp_path: Path) -> None:
     rows = [row | {"domain": "math" if i % 2 else "code"} for i, row in enumerate(ROWS)]
     path = _jsonl(tmp_path / "a.jsonl", rows)
