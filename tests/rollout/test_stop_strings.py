@@ -143,6 +143,18 @@ def test_a_prefix_that_holds_a_string_has_ended(case: Case, collect: Fixture) ->
     assert not engine.asked
 
 
+def test_a_string_whose_end_was_not_logged_is_ended_in_the_log(case: Case, collect: Fixture) -> None:
+    uid, (ids, _) = next(item for item in case.expected.items() if cut(item[1][0]))
+    request = next(request for request in case.requests if request.uid == uid)
+    log, engine = MemoryLog(), FaultyEngine(TorchEngine(case.models[0]), sound)
+    log.open(request, {})
+    log.entries[uid].rows = [(token, -1.0, 0) for token in ids]
+    rollout = FaultTolerantRollout([engine], log, stops=stops())
+    assert collect(rollout.generate([request]))[uid].status is Status.COMPLETED
+    assert log.entries[uid].status is Status.COMPLETED
+    assert not engine.asked
+
+
 def test_a_real_tokenizers_text() -> None:
     tokenizer = character_tokenizer("ab =\n", ["<end>"])
     found = StopStrings(["\n<end>", "= b"], lambda ids: str(tokenizer.decode(ids)))
