@@ -236,6 +236,10 @@ def test_output_is_cut_where_its_limit_is(place):
     assert run_programs(place, "print(input() * 2)", ["a", "b"], answer_limits()) == ["aa\n", "bb\n"]
 
 
+def test_to_write_nothing_is_an_answer_too(place):
+    assert run_programs(place, "print(input(), end='')", ["a", "\n"], answer_limits()) == ["a", ""]
+
+
 def test_what_comes_after_a_sleeper_has_no_time_left():
     tests = ["assert f(1) == 1", "f(1000)", "assert f(1) == 1"]
     source = "import time\ndef f(x):\n    time.sleep(x - 1)\n    return x"
