@@ -113,6 +113,12 @@ def test_the_password_of_a_url_in_a_recipe_is_learned_however_it_is_written(secr
     assert secret not in json.dumps(redacted({"a": [url, secret], url: 1}))
 
 
+def test_a_secret_in_a_variable_that_a_recipe_names_is_learned(monkeypatch):
+    monkeypatch.setenv("OWN_ENDPOINT_WORD", "correct-horse")
+    learn({"teachers": [{"api_key_env": "OWN_ENDPOINT_WORD"}]})
+    assert redact("correct-horse of OWN_ENDPOINT_WORD") == f"{HIDDEN} of OWN_ENDPOINT_WORD"
+
+
 def test_the_password_of_a_url_within_a_text_of_a_recipe_is_learned():
     learn({"stop": ["see https://bob:correct-horse@host/x and ftp://a:p%40ss-word@h"]})
     assert redact("correct-horse, p@ss-word") == f"{HIDDEN}, {HIDDEN}"
