@@ -97,6 +97,23 @@ def test_servers_are_given_up_together_and_not_for_one_that_answers_badly(loop):
     assert loop.run(calls()) == 6
 
 
+def test_a_server_that_answers_again_is_asked_by_several_at_once(loop):
+    patience = Patience(retry=Retry(attempts=2, pause=0.0))
+    options = PoolOptions(URLS[:1], max_in_flight_tokens=1000, patience=patience)
+
+    async def leased() -> int:
+        pool = HTTPPool("pool", options, RolloutError)
+        with contextlib.suppress(UnavailableError):
+            async with pool.lease(10, []):
+                raise UnavailableError("gone", answered=False)
+        async with pool.lease(10, []):
+            pass
+        async with pool.lease(10, []):
+            return (await asyncio.wait_for(pool._take(10, [], None), 60)).in_flight
+
+    assert loop.run(leased()) == 20
+
+
 def test_a_request_that_waits_for_room_takes_what_is_freed(loop):
     async def leased() -> int:
         pool = HTTPPool("pool", PoolOptions(URLS[:1], max_in_flight_tokens=100), RolloutError)
