@@ -4,6 +4,7 @@ import gc
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -204,5 +205,7 @@ def test_rows_that_are_let_go_give_their_memory_back(tmp_path):
         for _ in range(3):
             scores.store(teacher, [sample], [rows])
             assert scores.resident() == rows.nbytes
+            assert scores.find(teacher, sample) is rows
+            assert scores.find(teacher, replace(sample, response_ids=sample.response_ids + 1)) is None
             scores.release()
             assert scores.resident() == 0
