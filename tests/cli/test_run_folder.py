@@ -787,6 +787,19 @@ def test_done_is_recorded_and_read_back(tmp_path: Path):
             folder.stage_done("merge")
 
 
+def test_a_stage_whose_model_has_become_another_is_not_done(tmp_path: Path):
+    with RunFolder.create(tmp_path / "run", make_recipe()) as folder:
+        checksums = folder.path / "base" / "checksums.json"
+        checksums.parent.mkdir()
+        checksums.write_text("{}")
+        folder.mark_done("base", {}, [checksums])
+        folder.mark_done("merge", {"steps": 1}, needs=["base"])
+        assert folder.stage_done("merge") == {"steps": 1}
+        checksums.write_text("[]")
+        with pytest.raises((RunFolderError, CheckpointError), match="stage merge was made from another one"):
+            folder.stage_done("merge")
+
+
 @pytest.mark.parametrize("name", ["../x", "a/b", ".hidden", "", ".."])
 def test_a_name_never_leads_out_of_the_folder(tmp_path: Path, name):
     with RunFolder.create(tmp_path / "run", make_recipe()) as folder:
