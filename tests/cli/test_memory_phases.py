@@ -60,6 +60,14 @@ def total(parts: dict[str, int]) -> int:
     return sum(parts.values())
 
 
+def test_ranks_share_the_copy_of_the_start():
+    alone, together = (
+        memory_parts(recipe_of(evaluation={"base_kl_every": 5}, train={"ranks": ranks}), shape(), {})
+        for ranks in (1, 2)
+    )
+    assert alone["frozen copy of the start"] == 2 * together["frozen copy of the start"] > 0
+
+
 def test_parts_are_in_the_phases_that_use_them():
     phases = memory_by_phase(recipe_of(BOTH), shape(), {})
     assert phases["rollout"].keys() >= ENGINE
