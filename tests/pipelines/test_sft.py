@@ -12,6 +12,7 @@ import pytest
 import tiny
 import torch
 from recipes import tiny_recipe
+from safetensors.torch import load_file
 
 from opd.config import OptimConfig, Recipe
 from opd.data.load import load_domain
@@ -149,6 +150,12 @@ def test_specialists_of_demonstrations_alone_and_before_grpo(tmp_path):
     assert started["steps"] == -(-2 * started["demonstrations"] // 16)
     assert stages["specialist-add3"]["steps"] == 2
     assert stages["specialist-add3"]["student_tokens"] > 0
+    base, taught, trained = (
+        load_file(tmp_path / "run" / name / "model.safetensors")
+        for name in ("base", "sft/add3", "specialists/add3")
+    )
+    moved = [sum(float((trained[name] - one[name]).norm()) for name in trained) for one in (base, taught)]
+    assert moved[0] > moved[1] > 0  # reinforcement begins where demonstrations have led
     cards = {
         name: (tmp_path / "run" / name / "README.md").read_text()
         for name in ("specialists/sort", "sft/add3", "specialists/add3")
