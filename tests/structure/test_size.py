@@ -13,7 +13,7 @@ from arrows import module_name, sources
 
 ROOT = Path(__file__).resolve().parents[2]
 CEILINGS = {
-    "": (3_750, 18),
+    "": (3_800, 18),
     "config": (5_500, 22),
     "data": (2_000, 8),
     "environments": (4_950, 19),
