@@ -386,7 +386,7 @@ def test_changed_settings_are_accepted_where_asked_and_recorded(tmp_path: Path):
         ({"specialist": {"optim": {"beta1": 0.5}}}, "specialist.optim.beta1"),
         ({"specialist": {"reference_kl": {"estimator": "k3"}}}, "specialist.reference_kl.estimator"),
         ({"specialist": {"refill": {}}}, "specialist.refill"),
-        ({"specialist": {"batch": {"max_tokens": 99}}}, "specialist.batch.max_tokens"),
+        ({"specialist": {"batch": {"kl_chunk": 99}}}, "specialist.batch.kl_chunk"),
         ({"distill": {"samples_per_prompt": 2}}, "distill.samples_per_prompt"),
         ({"distill": {"rl_coef": 0.5, "samples_per_prompt": 2}}, "distill.samples_per_prompt"),
         ({"rollout": {"max_new_tokens": 9}}, "rollout.max_new_tokens"),
