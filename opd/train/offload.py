@@ -159,6 +159,9 @@ class _OnDisk:
                     left = part
                     while left and (count := file.readinto(left)):
                         left = left[count:]
+                    if left:  # the memory may hold by chance what was there before
+                        wrong = "was cut short"
+                        break
                     digest.update(part)
         except OSError as error:
             wrong = f"cannot be read ({reason_of(error)})"

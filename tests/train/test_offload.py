@@ -49,6 +49,7 @@ def test_what_is_damaged_is_not_taken_back(tmp_path, damage):
     shelf = Shelf(tmp_path)
     shelf.put("moments", tensors())
     file = shelf._away["moments"][2]._file  # type: ignore[attr-defined]
+    said = {"changed": "is not what was written", "cut": "was cut short", "gone": "cannot be read"}[damage]
     if damage == "changed":
         os.pwrite(file.fileno(), b"x", 12_345)
     elif damage == "cut":
@@ -57,7 +58,7 @@ def test_what_is_damaged_is_not_taken_back(tmp_path, damage):
         folder = os.open(tmp_path, os.O_RDONLY)
         os.dup2(folder, file.fileno())  # which cannot be read
         os.close(folder)
-    with pytest.raises(CheckpointError, match=r"what the trainer had put away in .*--resume"):
+    with pytest.raises(CheckpointError, match=rf"what the trainer had put away in .*{said}.*--resume"):
         shelf.take("moments")
 
 
