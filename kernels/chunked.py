@@ -94,12 +94,10 @@ class TokenNotes:
 
     def fill(self, rows: Rows, logits: Tensor, ids: Tensor, spec: _Divergence) -> None:
         """Note the tokens at `rows`, whose `logits` [M, V] are left as they are."""
-        kernel = spec.token_rows
-        found = [
-            kernel.statistics(part if kernel.keeps else part.clone(), ids[block], True, spec.columns)
-            for block in spec.columns.blocks(logits)
-            for part in (logits[block],)
-        ]
+        found = []
+        for block in spec.columns.blocks(logits):
+            part = logits[block] if spec.token_rows.keeps else logits[block].clone()
+            found.append(spec.token_rows.statistics(part, ids[block], True, spec.columns))
         for room, parts in zip((self.logprobs, self.entropy), zip(*found, strict=True), strict=True):
             values = torch.cat([part.reshape(-1) for part in parts])[: len(room[rows])]
             room[rows] = values.to(room.dtype)

@@ -60,7 +60,7 @@ def launch_statistics(logits: Tensor, ids: Tensor, entropy: bool) -> tuple[Tenso
     """`token_statistics_` without asking whether the kernel may be trusted."""
     picked = logits.gather(1, ids)
     found = torch.empty(3, len(logits), dtype=torch.float32, device=logits.device)
-    _launch(logits, logits, found, entropy=entropy)
+    _launch(logits, logits, found, entropy=entropy, gradient=False)
     largest, log_total, spread = found
     return picked.sub_(largest.unsqueeze(1)).sub_(log_total.unsqueeze(1)), spread
 
@@ -75,7 +75,8 @@ def launch_gradient(
     given[0] = grad_logprobs.sum(dim=1).neg_()
     if grad_entropy is not None:
         given[1] = grad_entropy
-    _launch(logits, out, given, entropy=grad_entropy is not None, ids=ids if single else None)
+    chosen = ids.contiguous() if single else None
+    _launch(logits, out, given, entropy=grad_entropy is not None, gradient=True, ids=chosen)
     if not single:
         logits.scatter_add_(1, ids, grad_logprobs.to(logits.dtype))
         if rounded is not None:
@@ -83,28 +84,33 @@ def launch_gradient(
 
 
 def _launch(
-    logits: Tensor, out: Tensor, numbers: Tensor, *, entropy: bool, ids: Tensor | bool | None = False
+    logits: Tensor,
+    out: Tensor,
+    numbers: Tensor,
+    *,
+    entropy: bool,
+    gradient: bool,
+    ids: Tensor | None = None,
 ) -> None:
-    """Run the kernel on the rows of `logits` [R, V]. Without `ids` it writes maximum, logarithm of the sum
-    and entropy into `numbers` [3, R]; else it reads a row's two gradients there, and adds at `ids` [R, 1].
+    """Run the kernel on the rows of `logits` [R, V]. It writes maximum, logarithm of the sum and entropy into
+    `numbers` [3, R]; for a `gradient` it reads a row's two there, and adds at the contiguous `ids` [R, 1].
     """
     if not len(logits):
         return
-    token = ids.contiguous() if isinstance(ids, Tensor) else numbers
     # A kernel is launched on the current device, whatever its arguments are on.
     with torch.cuda.device_of(logits):
         _kernel()[(len(logits),)](
             logits,
             out,
             numbers,
-            token,
+            numbers if ids is None else ids,
             len(logits),
             logits.shape[1],
             logits.stride(0),
             out.stride(0),
-            GRADIENT=ids is not False,
+            GRADIENT=gradient,
             ENTROPY=entropy,
-            SINGLE=isinstance(ids, Tensor),
+            SINGLE=ids is not None,
             TILE=TILE,
             num_warps=WARPS,
         )

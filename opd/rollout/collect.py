@@ -23,6 +23,7 @@ from opd.imports import import_function
 from opd.own_code import calling
 from opd.ranks import Ranks
 from opd.rollout.engine_pool import InStep
+from opd.rollout.ledger import ENDS
 from opd.rollout.requests import EpisodeKind, RequestWriter
 from opd.rollout.streams import More
 from opd.storage.transcript import Tokens, Transcript
@@ -217,7 +218,7 @@ def _fill(sample: Sample, status: Status, tokens: Tokens, reasons: dict[str, str
 def _check(sample: Sample, keep_failed: bool) -> None:
     if sample.status is Status.PENDING:
         raise RolloutError(f"the engine ended without finishing request {sample.uid}; restart with --resume.")
-    if sample.status not in _ENDED and not keep_failed:
+    if sample.status not in ENDS and not keep_failed:
         raise RolloutError(f"request {sample.uid} ended as {sample.status}: {sample.failure}.")
 
 
@@ -236,7 +237,6 @@ _ARRAYS = {
     "loss_mask": ("b", "booleans"),
 }
 """Of a sample: the kinds of numbers that each holds."""
-_ENDED = (Status.COMPLETED, Status.TRUNCATED)
 
 
 def load_generate(path: str | None) -> Generate:
@@ -337,7 +337,7 @@ def _check_sample(path: str, sample: Sample, group: SampleGroup) -> None:
                 f"rollout.generate {path}: sample {sample.uid} has {tokens} response tokens and {length} of"
                 f" {name}; give one each."
             )
-    if sample.group_uid != group.uid or sample.status not in _ENDED:
+    if sample.group_uid != group.uid or sample.status not in ENDS:
         raise RolloutError(
             f"rollout.generate {path}: sample {sample.uid} needs group_uid {group.uid} (has"
             f" {sample.group_uid}) and a status completed or truncated (has {sample.status})."

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from opd.errors import RolloutError
 from opd.loop_thread import CANCEL_SECONDS, LoopThread
 from opd.progress import doing
-from opd.rollout.ledger import OtherRequestError
+from opd.rollout.ledger import ENDS, OtherRequestError
 from opd.rollout.streams import More
 from opd.storage.transcript import Tokens, Transcript
 from opd.types import Chunk, RolloutRequest, SampleGroup, SamplingParams, Status
@@ -34,7 +34,6 @@ IDLE_SECONDS = 0.1
 ANSWER_SECONDS = 0.002
 CLOSING_SECONDS = 10.0
 """How long environments may take to close after an error or an interrupt."""
-ENDS = (Status.COMPLETED, Status.TRUNCATED)
 
 
 class EpisodeKind(Protocol):

@@ -32,6 +32,7 @@ class TorchEngine(Streaming):
     A request's tokens depend on the weights, its prompt, its sampling settings, and (seed, uid, position)
     alone: not on its batch mates, the number of slots, or on being interrupted and resumed through
     `prefix_ids`. (Another batch rounds otherwise: by 1e-6, in bfloat16 by 4e-3, where a token may differ.)
+
     `model` is used in place, and its weights change only through `update_weights`.
     """
 
@@ -124,6 +125,7 @@ class TorchEngine(Streaming):
 
     def submit(self, requests: Sequence[RolloutRequest]) -> None:
         """Queue `requests` behind those that wait for a free slot, of which there are `max_running`.
+
         A resumed request whose `prefix_ids` already end it is reported first, in a chunk without tokens.
         Raises `RolloutError`, and queues none, if one cannot be served or is in flight already.
         """
@@ -190,6 +192,7 @@ class TorchEngine(Streaming):
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> str:
         """Copy `weights` in place, flush, and return the quick digest of the model the engine now holds.
+
         Raises `RolloutError` if the engine is not paused or `version` does not grow.
         """
         if not self._paused:
@@ -218,6 +221,7 @@ class TorchEngine(Streaming):
 
     def snapshot(self) -> dict[str, Tensor]:
         """Keys and values of all requests in flight, as named tensors on the CPU; empty if there are none.
+
         Raises `RolloutError` if the engine is not paused.
         """
         self._check_paused("snapshot")
@@ -228,6 +232,7 @@ class TorchEngine(Streaming):
     def restore(self, tensors: Mapping[str, Tensor]) -> int:
         """Take over a `snapshot`; returns how many sequences it holds. A request whose tokens are among them
         continues from these keys and values; every other is prefilled. `flush` and new weights drop them.
+
         Raises `RolloutError` if the snapshot was made with other weights or by another form of decoder.
         """
         saved, origin = unpack(tensors, self.model.device)

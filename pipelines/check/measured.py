@@ -24,7 +24,6 @@ from opd.models.token_ids import id_count
 from opd.pipelines.check.checks import Finding, attempt, given_teachers, show
 from opd.pipelines.check.domains import answer_to, check_rewards
 from opd.pipelines.evaluation.statistics import FEW, score_interval
-from opd.pipelines.stages.precision import model_dtype
 from opd.progress import doing
 from opd.rewards.kinds import check_labels, own_reward, scored_by
 from opd.rollout.prompts import Prompt, encode_prompt
@@ -49,14 +48,12 @@ def check_kl(recipe: Recipe, domains: Mapping[str, Domain], tokenizer: Any) -> l
     if recipe.model.path is None or not Path(recipe.model.path).is_dir() or not teachers:
         return []
     from opd.pipelines.stages.student import load_model
-    from opd.teachers.kinds import Placement
-    from opd.train.micro_batches import scored_tokens
+    from opd.pipelines.stages.teachers import placement_of
 
     student = load_model(recipe, Path(recipe.model.path))
     taught, followed = recipe.taught(), recipe.followed()
     findings: list[Finding] = []
-    tokens = scored_tokens(recipe.distill.batch.max_tokens, student.device)
-    place = Placement(model_dtype(recipe), recipe.model.device, tokens, id_count(tokenizer))
+    place = placement_of(recipe, id_count(tokenizer))
     for name, source in teachers.items():
         with open_here(name, source, place) as teacher:
             for domain in domains.values():

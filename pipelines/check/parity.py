@@ -292,7 +292,7 @@ def _problem(recipe: Recipe) -> Iterator[tuple[ParityProblem, dict[str, str]]]:
 
 def problem_of(recipe: Recipe, student: CausalLM, samples: list[Sample], vocabulary: int) -> ParityProblem:
     """`samples` with the student's hidden states at their responses and its head over `vocabulary` tokens."""
-    from opd.train.micro_batches import scored_tokens
+    from opd.pipelines.stages.teachers import placement_of
     from opd.train.packing import pack_tokens
 
     input_ids, position_ids, cu_seqlens, rows = pack_tokens(samples)
@@ -304,12 +304,7 @@ def problem_of(recipe: Recipe, student: CausalLM, samples: list[Sample], vocabul
         input_ids[rows + 1],
         hidden[rows.to(device)],
         student.head(vocabulary),
-        Placement(
-            model_dtype(recipe),
-            recipe.model.device,
-            scored_tokens(recipe.distill.batch.max_tokens, device),
-            vocabulary,
-        ),
+        placement_of(recipe, vocabulary),
     )
 
 

@@ -216,7 +216,6 @@ def check_bos(title: str, config: Any, tokenizer: Any) -> list[Finding]:
 
 def check_prompts(recipe: Recipe, domain: Domain, tokenizer: Any) -> list[Finding]:
     """All prompts: do they need a chat template, do they fit? Of some, how long are they?"""
-    pass
     from opd.pipelines.stages.domains import prompt_room, template_arguments
     from opd.rollout.prompts import encode_prompts, fit
 

@@ -32,7 +32,8 @@ class LoopState:
     step: int = 0
     student_tokens: int = 0
     """Response tokens the student generated and was trained on or filtered by."""
-    seconds: float = 0.0  # wall time of all attempts that led here
+    seconds: float = 0.0
+    """Wall time of all attempts that led here."""
     phases: dict[str, float] = field(default_factory=dict)
     """Seconds per phase."""
     counters: dict[str, float] = field(default_factory=dict)

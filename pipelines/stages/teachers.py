@@ -232,6 +232,12 @@ def open_schedule(
         yield schedule
 
 
+def placement_of(recipe: Recipe, vocabulary: int, sequence_chunk: int | None = None) -> Placement:
+    """Where and how teachers of the merge compute for a student with so many tokens."""
+    tokens = scored_tokens(recipe.distill.batch.max_tokens, torch_device(recipe.model.device))
+    return Placement(model_dtype(recipe), recipe.model.device, tokens, vocabulary, sequence_chunk)
+
+
 def open_teachers(
     context: StageContext,
     names: list[str],
@@ -241,9 +247,7 @@ def open_teachers(
 ) -> Mapping[str, Teacher]:
     """The recipe's teachers of these names in this process, each of its kind, until `stack` ends."""
     recipe = context.recipe
-    batch = recipe.distill.batch
-    tokens = scored_tokens(batch.max_tokens, torch_device(recipe.model.device))
-    placement = Placement(model_dtype(recipe), recipe.model.device, tokens, vocabulary, batch.sequence_chunk)
+    placement = placement_of(recipe, vocabulary, recipe.distill.batch.sequence_chunk)
     sources = _sources(context, names)
     cache, servers = _weights_cache(context, stack), context.servers
     check = context.preemption.check_waiting
