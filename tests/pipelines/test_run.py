@@ -17,9 +17,11 @@ from opd.metrics import read_metrics
 from opd.models.causal_lm import CausalLM
 from opd.pipelines.cli import main
 from opd.pipelines.launch.machine import git_state
+from opd.pipelines.launch.workers import run_side_by_side
 from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.run import run_pipeline, run_stage
 from opd.pipelines.stages.order import plan, with_needs
+from opd.progress import Progress
 
 pytestmark = pytest.mark.reports
 MODELS = ["base", "specialists/sort", "specialists/add3", "merged"] + [
@@ -143,6 +145,17 @@ def test_side_by_side_gives_the_same_weights(finished, tmp_path):
     with RunFolder.create(tmp_path / "run", recipe) as folder:
         run_pipeline(recipe, folder)
     assert digests(tmp_path / "run") == digests(finished)
+
+
+def test_specialists_side_by_side_have_the_weights_of_one_after_another(finished, tmp_path):
+    recipe = tiny_recipe(runtime={"workers": 2})
+    names = ["specialist-sort", "specialist-add3"]
+    with RunFolder.resume(go_on(finished, tmp_path / "run", recipe, "base"), recipe) as folder:
+        run_side_by_side(recipe, folder, [plan(recipe)[name] for name in names], Progress())
+        assert [folder.stage_done(name) is not None for name in names] == [True, True]
+    for name in MODELS[1:3]:
+        made = CausalLM.from_pretrained(tmp_path / "run" / name).digest()
+        assert made == CausalLM.from_pretrained(finished / name).digest()
 
 
 @pytest.mark.long

@@ -75,12 +75,11 @@ def alone(trained, tmp_path_factory):
     return student
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("launch", "loss", "storage"),
     [
-        pytest.param("fsdp", "kl", {}, marks=more),  # test_stages_on_ranks merges so, too
-        ("context", "kl", {}),
+        ("fsdp", "kl", {}),
+        pytest.param("context", "kl", {}, marks=pytest.mark.slow),
         pytest.param("megatron", "kl", {}, marks=more),  # there with adapters
         pytest.param("megatron context", "kl", {}, marks=more),
         pytest.param("megatron stages", "kl", {}, marks=more),
