@@ -87,6 +87,11 @@ class PhaseTimer:
             self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
             self._most[phase] = max(self._memory.take(), self._most.get(phase, {}), key=_sum)
 
+    @property
+    def peak_bytes(self) -> int:
+        """Bytes of weights, moments, caches and other known parts in the phase that held the most."""
+        return max(map(_sum, self._most.values()), default=0)
+
     def add_to(self, phases: dict[str, float]) -> dict[str, float]:
         """Add the seconds to those of all steps; returns them, and the memory of this one, as metrics."""
         for phase, seconds in self.seconds.items():

@@ -18,6 +18,7 @@ from opd.pipelines.report.figures import KINDS, memory_per_phase
 from opd.pipelines.report.load import load_run
 from opd.pipelines.report.page import render
 from opd.pipelines.run import run_stage
+from opd.pipelines.stages.loop import step_costs
 from opd.pipelines.stages.supervised import new_base
 
 PHASES = ("rollout", "score", "train", "sync")
@@ -248,3 +249,17 @@ def test_engines_elsewhere_that_end_with_the_run_may_sleep():
     assert tiny_recipe(launch="ray", runtime=OFFLOAD).runtime.offload.engine
     rollout = {"engine": {"type": "sglang", "servers": "written"}}
     assert tiny_recipe(rollout=rollout, servers={"written": {}}, runtime=OFFLOAD).runtime.offload.engine
+
+
+def test_a_step_says_what_it_costs():
+    timer = PhaseTimer(MemoryMeter())
+    timer.seconds = {"rollout": 1.5, "train": 0.5}
+    assert step_costs({"grad_norm": 0.4321}, 3_000, timer) == "grad 0.432  1,500 tok/s  0.0 GB"
+    assert step_costs({}, 0, PhaseTimer(MemoryMeter())) == "0 tok/s  0.0 GB"
+    meter = MemoryMeter()
+    meter.watch(lambda: {"trainer_weights": 2_500_000_000})
+    timer = PhaseTimer(meter)
+    with timer("train"):
+        pass
+    timer.seconds = {"train": 1.0}
+    assert step_costs({}, 10, timer) == "10 tok/s  2.5 GB"
