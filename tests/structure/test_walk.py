@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-MOST = {"merge": (65, 8), "grpo": (53, 7)}
-"""Files and folders that a step of each kind enters. GRPO's last two are `token_ids`, what tokenizers add,
-and `transcript`, tokens by request for the log and its readers.
+MOST = {"merge": (65, 8, 745, 123, 39), "grpo": (53, 7, 620, 97, 39)}
+"""Files, folders, functions and classes that a step of each kind enters, and its deepest stack.
+GRPO's last two files are `token_ids`, what tokenizers add, and `transcript`, tokens by request for the log
+and its readers.
 """
 ROOT = Path(__file__).parents[2]
 
@@ -21,7 +22,11 @@ def test_a_step_can_be_followed(kind):
     command = [sys.executable, "-m", "tests.structure.walk", kind, "--json"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    files = json.loads(done.stdout.splitlines()[-1])[kind]["files"]  # libraries may say something before
+    step = json.loads(done.stdout.splitlines()[-1])[kind]  # libraries may say something before
+    files = step["files"]
     assert len(files) <= MOST[kind][0], files
     assert len({str(Path(file).parent) for file in files}) <= MOST[kind][1], files
+    assert step["functions"] <= MOST[kind][2]
+    assert step["classes"] <= MOST[kind][3]
+    assert len(step["deepest"]) <= MOST[kind][4], step["deepest"]
     assert "pipelines/stages/loop.py" in files

@@ -39,6 +39,10 @@ class Walk:
 
     files: list[str] = field(default_factory=list)
     """Relative to the project, in the order in which they are entered first."""
+    functions: set[str] = field(default_factory=set)
+    """`file:qualified name` of each function entered; comprehensions and lambdas apart."""
+    stacks: dict[str, list[str]] = field(default_factory=dict)
+    """The deepest stack of the project's own functions, by the name of the last one."""
     _known: dict[str, str | None] = field(default_factory=dict)
 
     @property
@@ -67,8 +71,39 @@ class Walk:
         if name not in self._known:
             self._known[name] = _relative(name)
         file = self._known[name]
-        if file is not None and file not in self.files:
+        if file is None:
+            return
+        if file not in self.files:
             self.files.append(file)
+        code = frame.f_code
+        if "<" not in code.co_name:
+            self.functions.add(f"{file}:{code.co_qualname}")
+        own = self._own_stack(frame)
+        if len(own) > len(self.stacks.get(code.co_name, ())):
+            self.stacks[code.co_name] = own
+
+    def _own_stack(self, frame: FrameType | None) -> list[str]:
+        """The project's own functions from the outermost to `frame`."""
+        found = []
+        while frame is not None:
+            name = frame.f_code.co_filename
+            if name not in self._known:
+                self._known[name] = _relative(name)
+            if self._known[name] is not None:
+                found.append(f"{self._known[name]}:{frame.f_code.co_qualname}")
+            frame = frame.f_back
+        return found[::-1]
+
+    @property
+    def classes(self) -> set[str]:
+        """`file:class` of each class of which a method is entered."""
+        methods = (name for name in self.functions if "." in name.rpartition(":")[2])
+        return {name.rsplit(".", 1)[0] for name in methods if "<locals>" not in name}
+
+    @property
+    def deepest(self) -> list[str]:
+        """The deepest stack of all."""
+        return max(self.stacks.values(), key=len)
 
 
 def folder_of(file: str) -> str:
@@ -141,11 +176,19 @@ def main() -> None:
     found = {}
     for kind in options.kinds or STAGES:
         walked = walk(kind)
-        found[kind] = {"files": walked.files, "changes": walked.changes}
+        found[kind] = {
+            "files": walked.files,
+            "changes": walked.changes,
+            "functions": len(walked.functions),
+            "classes": len(walked.classes),
+            "deepest": walked.deepest,
+        }
         if options.json:
             continue
         files, folders = len(walked.files), len(walked.folders)
         print(f"{kind}: {files} files in {folders} folders, {walked.changes} changes of folder")
+        print(f"  {len(walked.functions)} functions, {len(walked.classes)} classes with methods that run")
+        print(f"  deepest stack: {len(walked.deepest)} of the project's own frames")
         last = ""
         for file in walked.files:
             if folder_of(file) != last:
