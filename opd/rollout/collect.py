@@ -95,27 +95,22 @@ def write(
     for prompt in prompts:
         way = ways[prompt.domain]
         by_way.setdefault(collect if way.generate is collect else way, []).append(prompt)
-    found: dict[str, SampleGroup] = {}
-
-    def answered(engine: Generates, way: Any) -> None:
-        own = by_way[way]
-        if way is collect:
-            groups = _collect(engine, own, group_size, lambda name: ways[name].sampling, seed)
-        else:
-            groups = way.generate(engine, own, group_size, way.sampling, seed)
-        found.update((group.uid, group) for group in groups)
-
+    sampling = {domain: way.sampling for domain, way in ways.items()}
     episodes = {way: own for way, own in by_way.items() if way is not collect and is_played(way)}
+    groups: list[SampleGroup] = []
     if episodes:
         with RequestWriter(engine) as writer:
             plays = start_episodes(writer, episodes, group_size, seed)
             if collect in by_way:
-                answered(writer, collect)
+                groups += collect(writer, by_way.pop(collect), group_size, sampling, seed)
             writer.finish()
-            found |= {group.uid: group for play in plays for group in play.result()}
-    for way in by_way:
-        if way not in episodes and not (way is collect and episodes):
-            answered(engine, way)
+            groups += [group for play in plays for group in play.result()]
+    for way, own in by_way.items():
+        if way is collect:
+            groups += collect(engine, own, group_size, sampling, seed)
+        elif way not in episodes:
+            groups += way.generate(engine, own, group_size, way.sampling, seed)
+    found = {group.uid: group for group in groups}
     return [found[prompt.uid] for prompt in prompts]
 
 
@@ -138,32 +133,24 @@ def collect(
     engine: Generates,
     prompts: Sequence[EncodedPrompt],
     group_size: int,
-    sampling: SamplingParams,
+    sampling: SamplingParams | Mapping[str, SamplingParams],
     seed: int,
     *,
     keep_failed: bool = False,
 ) -> list[SampleGroup]:
-    """Sample `group_size` responses to every prompt with the engine's current weights.
+    """Sample `group_size` responses to every prompt with the engine's current weights; `sampling`: of all, or
+    by domain.
 
     Every sample comes back, in the order of `prompts`, completed or truncated; with `keep_failed` also failed
     or aborted ones, whose `failure` says why. Raises `RolloutError` for those otherwise (leaving them out
     would favour short answers), and if the engine left a request unfinished.
     """
-    return _collect(engine, prompts, group_size, lambda domain: sampling, seed, keep_failed)
-
-
-def _collect(
-    engine: Generates,
-    prompts: Sequence[EncodedPrompt],
-    group_size: int,
-    sampling: Callable[[str], SamplingParams],
-    seed: int,
-    keep_failed: bool = False,
-) -> list[SampleGroup]:
     groups = [prompt.group(group_size) for prompt in prompts]
     samples = {sample.uid: sample for group in groups for sample in group.samples}
+    if isinstance(sampling, SamplingParams):
+        sampling = dict.fromkeys((prompt.domain for prompt in prompts), sampling)
     requests = [
-        RolloutRequest(uid, sample.prompt_ids, sampling(sample.domain), seed, session=sample.group_uid)
+        RolloutRequest(uid, sample.prompt_ids, sampling[sample.domain], seed, session=sample.group_uid)
         for uid, sample in samples.items()
     ]
     for uid, status, tokens in responses(engine, requests):

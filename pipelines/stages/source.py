@@ -89,25 +89,21 @@ class Rollouts(ABC):
     def __init__(self, student: Student, log: StageRollout, home: SampleHome, asked: StageRequest) -> None:
         self._student, self._rollouts, self.home, self._asked = student, log, home, asked
 
-    def write(self, engine: Generates, index: int) -> list[SampleGroup]:
-        """Batch number `index`, as its home knows it."""
-        return self._answer(engine, self._asked.prompts(index), index)
-
-    def _answer(self, engine: Generates, prompts: list[EncodedPrompt], index: int) -> list[SampleGroup]:
-        """Groups of batch number `index`, with what stands before the engine."""
+    def write(
+        self, engine: Generates, index: int, prompts: list[EncodedPrompt] | None = None
+    ) -> list[SampleGroup]:
+        """Let `engine` answer the prompts of batch `index`, or others (`prompts`) that belong to it."""
+        prompts = self._asked.prompts(index) if prompts is None else prompts
         return self.home.write(self._asked.before(engine, prompts), prompts, self._asked.size, index)
 
+    @abstractmethod
     def take(self, index: int) -> AbstractContextManager[StepSamples]:
         """The samples of batch `index`, for as long as the block runs."""
-        return self.home.open(self._take(index), index)
 
     @abstractmethod
     def start(self, step: int) -> None:
         """The learner's weights of version `step` are in place: after a resume the engine needs them."""
         self.home.start(step)
-
-    @abstractmethod
-    def _take(self, index: int) -> list[SampleGroup]: ...
 
     @abstractmethod
     def learnt(self, version: int) -> None:
@@ -139,7 +135,7 @@ class InTurn(Rollouts):
 
     @contextmanager
     def take(self, index: int) -> Iterator[StepSamples]:
-        groups = self._take(index)
+        groups = self.write(self._rollouts.engine, index)
         while True:
             with self.home.open(groups, index) as samples:
                 prompts = self._asked.more(samples)
@@ -147,10 +143,7 @@ class InTurn(Rollouts):
                     self._student.written()
                     yield samples
                     return
-            groups = groups + self._answer(self._rollouts.engine, prompts, index)
-
-    def _take(self, index: int) -> list[SampleGroup]:
-        return self.write(self._rollouts.engine, index)
+            groups = groups + self.write(self._rollouts.engine, index, prompts)
 
     def learnt(self, version: int) -> None:
         self._student.sync(version)
@@ -198,8 +191,8 @@ class InParallel(Rollouts):
             agree=lambda begun: ranks.max(begun, "the batches that were begun"),
         )
 
-    def _take(self, index: int) -> list[SampleGroup]:
-        return self.ahead.take(index)
+    def take(self, index: int) -> AbstractContextManager[StepSamples]:
+        return self.home.open(self.ahead.take(index), index)
 
     def learnt(self, version: int) -> None:
         with self.ahead.steps.between():
@@ -240,9 +233,9 @@ class OneAhead(InParallel):
 
     _pending: int | None = None
 
-    def _take(self, index: int) -> list[SampleGroup]:
+    def take(self, index: int) -> AbstractContextManager[StepSamples]:
         self._hand_over()
-        return super()._take(index)
+        return super().take(index)
 
     def learnt(self, version: int) -> None:
         self._pending = version

@@ -382,7 +382,7 @@ class Student:
         return write_shared(
             self.writing,
             prompts,
-            lambda mine: write(engine, mine, group_size, self.logged or self.ways, self.seed),
+            partial(write, engine, group_size=group_size, ways=self.logged or self.ways, seed=self.seed),
             self.barrier,
             self.writer,
         )
