@@ -39,9 +39,9 @@ from opd.errors import RolloutError
 from opd.foreign import MAX_DEPTH, depth_exceeds, shown
 from opd.own_code import confined, raised, told
 from opd.retry import Retry
-from opd.rollout.collect import EncodedPrompt, Generates
+from opd.rollout.collect import EncodedPrompt
 from opd.rollout.ledger import OtherRequestError
-from opd.rollout.requests import RequestWriter, gather_all, write_alone
+from opd.rollout.requests import EpisodeKind, RequestWriter, gather_all
 from opd.rollout.rewards import LARGEST
 from opd.storage.transcript import Tokens
 from opd.types import Sample, SampleGroup, SamplingParams, Status
@@ -74,7 +74,7 @@ class _Episode:
     """Further samples of it."""
 
 
-class Agents:
+class Agents(EpisodeKind):
     """Implements `opd.rollout.collect.Generate` for a domain whose environment is an agent.
 
     Args:
@@ -96,17 +96,6 @@ class Agents:
         self._run = agent_function(config, domain)
         require_server()
 
-    def __call__(
-        self,
-        engine: Generates,
-        prompts: Sequence[EncodedPrompt],
-        group_size: int,
-        sampling: SamplingParams,
-        seed: int,
-    ) -> list[SampleGroup]:
-        """`group_size` episodes of each prompt. Raises `RolloutError` for an agent that fails."""
-        return write_alone(self, engine, prompts, group_size, sampling, seed)
-
     async def play(
         self,
         writer: RequestWriter,
@@ -115,7 +104,6 @@ class Agents:
         sampling: SamplingParams,
         seed: int,
     ) -> list[SampleGroup]:
-        """See `opd.rollout.requests.EpisodeKind`."""
         groups = [prompt.group(group_size) for prompt in prompts]
         episodes = [
             _Episode(sample, group, task_of(sample, seed), Session(self._branches(sample, sampling)))

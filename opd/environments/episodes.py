@@ -23,8 +23,8 @@ from opd.environments.kinds import environment_class, tools_of
 from opd.environments.processes import shared, world_command
 from opd.environments.protocol import EPISODE, Action, Observation, Task
 from opd.environments.world import World
-from opd.rollout.collect import EncodedPrompt, Generates
-from opd.rollout.requests import RequestWriter, gather_all, write_alone
+from opd.rollout.collect import EncodedPrompt
+from opd.rollout.requests import EpisodeKind, RequestWriter, gather_all
 from opd.storage.transcript import Tokens
 from opd.types import RolloutRequest, Sample, SampleGroup, SamplingParams, Status
 
@@ -114,7 +114,7 @@ def task_of(sample: Sample, seed: int) -> Task:
     return Task(sample.uid, str(prompt or ""), list(messages or []), sample.label, metadata, own)
 
 
-class Episodes:
+class Episodes(EpisodeKind):
     """Implements `opd.rollout.collect.Generate` for a domain with an environment.
 
     Args:
@@ -139,17 +139,6 @@ class Episodes:
         tools = tools_of(config, domain)
         self._template = {**template, "tools": tools} if tools else dict(template)
 
-    def __call__(
-        self,
-        engine: Generates,
-        prompts: Sequence[EncodedPrompt],
-        group_size: int,
-        sampling: SamplingParams,
-        seed: int,
-    ) -> list[SampleGroup]:
-        """`group_size` episodes of each prompt. Raises `RolloutError` for an environment that fails."""
-        return write_alone(self, engine, prompts, group_size, sampling, seed)
-
     async def play(
         self,
         writer: RequestWriter,
@@ -158,7 +147,6 @@ class Episodes:
         sampling: SamplingParams,
         seed: int,
     ) -> list[SampleGroup]:
-        """See `opd.rollout.requests.EpisodeKind`."""
         groups = [prompt.group(group_size) for prompt in prompts]
         samples = [sample for group in groups for sample in group.samples]
         conversation = Conversation(self._tokenizer, self._template, sampling.stop_ids)

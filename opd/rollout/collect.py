@@ -116,7 +116,7 @@ def write(
 
 def is_played(way: Way) -> bool:
     """Whether what is written in this way are episodes, which are written beside other domains'."""
-    return hasattr(way.generate, "play")
+    return isinstance(way.generate, EpisodeKind)
 
 
 def start_episodes(

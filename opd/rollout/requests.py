@@ -10,11 +10,12 @@ import asyncio
 import logging
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from opd.errors import RolloutError
 from opd.loop_thread import CANCEL_SECONDS, LoopThread
@@ -36,19 +37,33 @@ CLOSING_SECONDS = 10.0
 """How long environments may take to close after an error or an interrupt."""
 
 
-class EpisodeKind(Protocol):
+class EpisodeKind(ABC):
     """A `Generate` whose responses are coroutines."""
 
-    def play(
+    def __call__(
+        self,
+        engine: Generates,
+        prompts: Sequence[EncodedPrompt],
+        group_size: int,
+        sampling: SamplingParams,
+        seed: int,
+    ) -> list[SampleGroup]:
+        """Return `group_size` episodes of each prompt. Raises `RolloutError` if one fails."""
+        with RequestWriter(engine) as writer:
+            play = writer.start(self.play(writer, prompts, group_size, sampling, seed))
+            writer.finish()
+            return play.result()
+
+    @abstractmethod
+    async def play(
         self,
         writer: RequestWriter,
         prompts: Sequence[EncodedPrompt],
         group_size: int,
         sampling: SamplingParams,
         seed: int,
-    ) -> Coroutine[Any, Any, list[SampleGroup]]:
+    ) -> list[SampleGroup]:
         """Return `group_size` episodes of each prompt, in the order of the prompts."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,18 +267,3 @@ async def gather_all(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
         if tasks:
             await asyncio.wait(tasks, timeout=CLOSING_SECONDS)
         raise
-
-
-def write_alone(
-    kind: EpisodeKind,
-    engine: Generates,
-    prompts: Sequence[EncodedPrompt],
-    group_size: int,
-    sampling: SamplingParams,
-    seed: int,
-) -> list[SampleGroup]:
-    """Return `group_size` episodes of each prompt of one domain."""
-    with RequestWriter(engine) as writer:
-        play = writer.start(kind.play(writer, prompts, group_size, sampling, seed))
-        writer.finish()
-        return play.result()
