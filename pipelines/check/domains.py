@@ -385,7 +385,7 @@ def _check_tools(domain: str, config: EnvironmentConfig) -> list[Finding]:
 
 
 def _check_reads(title: str, reads: Sequence[str], kind: str) -> list[Finding]:
-    """Check paths that commands must read. Without them a process would run, but a container not start."""
+    """Check commands' paths. Without them a process would run, but a container would not start."""
     findings = []
     for path in reads:
         there, place = os.path.exists(path), PurePath(os.path.normpath(path))

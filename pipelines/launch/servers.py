@@ -293,7 +293,9 @@ def _begins(server: StartedServer) -> bool:
 def _on_each(
     servers: Sequence[StartedServer], verb: Callable[[StartedServer], None], check: Callable[[], None]
 ) -> None:
-    """Call `verb` on all servers concurrently, and `check` meanwhile. If that raises, the calls go on."""
+    """Call `verb` on all servers concurrently, because each may move gigabytes. `check` is called meanwhile.
+    If it raises, the calls go on alone.
+    """
     threads = [threading.Thread(target=verb, args=(server,), daemon=True) for server in servers]
     for thread in threads:
         thread.start()

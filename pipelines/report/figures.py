@@ -459,7 +459,9 @@ def baseline_cue(run: Run, stage: str) -> Cue:
 
 
 def _line(stage: StageResult, key: str, cue: Cue, against: str = _TOKENS) -> Series | None:
-    """Return a metric's line. `None` if `stage` logged fewer than two values of `key`, or no tokens."""
+    """Return a metric's line. `None` if `stage` logged fewer than two values of `key`, or no tokens to draw
+    them against.
+    """
     steps, tokens, values = stage.column(key)
     x = tokens if against == _TOKENS else steps
     if len(values) < 2 or x[-1] <= x[0]:
