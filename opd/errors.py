@@ -65,7 +65,7 @@ class LaunchError(OpdError, RuntimeError):
 
 
 class PreemptedError(OpdError, RuntimeError):
-    """The run was asked to stop and did; nothing acknowledged is lost."""
+    """The run was asked to stop and did. Nothing acknowledged is lost."""
 
 
 class TrainingError(OpdError, RuntimeError):
@@ -85,7 +85,7 @@ class RunFolderError(OpdError, OSError):
 
 
 class MissingExtraError(OpdError, ImportError):
-    """An optional dependency is needed; the sentence names the extra that brings it."""
+    """An optional dependency is needed. The sentence names the extra that brings it."""
 
     def __init__(self, feature: str, extra: str) -> None:
         super().__init__(feature, extra)

@@ -93,7 +93,7 @@ class RolloutEngine(Protocol):
         ...
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> str:
-        """Copy `weights` in place and return the digest of what the engine now holds, by
+        """Copy `weights` in place and return the digest of the engine's weights after that, by
         `opd.models.causal_lm.WeightsDigest(quick=True)`.
 
         Raises `RolloutError` if the engine is not paused or `version` does not grow.

@@ -42,7 +42,7 @@ class MetricsTarget:
     run: Path
     """Folder of the run."""
     name: str
-    """Of the run."""
+    """Name of the run."""
     id: str
     """Identity of all the stage's attempts: random, and the same after a resume."""
 

@@ -118,7 +118,7 @@ class CacheFiles:
         return self.root / f"blobs/{name[:2]}/{name}"
 
     def open(self, key: bytes) -> int | None:
-        """Return a descriptor of the blob of `key`; `None` if there is no file. Raises `OSError`."""
+        """Return a descriptor of the blob of `key`, or `None` if there is no file. Raises `OSError`."""
         try:
             return open_plain(self.path(key))
         except FileNotFoundError:

@@ -87,9 +87,9 @@ class CheckpointStore:
     def save(self, step: int, tensors: Tensors, state: dict[str, Any]) -> None:
         """Write `tensors` (one file per entry) and `state` (JSON) as the checkpoint of `step`.
 
-        Replaces a checkpoint of the same step; afterwards drops all but the newest `keep` up to `step`, and
+        Replaces a checkpoint of the same step. Afterwards drops all but the newest `keep` up to `step`, and
         those of later steps, which a run resumed from before them has abandoned. Raises `CheckpointError` if
-        something cannot be written; the other checkpoints are then untouched.
+        something cannot be written. The other checkpoints are then untouched.
         """
         from opd.storage.tensors import write_files
 

@@ -56,9 +56,9 @@ class CacheCounters:
     misses: int = 0
     """Lookups without an answer, corrupt blobs included."""
     bytes_read: int = 0
-    """Of rows handed out."""
+    """Bytes of rows handed out."""
     bytes_written: int = 0
-    """Of rows put in."""
+    """Bytes of rows put in."""
     evictions: int = 0
     corrupt: int = 0
     """Blobs that failed a check and were removed."""
@@ -263,7 +263,7 @@ class NodeCache:
         self._count(corrupt=1)
 
     def _put_group(self, items: Sequence[Item]) -> list[bool]:
-        """Write arrays and give them their names together; after an error none of them is acknowledged."""
+        """Write arrays and name them as one batch. After an error none of them is acknowledged."""
         kept, parts = [], {}
         for index, (key, rows, record) in enumerate(items):
             check_key(key)
@@ -361,7 +361,7 @@ class RowsWriter:
         return True
 
     def finish(self) -> int:
-        """Give the array its name; return its bytes. Raises `ValueError` if rows are missing."""
+        """Give the array its name and return its bytes. Raises `ValueError` if rows are missing."""
         if self._offset != self._blob.size:
             self._discard()
             raise ValueError(f"fewer than the {self._record.rows} rows announced; append all of them")

@@ -129,9 +129,9 @@ class ReadCounters:
     def __init__(self) -> None:
         self._mutex = threading.Lock()
         self.bytes_read = 0
-        """Of rows handed out."""
+        """Bytes of rows handed out."""
         self.bytes_checked = 0
-        """Of blocks whose digest was compared."""
+        """Bytes of blocks whose digest was compared."""
 
     def add(self, read: int = 0, checked: int = 0) -> None:
         """Count bytes."""

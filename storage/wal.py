@@ -126,7 +126,7 @@ def read_log(folder: str | os.PathLike[str], *, io: LogIO | None = None) -> LogC
 
 
 _TOKENS_PER_FRAME = 1 << 20
-"""Of a snapshot's frame."""
+"""Limit of a snapshot's frame."""
 
 
 class TokenWAL(LogWriter):

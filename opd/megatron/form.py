@@ -234,7 +234,7 @@ HEAD = "output_layer.weight"
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """`start` to `stop` of a Hugging Face tensor along `axis`; all of it if `stop` is `None`."""
+    """`start` to `stop` of a Hugging Face tensor along `axis`, or all of it if `stop` is `None`."""
 
     source: str
     axis: int = 0

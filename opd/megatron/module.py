@@ -184,7 +184,7 @@ class PackedCoreAttention(nn.Module):
         packed_seq_params: Any = None,
         **_: Any,
     ) -> Tensor:
-        """Query `[T, H, d]`, key and value `[T, Hkv, d]`; `H` and `Hkv` are this rank's."""
+        """Query `[T, H, d]`, key and value `[T, Hkv, d]`. `H` and `Hkv` are this rank's."""
         if attention_mask is not None or not hasattr(packed_seq_params, "attend"):
             raise ValueError("this attention needs `packed_params` and no mask")
         call = AttentionCall(

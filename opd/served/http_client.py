@@ -68,7 +68,7 @@ class Patience:
     retry: Retry = SERVERS
     """Limit of bad answers (5xx, not JSON, incomplete) to a request, and the rest of a failed server."""
     hedge_after: float | None = None
-    """Seconds without an answer after which a copy goes to another server; the first answer counts."""
+    """Seconds without an answer after which a copy goes to another server. The first answer counts."""
 
 
 IDENTITY = ("host", "port", "startup_time")

@@ -232,7 +232,7 @@ class HTTPPool(HTTPClient):
                     continue
 
     def _has_room(self, server: Server, tokens: int) -> bool:
-        # A request above the limit runs alone rather than never; so does the trial of one that came back.
+        # A request above the limit runs alone rather than never, and so does the trial of one that came back.
         if server.failures and server.in_flight:
             return False
         return not server.in_flight or server.in_flight + tokens <= self.options.max_in_flight_tokens
