@@ -45,7 +45,7 @@ IMPLEMENTATIONS = ("auto", "chunked", "reference", "tilelang", "triton")
 _COMPILED = {"tilelang": "opd.kernels.tilelang_fused", "triton": "opd.kernels.triton_rows"}
 LARGE = 16384
 """Minimum vocabulary for TileLang's row kernel by default on a CPU. It saves about 2 ns for a pair of logits,
-4 to 8 % of a divergence at widths of 576 to 1024. Over a small vocabulary its first use takes longer."""
+4 to 8 % of a divergence at widths of 576 to 1024. Over a small one its first use takes more."""
 
 
 def implementation() -> Any:

@@ -158,9 +158,7 @@ class TrainConfig(Config):
 
     @property
     def context_size(self) -> int:
-        """Context-parallel size; 1 if it follows the lengths, because any number of ranks can be divided
-        then.
-        """
+        """Context-parallel size; 1 for `auto`, which follows the lengths and divides any number of ranks."""
         return 1 if self.context_parallel == "auto" else self.context_parallel
 
     @property

@@ -343,7 +343,7 @@ class Backend(ABC):
         return self.max_tokens
 
     def cap_tokens(self, most: int) -> None:
-        """Pack at most `most` tokens, because no more fit on the reader's side."""
+        """Pack at most `most` tokens, because no more fit in the memory that samples are read into."""
         self._most_tokens = most
         self.max_tokens = min(self.max_tokens, most)
 

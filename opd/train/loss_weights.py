@@ -235,7 +235,7 @@ def corrected(
     number of tokens with a truncated weight.
 
     `recomputed` are the trainer's log-probabilities of the same tokens at the start of the step. `mask` is
-    the loss mask. Without `config` every token has weight 1.
+    the loss mask. Without `config` every counted token has weight 1.
     """
     if config is None:
         return mask, mask.astype(np.float32), 0
