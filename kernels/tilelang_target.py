@@ -74,8 +74,7 @@ def language() -> Any:
 
 @lru_cache(maxsize=4)
 def missing(device: str) -> str | None:
-    """Return why compiled kernels cannot run on `device` (`cpu` or `cuda`), with the fix. None if they can.
-    """
+    """Return why compiled kernels cannot run on `device` (`cpu` or `cuda`), with the fix, or None."""
     if importlib.util.find_spec("tilelang") is None:
         return "TileLang is not installed; install opd[tilelang]"
     kept = Path(os.environ.get("TILELANG_CACHE_DIR", "~/.tilelang/cache")).expanduser()

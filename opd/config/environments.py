@@ -1,5 +1,4 @@
-"""Environments whose responses are episodes (`domains.NAME.environment`), and the sandboxes of their tools.
-"""
+"""Environments of a domain (`domains.NAME.environment`), and the sandboxes of their tools."""
 
 from __future__ import annotations
 

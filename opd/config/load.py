@@ -192,8 +192,7 @@ def load_recipe(paths: Sequence[str | Path], overrides: Sequence[str] = ()) -> R
 
 
 def _tell_what_goes(data: Mapping[str, Any], tree: Mapping[str, Any], options: Mapping[KeyPath, str]) -> None:
-    """Warn if an option chooses another `type`, because it drops the settings beside the old one in a file.
-    """
+    """Warn if an option chooses another `type`, which drops the settings beside the old one in a file."""
     for path in options:
         schema, old, new = follow(Recipe, path), _at(data, path), _at(tree, path)
         old, new = _spelled_out(old, schema), _spelled_out(new, schema)
@@ -263,9 +262,7 @@ def path_keys(recipe: Recipe) -> list[KeyPath]:
 
 
 def model_keys(recipe: Recipe) -> list[KeyPath]:
-    """Return the keys of `recipe` whose values are models: folders, URLs, or names on the Hub. Values may be
-    missing.
-    """
+    """Return the keys of `recipe` for models: folders, URLs, or names on the Hub, if given."""
     return [path for path, mark, _ in marked(recipe, Located) if mark.model]
 
 

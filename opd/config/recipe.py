@@ -194,8 +194,7 @@ OF_DOMAINS = {"specialist": SpecialistConfig, "rollout": WritingConfig}
 
 
 def inherited(data: Any) -> Any:
-    """Merge the settings of each domain and evaluation set over the recipe's of the same name, in raw data.
-    """
+    """Merge settings of each domain and evaluation set over the recipe's of the same name, in raw data."""
     if not isinstance(data, Mapping):
         return data
     found = {}

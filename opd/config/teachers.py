@@ -140,8 +140,7 @@ class ServedEngineConfig(ServerConfig):
         return self.sync or ("delta" if own else "folder")
 
     def urls_of(self, rank: int, ranks: int) -> list[str]:
-        """Separate workers for each rank that generates. Raises `ConfigError` if there are fewer than ranks.
-        """
+        """Separate workers of each generating rank. Raises `ConfigError` for fewer workers than ranks."""
         check_worker_count(len(self.urls), ranks)
         return self.urls[rank::ranks]
 
@@ -381,8 +380,7 @@ class ServedTeacherConfig(TeacherSettings, ServerConfig):
 
 
 def check_temperature(name: str, config: ServedTeacherConfig, temperature: float) -> None:
-    """Raise `ConfigError` if servers cannot give the signal at `temperature`: they score at 1 without a word.
-    """
+    """Raise `ConfigError` if servers cannot give the signal at `temperature`, as they score at 1 silently."""
     if config.signal != "hidden" and temperature != 1.0:
         raise ConfigError(
             f"teacher {name}: servers give log-probabilities at temperature 1 only, but rollout.temperature"

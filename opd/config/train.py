@@ -298,8 +298,7 @@ class OffloadConfig(Config):
     None scores while the student writes."""
 
     def check(self, schedule: str, train: TrainConfig, *, ends: bool) -> None:
-        """Raise `ValueError` if nothing can take over the device. `ends` says that engines end with the run.
-        """
+        """Raise `ValueError` if nothing can take over the device. `ends`: engines end with the run."""
         for name in ("engine", "trainer", "teachers"):
             if getattr(self, name) and schedule != "in_turn":
                 raise ValueError(

@@ -204,8 +204,7 @@ def _message(given: Any, where: str) -> Message:
 
 
 def _from_sharegpt(given: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Rename `from` and `value` to `role` and `content`. The value of a `function_call` is the JSON of calls.
-    """
+    """Rename `from` and `value` to `role` and `content`. A `function_call` has the JSON of calls as value."""
     made = {key: value for key, value in given.items() if key not in ("from", "value")}
     if "value" not in given:
         raise MessageError(where, "it has `from` and no `value`; name them `role` and `content`")

@@ -77,8 +77,7 @@ class DigitTask(ABC):
 
 
 def register(name: str) -> Callable[[type[DigitTask]], type[DigitTask]]:
-    """Decorate a class to make it available as `procedural:NAME`. Raises `ValueError` if the name is taken.
-    """
+    """Decorate a class, which becomes `procedural:NAME`. Raises `ValueError` if the name is taken."""
 
     def add(task: type[DigitTask]) -> type[DigitTask]:
         if name in TASKS:

@@ -476,8 +476,7 @@ def _scores(rows: Tensor, keys: Tensor, block: _Block, scores: ScoreForm) -> Ten
 def _blocks(
     query: Tensor, key: Tensor, scores: ScoreForm, first: int | None = None
 ) -> Iterator[tuple[slice, list[_Block]]]:
-    """Yield blocks of queries, each with the blocks of keys that any of them sees. Skip those without keys.
-    """
+    """Yield blocks of queries, each with the blocks of keys that any of them sees. Skip those without."""
     heads, count, size = query.shape[0], query.shape[1], key.shape[1]
     first = size - count if first is None else first
     scored = _SCORES if query.device.type == "cpu" else _SCORES_GPU

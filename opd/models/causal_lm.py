@@ -134,8 +134,7 @@ class WeightsDigest:
     def add_copied(
         self, name: str, target: Tensor, source: Tensor, sent: WeightsDigest | None = None
     ) -> None:
-        """Copy `source` into `target` of its shape. Add `target` as the next weight, and `source` to `sent`.
-        """
+        """Copy `source` into `target` of its shape. Add `target` as the next weight, `source` to `sent`."""
         self._begin(name, target)
         if sent is not None:
             sent._begin(name, source)
@@ -267,8 +266,7 @@ def _in_order(tensor: Tensor) -> bool:
 
 
 def _staged(tensor: Tensor) -> Iterator[memoryview]:
-    """Yield the bytes of a tensor on CUDA, in order. Each chunk is valid until the next, which is on its way.
-    """
+    """Yield a CUDA tensor's bytes in order. Each chunk is valid until the next, which is on its way."""
     flat = _flat(tensor.detach())
     parts = flat.split(STAGED_BYTES) if len(flat) else ()
     room = [torch.empty(len(part), dtype=torch.uint8, pin_memory=True) for part in parts[:2]]

@@ -339,8 +339,7 @@ class _Download:
         self._report(self._done, max(self._done, self._total))
 
     def _compare(self, path: Path, file: str) -> None:
-        """Raise `StorageError` if the new file at `path` differs from the Hub's description, and delete it.
-        """
+        """Raise `StorageError` and delete the new file at `path` if it differs from the Hub's description."""
         size, digest = self._listing.sizes[file], self._listing.digests.get(file) or path.resolve().name
         length = path.stat().st_size
         if (length == size or size < 0) and digest_like(path, digest) == digest:

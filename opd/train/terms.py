@@ -435,8 +435,7 @@ class MismatchProbe:
         return logprobs.new_zeros(())
 
     def take(self) -> dict[str, float]:
-        """The metrics of the tokens seen since the last call, and reset. Empty if all are of domains `apart`.
-        """
+        """Return metrics of the tokens since the last call, and reset; empty if all domains are `apart`."""
         mine, self._seen = self._seen, MismatchSums()
         whole = MismatchSums()
         for said in self._ranks.gather_json(asdict(mine), "the mismatch metrics"):
