@@ -1,5 +1,4 @@
-"""What every operation asks of its inputs: one sentence that says what is wrong, where, and how to mend
-it."""
+"""Checks of every operation's inputs. An error is one sentence with the fault, its location and the fix."""
 
 from __future__ import annotations
 
@@ -15,15 +14,15 @@ from opd.kernels.divergences import DIVERGENCES
 from opd.kernels.head import FLOATS, Head
 
 _unread: ContextVar[list[tuple[Tensor, Callable[[], None]]] | None] = ContextVar("unread", default=None)
-"""What checks have still to read, where they are `read_together`, and what each does if it fails."""
+"""Unread checks inside `read_together`, each with its failure call."""
 
 
 @contextmanager
 def read_together() -> Iterator[None]:
-    """Let checks of numbers on a device wait for the end of the block, which raises what the first that fails
-    would have raised: to read a number is to wait until the device has done all it was given, so all are read
-    at once. A check on the CPU, or of another thread, raises at once. Where the block fails itself, a check
-    that fails is told before it: it may be why.
+    """Defer checks of numbers on a device to the end of the block, which raises the first failure. Reading a
+    number waits until the device has finished its work, so all are read at once. A check on the CPU, or of
+    another thread, raises at once. If the block raises, a failed check is raised first, because it may be the
+    cause.
     """
     waiting: list[tuple[Tensor, Callable[[], None]]] = []
 
@@ -47,9 +46,7 @@ def read_together() -> Iterator[None]:
 
 
 def require(fine: Tensor, fail: Callable[[], None]) -> None:
-    """Call `fail`, which says what is wrong if anything is, unless `fine` [] bool holds; see
-    `read_together`.
-    """
+    """Call `fail` unless `fine` [] bool holds. Inside `read_together` it may be called later."""
     unread = _unread.get()
     if unread is not None and fine.device.type != "cpu":
         unread.append((fine, fail))
@@ -58,7 +55,7 @@ def require(fine: Tensor, fail: Callable[[], None]) -> None:
 
 
 def check_hidden(name: str, hidden: Tensor, head: Head) -> None:
-    """`hidden` must be floating point `[N, D]` with the width and on the device of `head`."""
+    """Require floating point `[N, D]` with the width and on the device of `head`."""
     if hidden.dtype not in FLOATS:
         raise TypeError(f"{name} hidden states are {hidden.dtype}; give one of {', '.join(map(str, FLOATS))}")
     if hidden.ndim != 2 or hidden.shape[1] != head.hidden_size:
@@ -74,7 +71,7 @@ def check_hidden(name: str, hidden: Tensor, head: Head) -> None:
 
 
 def check_pair(student_hidden: Tensor, student: Head, teacher_hidden: Tensor, teacher: Head) -> None:
-    """Student and teacher fit their heads, and one another in tokens and vocabulary."""
+    """Require that student and teacher fit their heads, and one another in tokens and vocabulary."""
     check_hidden("student", student_hidden, student)
     check_hidden("teacher", teacher_hidden, teacher)
     check_same_tokens(student_hidden, teacher_hidden)
@@ -82,7 +79,7 @@ def check_pair(student_hidden: Tensor, student: Head, teacher_hidden: Tensor, te
 
 
 def check_logits(name: str, logits: Tensor) -> None:
-    """Floating point `[N, V]` with a vocabulary of at least one token."""
+    """Require floating point `[N, V]` with a vocabulary of at least one token."""
     if logits.dtype not in FLOATS:
         raise TypeError(f"the {name} logits are {logits.dtype}; give one of {', '.join(map(str, FLOATS))}")
     if logits.ndim != 2 or logits.shape[1] == 0:
@@ -90,7 +87,7 @@ def check_logits(name: str, logits: Tensor) -> None:
 
 
 def check_same_tokens(student: Tensor, teacher: Tensor) -> None:
-    """Row `i` of both must be the same token."""
+    """Require that row `i` of both can be the same token."""
     if student.shape[0] != teacher.shape[0]:
         raise ValueError(
             f"the student has {student.shape[0]} tokens and the teacher {teacher.shape[0]}; row i of both "
@@ -99,7 +96,7 @@ def check_same_tokens(student: Tensor, teacher: Tensor) -> None:
 
 
 def check_vocabularies(student: int, teacher: int) -> None:
-    """Both sides must have the same number of logits."""
+    """Require the same number of logits."""
     if student != teacher:
         raise ValueError(
             f"the student's vocabulary has {student} tokens and the teacher's {teacher}; set vocab_size of "
@@ -108,7 +105,7 @@ def check_vocabularies(student: int, teacher: int) -> None:
 
 
 def check_divergence(kind: str, beta: float) -> None:
-    """A known kind, and where it has a weight `beta` one strictly between 0 and 1."""
+    """Require a known kind and, if it uses a weight `beta`, one strictly between 0 and 1."""
     if kind not in DIVERGENCES:
         raise ValueError(f"kind is {kind!r}; it must be one of {', '.join(DIVERGENCES)}")
     if DIVERGENCES[kind].uses_beta and not 0 < beta < 1:
@@ -118,7 +115,7 @@ def check_divergence(kind: str, beta: float) -> None:
 
 
 def check_scalars(temperature: float, chunk: int = 1) -> None:
-    """A positive, finite temperature and at least one row per chunk."""
+    """Require a positive, finite temperature and at least one row per chunk."""
     if not (math.isfinite(temperature) and temperature > 0):
         raise ValueError(
             f"temperature is {temperature}; it must be positive (greedy sampling is scored at 1)"
@@ -128,7 +125,7 @@ def check_scalars(temperature: float, chunk: int = 1) -> None:
 
 
 def check_token_weight(weight: Tensor | None, tokens: int) -> None:
-    """One finite floating-point weight per token."""
+    """Require one finite floating-point weight per token."""
     if weight is None:
         return
     if weight.dtype not in FLOATS:
@@ -146,8 +143,8 @@ def check_token_weight(weight: Tensor | None, tokens: int) -> None:
 
 
 def checked_ids(ids: Tensor, tokens: int, vocabulary: int) -> Tensor:
-    """Integer ids `[N]` or `[N, K]`, all inside the vocabulary. Those returned are, even where
-    that is still to be read (`read_together`).
+    """Return integer ids `[N]` or `[N, K]`. Raise for an id outside the vocabulary. The returned ids are
+    inside, even before the check is read (`read_together`).
     """
     if ids.dtype not in (torch.int64, torch.int32):
         raise TypeError(f"ids are {ids.dtype}; give int64 or int32 token ids")
@@ -168,13 +165,15 @@ def checked_ids(ids: Tensor, tokens: int, vocabulary: int) -> Tensor:
 
 
 def check_k(k: int, vocabulary: int) -> None:
-    """Between 1 and the vocabulary's size."""
+    """Require `k` between 1 and the vocabulary's size."""
     if not 1 <= k <= vocabulary:
         raise ValueError(f"k is {k}; it must lie between 1 and the vocabulary's size, {vocabulary}")
 
 
 def check_mixture(hiddens: Sequence[Tensor], heads: Sequence[Head], weights: Sequence[float]) -> None:
-    """As many hidden states as heads as weights, over the same tokens; positive weights that sum to 1."""
+    """Require as many hidden states as heads and weights, over the same tokens, and positive weights that sum
+    to 1.
+    """
     if not heads or not len(hiddens) == len(heads) == len(weights):
         raise ValueError(
             f"a mixture got {len(hiddens)} teachers' hidden states, {len(heads)} heads and {len(weights)} "
@@ -191,7 +190,7 @@ def check_mixture(hiddens: Sequence[Tensor], heads: Sequence[Head], weights: Seq
 def check_finite_hidden(name: str, hidden: Tensor, counted: Tensor | None = None) -> None:
     """Raise `FloatingPointError` naming the first token whose hidden state is not finite.
 
-    `counted` `[N]` bool: rows outside it are never read, so they may hold anything.
+    `counted` `[N]` bool excludes rows that are never read, so they may hold anything.
     """
 
     def fail() -> None:

@@ -1,9 +1,9 @@
 """Token-chunked operations for any device: exact results without ever holding `[T, V]`.
 
-A chunk of tokens has its logits in memory, nothing more. The divergences compute their gradient in the
-forward, while those logits are there; log-probabilities recompute them in the backward. README.md has the
-derivations. Same names and arguments as `opd.kernels.reference`; call both through `opd.kernels.ops`, which
-checks inputs.
+Only one chunk of tokens has its logits in memory. The divergences compute their gradient in the forward,
+while those logits exist. Log-probabilities recompute them in the backward. README.md has the derivations.
+Names and arguments equal those of `opd.kernels.reference`. Call both through `opd.kernels.ops`, which checks
+inputs.
 """
 
 from __future__ import annotations
@@ -54,20 +54,20 @@ __all__ = [
     "topk_log_probs",
 ]
 
-# How far, relatively, each token's upstream gradient may stray from a multiple of its declared weight.
+# Maximum relative deviation of a token's upstream gradient from a multiple of its declared weight.
 PROPORTIONAL = 1e-6
 
 
 class TokenRows(NamedTuple):
-    """What computes single tokens of rows of logits."""
+    """Functions for single tokens of rows of logits."""
 
     statistics: Callable[[Tensor, Tensor, bool, Columns], tuple[Tensor, Tensor]] = token_statistics_
     gradient: Callable[..., None] = token_gradient_
-    """As `token_gradient_`."""
+    """Signature of `token_gradient_`."""
     rounds: bool = False
-    """Whether `rounded` saves a pass."""
+    """`rounded` saves a pass."""
     keeps: bool = False
-    """Whether `statistics` leaves the logits as they are."""
+    """`statistics` keeps the logits unchanged."""
 
 
 TOKEN_ROWS = TokenRows()
@@ -75,8 +75,8 @@ TOKEN_ROWS = TokenRows()
 
 @dataclass(frozen=True)
 class TokenNotes:
-    """What the student's logits say of single tokens, noted while a divergence has them: no product of their
-    own. Values of tokens that the divergence leaves out stay 0.
+    """The student's statistics of single tokens, noted while a divergence has their logits, so they need no
+    product of their own. Tokens that the divergence leaves out stay 0.
     """
 
     ids: Tensor
@@ -88,12 +88,12 @@ class TokenNotes:
 
     @classmethod
     def of(cls, ids: Tensor, dtype: torch.dtype) -> TokenNotes:
-        """Room for the tokens `ids` [T], in the `dtype` of their statistics."""
+        """Allocate notes for the tokens `ids` [T], in the `dtype` of their statistics."""
         room = torch.zeros(2, len(ids), dtype=dtype, device=ids.device)
         return cls(as_matrix(ids), room[0], room[1])
 
     def fill(self, rows: Rows, logits: Tensor, ids: Tensor, spec: _Divergence) -> None:
-        """Note the tokens at `rows`, whose `logits` [M, V] are left as they are."""
+        """Note the tokens at `rows`. Their `logits` [M, V] stay unchanged."""
         found = []
         for block in spec.columns.blocks(logits):
             part = logits[block] if spec.token_rows.keeps else logits[block].clone()
@@ -105,10 +105,10 @@ class TokenNotes:
 
 @dataclass(frozen=True)
 class _Divergence:
-    """What is compared with the student, and how."""
+    """Settings of a divergence from a teacher."""
 
     teacher: Callable[[Rows, Tensor], None]
-    """Writes the teacher's tempered logits of a chunk of tokens into the `[M, V]` it is given."""
+    """Writes the teacher's tempered logits of a chunk of tokens into a given `[M, V]`."""
     kind: str
     beta: float
     temperature: float
@@ -117,7 +117,7 @@ class _Divergence:
     row_kernel: RowKernel
     columns: Columns
     rounds: bool = False
-    """Whether the row kernel takes `rounded`, room for the gradient in bfloat16."""
+    """The row kernel takes `rounded`, memory for the gradient in bfloat16."""
     notes: TokenNotes | None = None
     token_rows: TokenRows = TOKEN_ROWS
 
@@ -131,9 +131,9 @@ def _run(
     counted: Tensor | None = None,
     notes: TokenNotes | None = None,
 ) -> tuple[Tensor, Gradients]:
-    """Per-token divergence `[T]` and the gradient of `sum(token_weight * divergence)`, chunk by chunk.
+    """The per-token divergence `[T]` and the gradient of `sum(token_weight * divergence)`, chunk by chunk.
 
-    `counted` [M] int64: the tokens whose weight is not 0, if known. `notes` are filled.
+    `counted` [M] int64 are the tokens with a nonzero weight, if known. `notes` are filled.
     """
     values = torch.zeros(hidden.shape[0], dtype=spec.dtype, device=hidden.device)
     some, tokens = some_of(token_weight != 0, counted)
@@ -165,7 +165,7 @@ def _run(
 def _row_values(
     student: Tensor, teacher: Tensor, coef: Tensor | None, head: Head, spec: _Divergence
 ) -> Tensor:
-    """The row kernel over a chunk's logits `[M, V]`, with the softcap's slope where there is one; `[M]`."""
+    """Return the row kernel's values `[M]` of logits `[M, V]`, with the softcap's slope if there is one."""
     if head.softcap is None or coef is None:
         return spec.row_kernel(student, teacher, spec.kind, spec.beta, coef)
     values = torch.empty(len(student), dtype=spec.dtype, device=student.device)
@@ -175,13 +175,13 @@ def _row_values(
 
 
 class _LinearDivergence(torch.autograd.Function):
-    """Gradient in the forward for the declared token weights; the backward scales it where that is exact.
+    """Computes the gradient for the declared token weights in the forward. The backward scales it if exact.
 
     It is exact if the upstream gradient is a multiple of the declared weights, or if only the hidden states
-    need a gradient (each row scales by itself). Otherwise the chunks are run once more for the true one.
-
-    Where the head has a `total`, the weight's part is in a sum with others' and cannot be scaled: unless what
-    arrives is what was declared, the chunks are run once more for the difference, as gradients are linear.
+    need a gradient (each row scales by itself). Otherwise the chunks run once more for the true one. If the
+    head has a `total`, the weight's part is in a sum with others' and cannot be scaled. Unless the upstream
+    gradient equals the declared weights, the chunks run once more for the difference, as gradients are
+    linear.
     """
 
     @staticmethod
@@ -206,8 +206,8 @@ class _LinearDivergence(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, token_weight = ctx.saved_tensors
-        # Given away, so that autograd can keep the buffers instead of copying them; a second backward
-        # through a retained graph finds none and recomputes.
+        # Given away, so that autograd can keep the buffers instead of copying them. A second backward through
+        # a retained graph finds none and recomputes.
         gradients, ctx.gradients = ctx.gradients, None
         upstream = torch.where(token_weight != 0, upstream, 0)
         head = replace(ctx.head, weight=weight, bias=bias)
@@ -223,13 +223,13 @@ class _LinearDivergence(torch.autograd.Function):
 
 
 def _as_declared(upstream: Tensor, token_weight: Tensor) -> bool:
-    """Whether the gradient `upstream` `[T]` is `token_weight` `[T]`, but for rounding."""
+    """Return True if the gradient `upstream` `[T]` equals `token_weight` `[T]` up to rounding."""
     return bool(((upstream - token_weight).abs() <= PROPORTIONAL * token_weight.abs()).all())
 
 
 def _rescale(gradients: Gradients, upstream: Tensor, token_weight: Tensor) -> bool:
-    """Turn the gradient for `token_weight` `[T]` into the one for `upstream` `[T]`; False if scaling
-    cannot."""
+    """Turn the gradient for `token_weight` `[T]` into the one for `upstream` `[T]`. Return False if scaling
+    is not exact."""
     if len(upstream) == 0:
         return True
     ratio = torch.where(token_weight != 0, upstream / token_weight, 0)
@@ -256,7 +256,7 @@ def _apply(
     if weight is None:
         weight = torch.ones(hidden.shape[0], device=hidden.device)
     declared, leaves = weight.detach().to(spec.dtype), (hidden, head.weight, head.bias)
-    if not torch.is_grad_enabled():  # a function sees that an input asks for a gradient even then
+    if not torch.is_grad_enabled():  # even then a function sees that an input requires a gradient
         leaves = tuple(None if leaf is None else leaf.detach() for leaf in leaves)
     return _LinearDivergence.apply(*leaves, declared, head, spec, counted)
 
@@ -279,10 +279,10 @@ def linear_kl(
     notes: TokenNotes | None = None,
     token_rows: TokenRows = TOKEN_ROWS,
 ) -> Tensor:
-    """See `opd.kernels.ops.linear_kl`; a compiled `row_kernel` may take the place of the PyTorch one.
+    """See `opd.kernels.ops.linear_kl`. A compiled `row_kernel` may replace the PyTorch one.
 
-    `columns`: what part of the vocabulary the heads hold, for a `row_kernel` made for the same part.
-    `rounds`: the row kernel takes `rounded=` and writes the gradient in bfloat16 at once.
+    `columns` is the heads' part of the vocabulary, with a `row_kernel` made for the same part. With `rounds`
+    the row kernel takes `rounded=` and writes the gradient in bfloat16 at once.
     """
     teacher_hidden = teacher_hidden.detach()
 
@@ -320,7 +320,7 @@ def linear_mixture_kl(
     notes: TokenNotes | None = None,
     token_rows: TokenRows = TOKEN_ROWS,
 ) -> Tensor:
-    """See `opd.kernels.ops.linear_mixture_kl`: a reverse KL whose teacher logits are `log sum_i w_i
+    """See `opd.kernels.ops.linear_mixture_kl`. It is a reverse KL with the teacher logits `log sum_i w_i
     t_i`."""
     hiddens = [hidden.detach() for hidden in teacher_hiddens]
 
@@ -349,16 +349,16 @@ class _Settings(NamedTuple):
 
 
 def _buffer(tokens: int, chunk: int, head: Head, like: Tensor, dtype: torch.dtype) -> Tensor:
-    """Room for one chunk's logits `[M, V]`."""
+    """Allocate memory for one chunk's logits `[M, V]`."""
     return torch.empty(
         matmul_rows(min(chunk, tokens), chunk), head.vocabulary, dtype=dtype, device=like.device
     )
 
 
 class _LinearLogprobs(torch.autograd.Function):
-    """Log-probabilities `[N, K]` and entropy `[N]`; the backward recomputes each chunk's logits.
+    """Log-probabilities `[N, K]` and entropy `[N]`. The backward recomputes each chunk's logits.
 
-    A token whose upstream gradients are all zero is not recomputed.
+    A token whose upstream gradients are all zero is skipped.
     """
 
     @staticmethod
@@ -432,7 +432,7 @@ class _LinearLogprobs(torch.autograd.Function):
 
 
 def as_matrix(ids: Tensor) -> Tensor:
-    """`[N]` -> `[N, 1]`, `[N, K]` as it is; int64."""
+    """Return `[N]` as `[N, 1]`, and `[N, K]` unchanged; int64."""
     return ids.long().unsqueeze(1) if ids.ndim == 1 else ids.long()
 
 
@@ -446,7 +446,7 @@ def linear_logprobs(
     columns: Columns = ALL_COLUMNS,
     token_rows: TokenRows = TOKEN_ROWS,
 ) -> Tensor:
-    """See `opd.kernels.ops.linear_logprobs`; `columns`: what part of the vocabulary the head holds."""
+    """See `opd.kernels.ops.linear_logprobs`. `columns` is the head's part of the vocabulary."""
     matrix, settings = as_matrix(ids), _Settings(temperature, chunk, False, columns, token_rows)
     logprobs, _ = _LinearLogprobs.apply(hidden, head.weight, head.bias, matrix, head, settings)
     return logprobs.reshape(ids.shape)
@@ -462,8 +462,7 @@ def linear_logprobs_entropy(
     columns: Columns = ALL_COLUMNS,
     token_rows: TokenRows = TOKEN_ROWS,
 ) -> tuple[Tensor, Tensor]:
-    """See `opd.kernels.ops.linear_logprobs_entropy`; `columns`: what part of the vocabulary the head
-    holds."""
+    """See `opd.kernels.ops.linear_logprobs_entropy`. `columns` is the head's part of the vocabulary."""
     matrix, settings = as_matrix(ids), _Settings(temperature, chunk, True, columns, token_rows)
     logprobs, entropy = _LinearLogprobs.apply(hidden, head.weight, head.bias, matrix, head, settings)
     return logprobs.reshape(ids.shape), entropy
@@ -479,7 +478,7 @@ def linear_topk(
     chunk: int,
     columns: Columns = ALL_COLUMNS,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See `opd.kernels.ops.linear_topk`; `columns`: what part of the vocabulary the head holds."""
+    """See `opd.kernels.ops.linear_topk`. `columns` is the head's part of the vocabulary."""
     dtype = statistics_dtype(hidden, head.weight)
     tokens, device = len(hidden), hidden.device
     ids = torch.empty(tokens, k, dtype=torch.int64, device=device)
@@ -496,12 +495,12 @@ def linear_topk(
 
 
 def block_topk_(logits: Tensor, k: int, columns: Columns) -> tuple[Tensor, Tensor, Tensor]:
-    """Ids and log-probabilities `[R, k]` and the rest's probability `[R]`; overwrites `logits`."""
+    """Return ids and log-probabilities `[R, k]` and the rest's probability `[R]`. Overwrites `logits`."""
     shift_(logits, columns)
     top, top_ids = columns.topk(logits, k)
     exp = logits.exp_()
     total = exp.sum(dim=1, keepdim=True)
-    # Summed over the tail itself: 1 - sum(top) would lose a tail below 1e-7.
+    # Sum the tail itself: 1 - sum(top) would lose a tail below 1e-7.
     total, tail = columns.sum(total, columns.clear_(exp, top_ids).sum(dim=1, keepdim=True))
     return top_ids, top - total.log(), (tail / total).squeeze(1)
 
@@ -516,7 +515,7 @@ def geometric_floor(
     chunk: int,
     columns: Columns = ALL_COLUMNS,
 ) -> Tensor:
-    """See `opd.kernels.ops.geometric_floor`; `columns`: what part of the vocabulary the heads hold."""
+    """See `opd.kernels.ops.geometric_floor`. `columns` is the heads' part of the vocabulary."""
     dtype = statistics_dtype(*teacher_hiddens, *(head.weight for head in teacher_heads))
     tokens = len(teacher_hiddens[0])
     floor = torch.empty(tokens, dtype=dtype, device=teacher_hiddens[0].device)
@@ -543,8 +542,8 @@ def geometric_floor(
 
 
 class _LogitsDivergence(torch.autograd.Function):
-    """Rows are independent, so scaling the stored gradient row by row is exact for every upstream
-    gradient."""
+    """Scales the stored gradient row by row, which is exact for every upstream gradient because rows are
+    independent."""
 
     @staticmethod
     def forward(
@@ -594,7 +593,7 @@ def logits_kl(
 
 
 class _SelectiveLogSoftmax(torch.autograd.Function):
-    """Keeps only the logits it was given: the backward forms the softmax block by block."""
+    """Saves only its input logits. The backward forms the softmax block by block."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, ids: Tensor) -> Tensor:

@@ -1,14 +1,14 @@
-"""What is computed of rows of logits in place: the divergences over the whole vocabulary, and single tokens.
+"""In-place row operations on logits: divergences over the whole vocabulary, and single tokens.
 
-Each divergence is one entry of `DIVERGENCES`: its name, its formula, its row form. The formula is what every
-kernel is tested against in float64, and what `OPD_KERNELS=reference` differentiates. The row form is what the
-chunked operations run: it overwrites both blocks of logits and leaves the gradient in the student's. A kernel
-in TileLang or Triton may have some of them; the others are these.
+Each divergence is one entry of `DIVERGENCES`: its name, its formula, its row form. Tests compare every kernel
+with the formula in float64, and `OPD_KERNELS=reference` differentiates it. The chunked operations run the row
+form. It overwrites both blocks of logits and leaves the gradient in the student's. Kernels in TileLang or
+Triton may replace some row forms.
 
-Every function ending in `_` overwrites its arguments, holds no state and treats each row alone. All subtract
-the row's maximum first, so nothing overflows at any finite logit, and none forms a log-probability where a
-difference of shifted logits will do, so that values near zero keep their absolute precision. README.md has
-the derivations.
+Functions ending in `_` overwrite their arguments, hold no state and treat each row alone. All subtract the
+row's maximum first, so nothing overflows at any finite logit. They use a difference of shifted logits instead
+of a log-probability if possible, so values near zero keep their absolute precision. README.md has the
+derivations.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from torch import Tensor
 # Per thread. 2^17 float32 are 512 KiB: the few passes of a row kernel over one block stay in a core's
 # second-level cache.
 BLOCK_ELEMENTS = 1 << 17
-# On another device: 256 MiB, which keeps the passes' temporaries small beside a chunk and each launch long
-# beside what starting it costs.
+# On another device: 256 MiB. The passes' temporaries stay small beside a chunk, and each launch is long
+# compared to its start.
 BLOCK_ELEMENTS_DEVICE = 1 << 26
 # Beyond this log-ratio one of the two probabilities is below e^-80 and adds nothing to float32 or float64
-# sums of the Jensen-Shannon divergence; the bound keeps exp of the ratio finite.
+# sums of the Jensen-Shannon divergence. The bound keeps exp of the ratio finite.
 MAX_LOG_RATIO = 80.0
 
 
 def row_blocks(logits: Tensor) -> Iterator[slice]:
-    """Cut the rows of `logits` `[R, V]` into blocks that fit a CPU's cache, or of 256 MiB on other devices.
+    """Split the rows of `logits` `[R, V]` into blocks that fit a CPU's cache, or of 256 MiB on other devices.
 
-    With several threads no block has one row unless all are one row: threads share the sum of a lone row,
+    With several threads no block has one row unless all are one row. Threads share the sum of a lone row,
     with other rounding than that of a row among others.
     """
     rows, vocabulary = logits.shape
@@ -50,32 +50,32 @@ def row_blocks(logits: Tensor) -> Iterator[slice]:
 
 
 def tempered_copy(logits: Tensor, temperature: float, dtype: torch.dtype) -> Tensor:
-    """Contiguous logits `[R, V]` divided by the temperature; a lone row is doubled (see `row_blocks`)."""
+    """Contiguous logits `[R, V]` divided by the temperature. A lone row is doubled (see `row_blocks`)."""
     copy = torch.empty(max(2, len(logits)), logits.shape[1], dtype=dtype, device=logits.device)
     return copy.copy_(logits).div_(temperature)
 
 
 class Columns:
-    """Which columns of the whole vocabulary a block of logits `[R, V]` holds: here, all.
+    """The columns of the vocabulary in a block of logits `[R, V]`; here all.
 
-    A rank that holds a part of the vocabulary overrides each method (`opd.kernels.vocab_parallel`); the row
-    kernels below then give what one rank with all columns would.
+    A rank with a part of the vocabulary overrides each method (`opd.kernels.vocab_parallel`). The row kernels
+    below then give the result of one rank with all columns.
     """
 
     def blocks(self, logits: Tensor) -> Iterator[slice]:
-        """The blocks of rows that a row kernel works through."""
+        """Yield the blocks of rows for a row kernel."""
         return row_blocks(logits)
 
     def max(self, values: Tensor) -> Tensor:
-        """The maximum `[R, K]` over all ranks of what each found in its columns."""
+        """Return the maximum `[R, K]` over all ranks of each rank's values."""
         return values
 
     def sum(self, *values: Tensor) -> tuple[Tensor, ...]:
-        """The sums `[R, 1]` or `[R, K]` over all ranks of what each found in its columns."""
+        """Return the sums `[R, 1]` or `[R, K]` over all ranks of each rank's values."""
         return values
 
     def gather(self, values: Tensor, ids: Tensor) -> Tensor:
-        """`values` `[R, V]` at the token ids `[R, K]`, on every rank."""
+        """Return `values` `[R, V]` at the token ids `[R, K]`, on every rank."""
         return values.gather(1, ids)
 
     def scatter_add_(self, values: Tensor, ids: Tensor, added: Tensor) -> None:
@@ -83,7 +83,7 @@ class Columns:
         values.scatter_add_(1, ids, added)
 
     def topk(self, values: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """The `k` largest `values` and their token ids `[R, k]`, on every rank."""
+        """Return the `k` largest `values` and their token ids `[R, k]`, on every rank."""
         top, ids = values.topk(k, dim=1)
         return top, ids
 
@@ -96,14 +96,14 @@ ALL_COLUMNS = Columns()
 
 
 def shift_(logits: Tensor, columns: Columns = ALL_COLUMNS) -> Tensor:
-    """Subtract each row's maximum in place; returns it as `[R, 1]`."""
+    """Subtract each row's maximum in place. Return it as `[R, 1]`."""
     largest = columns.max(logits.amax(dim=1, keepdim=True))
     logits.sub_(largest)
     return largest
 
 
 def shift_both_(student: Tensor, teacher: Tensor, columns: Columns) -> None:
-    """`shift_` for two blocks, with one message between ranks."""
+    """`shift_` two blocks, with one message between ranks."""
     both = [logits.amax(dim=1, keepdim=True) for logits in (student, teacher)]
     largest = columns.max(torch.cat(both, dim=1))
     student.sub_(largest[:, :1])
@@ -111,43 +111,43 @@ def shift_both_(student: Tensor, teacher: Tensor, columns: Columns) -> None:
 
 
 def log_softmax_(logits: Tensor, columns: Columns = ALL_COLUMNS) -> Tensor:
-    """Replace the logits `[R, V]` by their log-probabilities; returns the same tensor."""
+    """Replace the logits `[R, V]` by their log-probabilities. Return the same tensor."""
     shift_(logits, columns)
     (total,) = columns.sum(logits.exp().sum(dim=1, keepdim=True))
     return logits.sub_(total.log())
 
 
 class RowKernel(Protocol):
-    """What turns a chunk's logits into divergences and gradient; `opd.kernels.divergences.divergence_` is the
-    one in PyTorch.
+    """Turns a chunk's logits into divergences and gradient. `opd.kernels.divergences.divergence_` is the one
+    in PyTorch.
 
-    A compiled kernel with the same signature takes its place (see `opd.kernels.chunked.linear_kl`).
+    A compiled kernel with the same signature may replace it (see `opd.kernels.chunked.linear_kl`).
     """
 
     def __call__(
         self, student: Tensor, teacher: Tensor, kind: str, beta: float, coef: Tensor | None, /
     ) -> Tensor:
-        """Values `[R]` of contiguous float32 or float64 logits `[R, V]` of one dtype, both overwritten.
+        """Return values `[R]` of contiguous float32 or float64 logits `[R, V]` of one dtype, both
+        overwritten.
 
-        With `coef` `[R]`, `student` must be left holding `coef * d value / d student`; without it `student`
-        may hold anything. `R` is any number of rows from 1 to the chunk's size: the kernel does its own
+        With `coef` `[R]`, `student` must be left holding `coef * d value / d student`. Without it `student`
+        may hold anything. `R` is any number of rows from 1 to the chunk's size. The kernel does its own
         blocking, and a row's result must not depend on the other rows. NaN must pass through to the values.
-
-        Only a kernel that is said to round is given an option: `rounded` `[R, V]` bfloat16, where the
-        gradient is left in place of `student`; it may be `first_halves(student)`.
+        Only a kernel that declares to round is given an option: `rounded` `[R, V]` bfloat16, which receives
+        the gradient instead of `student`. It may be `first_halves(student)`.
         """
         ...
 
 
 def first_halves(logits: Tensor) -> Tensor:
-    """`[R, V]` bfloat16 in the first half of each row of contiguous float32 `logits` `[R, V]`."""
+    """Return `[R, V]` bfloat16 in the first half of each row of contiguous float32 `logits` `[R, V]`."""
     return logits.view(torch.bfloat16)[:, : logits.shape[1]]
 
 
 def token_statistics_(
     logits: Tensor, ids: Tensor, entropy: bool, columns: Columns = ALL_COLUMNS
 ) -> tuple[Tensor, Tensor]:
-    """Log-probabilities of `ids` `[R, K]` and the entropy `[R]` (zeros unless asked for); overwrites
+    """Return log-probabilities of `ids` `[R, K]` and the entropy `[R]` (zeros unless requested). Overwrites
     `logits`."""
     shift_(logits, columns)
     picked = columns.gather(logits, ids)
@@ -170,8 +170,8 @@ def token_gradient_(
     columns: Columns = ALL_COLUMNS,
     rounded: Tensor | None = None,
 ) -> None:
-    """Replace `logits` `[R, V]` by the gradient of `sum(grad_logprobs * logprobs) + grad_entropy *
-    entropy`; with `rounded` `[R, V]` bfloat16, which may be their own memory, it goes there.
+    """Replace `logits` `[R, V]` by the gradient of `sum(grad_logprobs * logprobs) + grad_entropy * entropy`.
+    With `rounded` `[R, V]` bfloat16, which may share their memory, the gradient goes there.
 
     `d log p_a / d z_v = [v = a] - p_v` and `d H / d z_v = -p_v (log p_v + H)`.
     """
@@ -196,10 +196,10 @@ class Divergence:
     formula: Callable[[Tensor, Tensor, float], Tensor]
     """`(log p, log t, beta) -> [T]` of log-probabilities `[T, V]`, written plainly for autograd."""
     rows: Callable[[Tensor, Tensor, float, Tensor | None, Columns], Tensor]
-    """`(student, teacher, beta, coef, columns) -> [R, 1]` of logits `[R, V]`, both overwritten; with `coef`
+    """`(student, teacher, beta, coef, columns) -> [R, 1]` of logits `[R, V]`, both overwritten. With `coef`
     `[R, 1]` the student's are left as `coef * d divergence / d student logits`."""
     uses_beta: bool = False
-    """Whether `beta`, strictly between 0 and 1, changes it."""
+    """`beta`, strictly between 0 and 1, changes it."""
 
 
 def divergence_(
@@ -211,7 +211,7 @@ def divergence_(
     /,
     columns: Columns = ALL_COLUMNS,
 ) -> Tensor:
-    """Divergence of each row `[R]` between two chunks of logits `[R, V]`, both overwritten.
+    """Return the divergence of each row `[R]` between two chunks of logits `[R, V]`, both overwritten.
 
     With `coef` `[R]`, `student` is left holding `coef * d divergence / d student logits`.
     """
@@ -220,7 +220,7 @@ def divergence_(
     for block in columns.blocks(student):
         column = None if coef is None else coef[block].unsqueeze(1)
         values[block] = rows(student[block], teacher[block], beta, column, columns).squeeze(1)
-    # A divergence is never negative; rounding may say so by a few 1e-8. NaN passes through.
+    # A divergence is never negative, but rounding may give a few -1e-8. NaN passes through.
     return values.clamp_min_(0)
 
 
@@ -300,4 +300,4 @@ DIVERGENCES = {
     "forward": Divergence(_forward_kl, _forward_kl_),
     "jsd": Divergence(_jsd, _jsd_, uses_beta=True),
 }
-"""By the name that `distill.loss.kind` gives them: the same names as in `opd.config.distill`."""
+"""By the name in `distill.loss.kind`; the same names as in `opd.config.distill`."""

@@ -17,7 +17,7 @@ FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def statistics_dtype(*tensors: Tensor) -> torch.dtype:
-    """float64 if any of `tensors` is, else float32: what logits and their statistics are computed in."""
+    """Return float64 if any of `tensors` is, else float32: the dtype of logits and their statistics."""
     return torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
 
 
@@ -25,12 +25,10 @@ def statistics_dtype(*tensors: Tensor) -> torch.dtype:
 class Head:
     """Hidden states to logits, over the first `vocab_size` rows of `weight`.
 
-    `logits = scale * (h W^T + b)`, and `softcap * tanh(logits / softcap)` where there is a softcap (Gemma
-    2). `scale` holds whatever a family multiplies its logits by (Cohere) or the inverse of what it divides
-    them by (Granite). The tensors are kept as they are, so gradients flow to a model's own parameters.
-
-    Raises `TypeError` for tensors that are not floating point and `ValueError` for shapes and numbers that
-    do not fit together.
+    `logits = scale * (h W^T + b)`, and `softcap * tanh(logits / softcap)` if there is a softcap (Gemma 2).
+    `scale` is a family's factor of its logits (Cohere) or the inverse of its divisor (Granite). The tensors
+    are kept as they are, so gradients flow to a model's own parameters. Raises `TypeError` for tensors that
+    are not floating point and `ValueError` for shapes and numbers that do not fit together.
     """
 
     weight: Tensor
@@ -40,16 +38,16 @@ class Head:
     scale: float = 1.0
     softcap: float | None = None
     vocab_size: int | None = None
-    """Rows that stand for tokens; the rest is padding and takes no probability. `None`: all."""
+    """Number of rows for tokens. The others are padding and take no probability. `None`: all."""
     allow_bf16_logits: bool = False
     """Let the matmul of bfloat16 hidden states and weights round the logits to bfloat16, as a model in
-    bfloat16 does itself: an error of up to 2^-8 of each logit, for speed where no matmul with a float32
+    bfloat16 does itself. The error is up to 2^-8 of each logit. It saves time if no matmul with a float32
     result exists (on a CPU)."""
     total: Tensor | None = None
-    """[V, D]: where the chunked operations add the weight's gradient, in the place of giving it to autograd,
-    so that it exists once however many operations there are. A divergence adds in its forward what its
-    declared weights mean, so whoever sets this goes backward through all that has a gradient. Without effect
-    on operations whose statistics are of another dtype."""
+    """[V, D]: sum to which the chunked operations add the weight's gradient instead of giving it to autograd,
+    so it exists once for any number of operations. A divergence adds the gradient of its declared weights in
+    its forward, so code that sets this runs backward through everything with a gradient. Operations whose
+    statistics have another dtype ignore it."""
 
     def __post_init__(self) -> None:
         if self.weight.dtype not in FLOATS:
@@ -88,16 +86,16 @@ class Head:
 
     @property
     def hidden_size(self) -> int:
-        """Width `D` of the hidden states it takes."""
+        """Width `D` of its hidden states."""
         return self.weight.shape[1]
 
     @property
     def nbytes(self) -> int:
-        """Bytes its tensors hold, padding rows included."""
+        """Bytes of its tensors, padding rows included."""
         return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """`[N, D]` -> `[N, V]` float32 (float64 if hidden states or weight are). Plain and
+        """Return logits `[N, V]` float32 (float64 if hidden states or weight are) of `[N, D]`. Plain and
         differentiable."""
         dtype = statistics_dtype(hidden, self.weight)
         rows = slice(0, self.vocabulary)
@@ -118,18 +116,17 @@ class Head:
 
 @contextmanager
 def gathered(module: Any) -> Iterator[Tensor | None]:
-    """The gradients of a head and of an embedding, each in one place for a whole step.
+    """Collect the gradients of a head and of an embedding, each in one tensor for a whole step.
 
     Autograd makes a gradient `[V, D]` for every operation on the head, and one for every reading of the
-    embedding, and adds each to `.grad`: from the second micro-batch on a step holds two of them, and three
-    where head and embedding are one weight.
+    embedding, and adds each to `.grad`. From the second micro-batch on a step holds two of them, and three if
+    head and embedding are one weight.
 
-    While the block runs, a sum `[V, D]` for the gradient of the weight of a language model's head, and
-    rows alone of its embedding's; afterwards all of it is in the `.grad` of both. `None` for a head that does
-    not learn.
+    The block gets a sum `[V, D]` for the gradient of the head's weight; of the embedding's gradient only rows
+    exist. Afterwards all of it is in the `.grad` of both. `None` for a frozen head.
 
-    Of float32 and float64 the sum is `.grad` itself. Of 16-bit numbers it is float32 and rounded once, at the
-    end, and the embedding's gradient stays whole: rows of 16 bits would be rounded each time.
+    For float32 and float64 the sum is `.grad` itself. For 16-bit numbers it is float32 and rounded once, at
+    the end, and the embedding's gradient stays dense, because rows of 16 bits would be rounded each time.
     """
     weight, embedding = module.get_output_embeddings().weight, module.get_input_embeddings()
     wide = weight.dtype == statistics_dtype(weight)
@@ -153,12 +150,12 @@ def gathered(module: Any) -> Iterator[Tensor | None]:
 
 
 def _opened(weight: nn.Parameter) -> Tensor:
-    """Its `.grad`, of zeros where there is none."""
+    """Return its `.grad`, created as zeros if missing."""
     if weight.grad is None:
         weight.grad = torch.zeros_like(weight)
     return weight.grad
 
 
 def _in_order(gradient: Tensor) -> Tensor:
-    """Rows of one token summed, so that adding them has one order on every device."""
+    """Sum the rows of each token, so that adding them has one order on every device."""
     return gradient.coalesce() if gradient.is_sparse else gradient

@@ -1,14 +1,13 @@
-"""The one public face of the kernels: exact full-vocabulary divergences and log-probabilities from hidden
-states.
+"""Public interface of the kernels: exact full-vocabulary divergences and log-probabilities of hidden states.
 
-Inputs may be float32, bfloat16, float16 or float64; logits, statistics and results are float32 (float64 if
-any input is). All values are in nats, all logits are divided by `temperature`. The implementation is chosen
-by the environment variable `OPD_KERNELS`: `chunked`, `reference`, `tilelang`, or `auto` (the default). This
+Inputs may be float32, bfloat16, float16 or float64. Logits, statistics and results are float32 (float64 if
+any input is). All values are in nats, all logits are divided by `temperature`. The environment variable
+`OPD_KERNELS` chooses the implementation: `chunked`, `reference`, `tilelang`, or `auto` (the default). This
 module checks inputs and never computes anything itself.
 
-Every operation raises `TypeError` for a wrong dtype, `ValueError` for shapes, vocabularies or options that
-do not fit together, and `FloatingPointError` naming the token where a hidden state or a result is not
-finite. Empty input (no tokens) works. No operation has a second derivative.
+Every operation raises `TypeError` for a wrong dtype, `ValueError` for shapes, vocabularies or options that do
+not fit together, and `FloatingPointError` naming the token of a hidden state or result that is not finite.
+Empty input (no tokens) works. No operation has a second derivative.
 """
 
 from __future__ import annotations
@@ -45,18 +44,17 @@ __all__ = [
 IMPLEMENTATIONS = ("auto", "chunked", "reference", "tilelang", "triton")
 _COMPILED = {"tilelang": "opd.kernels.tilelang_fused", "triton": "opd.kernels.triton_rows"}
 LARGE = 16384
-"""Vocabulary from which TileLang's row kernel is the default on a CPU. It saves about 2 ns for a pair of
-logits, 4 to 8 % of a divergence at widths of 576 to 1024; over a small one that is less than its first use
-takes."""
+"""Minimum vocabulary for TileLang's row kernel by default on a CPU. It saves about 2 ns for a pair of logits,
+4 to 8 % of a divergence at widths of 576 to 1024. Over a small one its first use takes more."""
 
 
 def implementation() -> Any:
-    """What has the operations: the one that the environment variable `OPD_KERNELS` names. Asking for one that
-    is not there is a `ValueError`, never a fallback.
+    """Return the operations that the environment variable `OPD_KERNELS` names. Raises `ValueError` if they
+    are not available; there is no fallback.
 
-    `auto` is `triton` on a machine whose GPU can run it; else `chunked`, with TileLang's row kernels over
-    large vocabularies (`LARGE`) where TileLang and a C++ compiler are installed. Over small
-    ones they gain less than their first use, which compiles them, takes.
+    `auto` is `triton` on a machine whose GPU can run it. Otherwise it is `chunked`, with TileLang's row
+    kernels over large vocabularies (`LARGE`) if TileLang and a C++ compiler are installed. Over small ones
+    they save less than the compilation at their first use takes.
     """
     name = os.environ.get("OPD_KERNELS", "auto")
     if name not in IMPLEMENTATIONS:
@@ -82,13 +80,13 @@ def implementation() -> Any:
 
 @lru_cache(maxsize=2)
 def _compiled(name: str) -> SimpleNamespace:
-    """The operations of `chunked`, those that `name` has kernels for in its way."""
+    """Return the operations of `chunked`, replaced by the kernels that `name` has."""
     return _named(name, import_module(_COMPILED[name]).OPERATIONS)
 
 
 @lru_cache(maxsize=1)
 def _with_large_rows() -> SimpleNamespace:
-    """The operations of `chunked`, with TileLang's row kernel over large vocabularies."""
+    """Return the operations of `chunked`, with TileLang's row kernel over large vocabularies."""
     kinds = ("linear_kl", "linear_mixture_kl", "logits_kl", "score_kl")
     return _named("rows", {op: partial(getattr(chunked, op), row_kernel=_rows_) for op in kinds})
 
@@ -98,7 +96,7 @@ def _named(name: str, own: dict[str, Callable[..., Any]]) -> SimpleNamespace:
 
 
 def _rows_(student: Tensor, teacher: Tensor, kind: str, beta: float, coef: Tensor | None, /) -> Tensor:
-    """A `RowKernel`. What compiles is imported where it is wanted."""
+    """A `RowKernel`. The compiling one is imported at its first use."""
     if student.shape[1] < LARGE:
         return divergences.divergence_(student, teacher, kind, beta, coef)
     from opd.kernels.tilelang_rows import proved_divergence_
@@ -120,22 +118,22 @@ def linear_kl(
     notes: TokenNotes | None = None,
     chunk: int = 1024,
 ) -> Tensor:
-    """Per-token divergence `[T]` over the whole vocabulary between student `p` and teacher `t`.
+    """Return the per-token divergence `[T]` over the whole vocabulary between student `p` and teacher `t`.
 
-    `kind` is a name of `opd.kernels.divergences`: `reverse` is KL(p || t) (MiniLLM, Gu et al. 2024),
-    `forward` is KL(t || p), `jsd` is the generalised Jensen-Shannon divergence `beta KL(t || m) + (1 - beta)
+    `kind` is a name of `opd.kernels.divergences`. `reverse` is KL(p || t) (MiniLLM, Gu et al. 2024).
+    `forward` is KL(t || p). `jsd` is the generalised Jensen-Shannon divergence `beta KL(t || m) + (1 - beta)
     KL(p || m)` with `m = beta t + (1 - beta) p` (GKD, Agarwal et al. 2024, section 2). Differentiable in
-    `student_hidden` `[T, Ds]` and the student head's weight and bias; `teacher_hidden` `[T, Dt]` and
+    `student_hidden` `[T, Ds]` and the student head's weight and bias. `teacher_hidden` `[T, Dt]` and
     `teacher_head` get no gradient. Both heads need the same vocabulary.
 
-    `weight` `[T]` declares the gradient the caller will send in: `loss = (weight * kl).sum()`. Tokens of
-    weight 0 are skipped: their value and gradient are 0 whatever arrives. The gradient is computed together
-    with the values and is free in the backward if what arrives is a multiple of `weight` (of ones if `None`);
-    anything else is still right, at the price of a second computation. The result is not multiplied by
-    `weight`. `counted` [M] int64, of a caller who knows it: the tokens whose weight is not 0, in order, for
-    which no device is then asked. `notes` are filled with what the student's logits say of single tokens.
+    `weight` `[T]` declares the caller's upstream gradient: `loss = (weight * kl).sum()`. Tokens of weight 0
+    are skipped; their value and gradient are 0 for any upstream gradient. The gradient is computed with the
+    values, and is free in the backward if the upstream gradient is a multiple of `weight` (of ones if
+    `None`). Any other is still right, at the price of a second computation. The result is not multiplied by
+    `weight`. `counted` [M] int64 are the tokens of nonzero weight, in order; a caller that knows them saves a
+    wait for the device. `notes` are filled with the student's statistics of single tokens.
 
-    At most `chunk` tokens have their logits in memory, two buffers `[chunk, V]`: `[T, V]` is never held.
+    At most `chunk` tokens have their logits in memory, two buffers `[chunk, V]`. `[T, V]` never exists.
     """
     checks.check_pair(student_hidden, student_head, teacher_hidden, teacher_head)
     checks.check_divergence(kind, beta)
@@ -172,10 +170,10 @@ def score_kl(
     temperature: float = 1.0,
     chunk: int = 1024,
 ) -> Tensor:
-    """The divergence `[T]` of `linear_kl` without a gradient, in the least memory.
+    """Return the divergence `[T]` of `linear_kl` without a gradient, in the least memory.
 
-    The compiled kernels keep logits in registers (`chunk` is then without effect); they take float32 and
-    float16 on a CPU, bfloat16 and float16 on a GPU, and raise `TypeError` for others.
+    The compiled kernels keep logits in registers and ignore `chunk`. They take float32 and float16 on a CPU,
+    bfloat16 and float16 on a GPU, and raise `TypeError` for others.
     """
     checks.check_pair(student_hidden, student_head, teacher_hidden, teacher_head)
     checks.check_divergence(kind, beta)
@@ -201,10 +199,10 @@ def linear_mixture_kl(
     notes: TokenNotes | None = None,
     chunk: int = 1024,
 ) -> Tensor:
-    """KL(p || sum_i w_i t_i) `[T]`: reverse KL to the arithmetic mixture of several teachers.
+    """Return KL(p || sum_i w_i t_i) `[T]`, the reverse KL to the arithmetic mixture of several teachers.
 
-    `weights` are the `w_i`, positive and summing to 1; `weight` `[T]` and `counted` are the per-token ones of
-    `linear_kl`, with the same gradient contract. Three buffers `[chunk, V]`.
+    `weights` are the `w_i`, positive and summing to 1. `weight` `[T]` and `counted` are per token as in
+    `linear_kl`, with the same gradient contract. It uses three buffers `[chunk, V]`.
     """
     checks.check_hidden("student", student_hidden, student_head)
     checks.check_mixture(teacher_hiddens, teacher_heads, weights)
@@ -240,10 +238,9 @@ def geometric_floor(
     temperature: float = 1.0,
     chunk: int = 1024,
 ) -> Tensor:
-    """`-log Z = -log sum_v prod_i t_i(v)^w_i` `[T]`: the least value of `sum_i w_i KL(p || t_i)` over all
-    `p`.
+    """Return `-log Z = -log sum_v prod_i t_i(v)^w_i` `[T]`, the minimum of `sum_i w_i KL(p || t_i)` over `p`.
 
-    It is 0 only where the teachers agree. No gradient.
+    It is 0 only if the teachers agree. No gradient.
     """
     checks.check_mixture(teacher_hiddens, teacher_heads, weights)
     checks.check_scalars(temperature, chunk)
@@ -264,7 +261,7 @@ def logits_kl(
     beta: float = 0.5,
     temperature: float = 1.0,
 ) -> Tensor:
-    """Per-token divergence `[T]` between given logits `[T, V]`, differentiable in the student's; see
+    """Return the per-token divergence `[T]` between logits `[T, V]`, differentiable in the student's; see
     `linear_kl`."""
     for name, logits in (("student", student_logits), ("teacher", teacher_logits)):
         checks.check_logits(name, logits)
@@ -282,10 +279,10 @@ def logits_kl(
 def linear_logprobs(
     hidden: Tensor, head: Head, ids: Tensor, *, temperature: float = 1.0, chunk: int = 1024
 ) -> Tensor:
-    """Log-probabilities of `ids` (`[N]` or `[N, K]`, and so is the result) given `hidden` `[N, D]`.
+    """Return log-probabilities of `ids` (`[N]` or `[N, K]`, like the result) given `hidden` `[N, D]`.
 
-    Differentiable in the hidden states and the head; the backward recomputes the logits chunk by chunk, and
-    only for tokens that receive a gradient. One buffer `[chunk, V]`.
+    Differentiable in the hidden states and the head. The backward recomputes the logits chunk by chunk, and
+    only for tokens that receive a gradient. It uses one buffer `[chunk, V]`.
     """
     ids = _checked_token_inputs(hidden, head, ids, temperature, chunk)
     values = implementation().linear_logprobs(hidden, head, ids, temperature=temperature, chunk=chunk)
@@ -296,7 +293,7 @@ def linear_logprobs(
 def linear_logprobs_entropy(
     hidden: Tensor, head: Head, ids: Tensor, *, temperature: float = 1.0, chunk: int = 1024
 ) -> tuple[Tensor, Tensor]:
-    """`linear_logprobs` and the entropy `[N]` of each row's distribution, both differentiable."""
+    """Return `linear_logprobs` and the entropy `[N]` of each row's distribution, both differentiable."""
     ids = _checked_token_inputs(hidden, head, ids, temperature, chunk)
     values, entropy = implementation().linear_logprobs_entropy(
         hidden, head, ids, temperature=temperature, chunk=chunk
@@ -308,8 +305,8 @@ def linear_logprobs_entropy(
 def linear_topk(
     hidden: Tensor, head: Head, k: int, *, temperature: float = 1.0, chunk: int = 1024
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The `k` most likely tokens: ids `[N, k]` int64 and log-probabilities `[N, k]`, most likely first, and
-    the probability `[N]` of all others. No gradient."""
+    """Return the `k` most likely tokens: ids `[N, k]` int64 and log-probabilities `[N, k]`, most likely
+    first, and the probability `[N]` of all others. No gradient."""
     checks.check_hidden("given", hidden, head)
     checks.check_scalars(temperature, chunk)
     checks.check_finite_hidden("given", hidden.detach())
@@ -320,8 +317,8 @@ def linear_topk(
 
 
 def selective_log_softmax(logits: Tensor, ids: Tensor) -> Tensor:
-    """Log-probabilities of `ids` (`[N]` or `[N, K]`, and so is the result) under `logits` `[N, V]`;
-    differentiable."""
+    """Return log-probabilities of `ids` (`[N]` or `[N, K]`, like the result) under `logits` `[N, V]`.
+    Differentiable."""
     checks.check_logits("given", logits)
     ids = checks.checked_ids(ids, logits.shape[0], logits.shape[1])
     values = implementation().selective_log_softmax(logits, ids)
@@ -330,7 +327,7 @@ def selective_log_softmax(logits: Tensor, ids: Tensor) -> Tensor:
 
 
 def topk_log_probs(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """`linear_topk` of given `logits` `[N, V]`: ids, log-probabilities, and the probability of all others."""
+    """`linear_topk` of `logits` `[N, V]`: ids, log-probabilities, and the probability of all others."""
     checks.check_logits("given", logits)
     checks.check_k(k, logits.shape[1])
     ids, logprobs, tail = implementation().topk_log_probs(logits.detach(), k)
@@ -339,7 +336,7 @@ def topk_log_probs(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _checked_token_inputs(hidden: Tensor, head: Head, ids: Tensor, temperature: float, chunk: int) -> Tensor:
-    """The ids to compute with."""
+    """Check the inputs. Return the ids to compute with."""
     checks.check_hidden("given", hidden, head)
     ids = checks.checked_ids(ids, len(hidden), head.vocabulary)
     checks.check_scalars(temperature, chunk)

@@ -1,10 +1,10 @@
-"""Matrix products: those around the row kernels (hidden states -> logits, and logits' gradient -> hidden
-states and head), and on a CPU those of linear layers and of decode, in the way this processor is fast in.
+"""Matrix products by the fastest library of this processor: those around the row kernels (hidden states ->
+logits, and logits' gradient -> hidden states and head), and on a CPU those of linear layers and of decode.
 
-PyTorch gives float32 products to MKL. On AMD processors with AVX-512 oneDNN, which PyTorch brings as well,
-takes about half of its time for most shapes; and on many processors products of 16-bit numbers take longer
-than those of the same numbers widened to float32 (`tests/bench/matmul.py`). What is chosen is decided by
-the processor, not by a clock, so that every run on a machine has the same bits.
+PyTorch gives float32 products to MKL. On AMD processors with AVX-512 oneDNN, which PyTorch includes as well,
+takes about half of its time for most shapes. On many processors products of 16-bit numbers take longer than
+those of the same numbers widened to float32 (`tests/bench/matmul.py`). The processor decides, not a clock, so
+every run on a machine has the same bits.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 
 CPU_INFO = Path("/proc/cpuinfo")
 LARGE = 1 << 16
-"""Numbers in a weight from which its products go to oneDNN where that is faster: a call costs 10 us more."""
+"""Minimum numbers in a weight for oneDNN if it is faster, because a call costs 10 us more."""
 LARGER = 1 << 18
-"""The same where only its own layout makes it faster, for some rows at a time."""
+"""The same if only its own layout makes it faster, for a few rows at a time."""
 CHUNK, CHUNK_DEVICE = 1024, 4096
-"""Tokens whose logits exist at a time, on a CPU and at most on a GPU, where nothing else is asked for."""
+"""Default number of tokens whose logits exist at a time, on a CPU and at most on a GPU."""
 
 
 def _is_amd() -> bool:
@@ -38,7 +38,7 @@ def _is_amd() -> bool:
 
 @lru_cache(maxsize=1)
 def onednn_packs() -> bool:
-    """Whether a float32 weight should be laid out for oneDNN where it is multiplied by few rows at a time."""
+    """Return True if a float32 weight should be laid out for oneDNN for products with few rows."""
     return (
         torch.backends.mkldnn.is_available()
         and torch.backends.mkl.is_available()
@@ -49,16 +49,16 @@ def onednn_packs() -> bool:
 
 @lru_cache(maxsize=1)
 def onednn_is_faster() -> bool:
-    """Whether all float32 products should go to oneDNN."""
+    """Return True if all float32 products should go to oneDNN."""
     return onednn_packs() and _is_amd()
 
 
 @lru_cache(maxsize=4)
 def widens(dtype: torch.dtype) -> bool:
-    """Whether products of `dtype` should be taken in float32 on this CPU.
+    """Return True if products of `dtype` should be taken in float32 on this CPU.
 
-    Without an instruction for their products 16-bit numbers are multiplied in plain loops, and Intel's
-    processors with AVX-512's for bfloat16, but without AMX, reach half the rate of their float32.
+    Without an instruction for their products 16-bit numbers are multiplied in plain loops. Intel's processors
+    with AVX-512's for bfloat16, but without AMX, reach half the rate of their float32.
     """
     found = getattr(torch.cpu, "get_capabilities", dict)()
     if dtype == torch.bfloat16:
@@ -72,10 +72,11 @@ def widens(dtype: torch.dtype) -> bool:
 
 
 def tokens_per_chunk(asked: int | None, device: torch.device, vocabulary: int) -> int:
-    """Tokens whose logits over `vocabulary` exist at a time on `device`: `asked`, or what suits it.
+    """Return the number of tokens whose logits over `vocabulary` exist at a time on `device`. `asked`
+    overrides the default.
 
-    On a GPU a chunk reads and writes the head's whole gradient beside products that take little longer, so it
-    is large: as long as two chunks of float32 logits take no more than a sixteenth of the memory.
+    On a GPU a chunk reads and writes the head's whole gradient beside products that take little longer, so
+    chunks are large: two chunks of float32 logits take up to a sixteenth of the memory.
     """
     if asked is not None or device.type != "cuda":
         return asked or CHUNK
@@ -85,7 +86,7 @@ def tokens_per_chunk(asked: int | None, device: torch.device, vocabulary: int) -
 
 
 def takes_onednn(inputs: Tensor) -> bool:
-    """Whether `onednn_linear` is the faster product for `inputs`."""
+    """Return True if `onednn_linear` is the faster product for `inputs`."""
     return inputs.device.type == "cpu" and inputs.dtype == torch.float32 and onednn_is_faster()
 
 
@@ -95,7 +96,7 @@ def onednn_linear(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) ->
 
 
 def other_way(inputs: Tensor, weight: Tensor) -> bool:
-    """Whether a product has another way here than PyTorch's own."""
+    """Return True if a faster product than PyTorch's own exists here."""
     if inputs.numel() == 0 or inputs.dtype != weight.dtype:
         return False
     if inputs.dtype == torch.float32:
@@ -104,8 +105,8 @@ def other_way(inputs: Tensor, weight: Tensor) -> bool:
 
 
 def _product(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`inputs` `[M, K]` times the transposed `weight` `[N, K]`, plus `bias` `[N]`, all of a dtype: by the
-    faster library, in float32 and rounded once.
+    """Return `inputs` `[M, K]` times the transposed `weight` `[N, K]`, plus `bias` `[N]`, all of a dtype. It
+    uses the faster library, in float32, and rounds once.
     """
     shift = None if bias is None else bias.float()
     way = onednn_linear if weight.numel() >= LARGE and onednn_is_faster() else functional.linear
@@ -149,7 +150,7 @@ class Linear(nn.Linear):
 
 
 def speed_up(module: nn.Module) -> None:
-    """Let every plain `nn.Linear` in `module` be a `Linear` where that is faster for some dtype."""
+    """Make every plain `nn.Linear` in `module` a `Linear` if that is faster for some dtype."""
     if onednn_is_faster() or widens(torch.bfloat16) or widens(torch.float16):
         for part in module.modules():
             if type(part) is nn.Linear:
@@ -157,14 +158,14 @@ def speed_up(module: nn.Module) -> None:
 
 
 class DecodeWeight:
-    """A copy of a weight for products with few rows, laid out once as this processor is fast with it; one of
-    16-bit numbers that are multiplied slowly is float32.
+    """A copy of a weight for products with few rows, laid out once for this processor. Slow 16-bit numbers
+    become float32.
     """
 
     __slots__ = ("_packed", "_weight", "_wide")
 
     def __init__(self, weight: Tensor) -> None:
-        """`weight` `[N, K]`, which nothing else may hold."""
+        """Take over `weight` `[N, K]`, which nothing else may hold."""
         here, least = weight.device.type == "cpu", LARGE if onednn_is_faster() else LARGER
         self._wide = here and widens(weight.dtype)
         if self._wide:
@@ -174,15 +175,15 @@ class DecodeWeight:
 
     @property
     def laid_out(self) -> Tensor:
-        """Its numbers, as they lie in memory."""
+        """Its numbers, in their memory layout."""
         return self._weight
 
     def copy_(self, other: DecodeWeight) -> None:
-        """Take over the numbers of `other`, of the same shape, in place. Not for a layout of oneDNN's."""
+        """Copy the numbers of `other`, of the same shape, in place. Not for a layout of oneDNN's."""
         self._weight.copy_(other._weight)
 
     def times(self, inputs: Tensor, bias: Tensor | None = None) -> Tensor:
-        """`inputs` `[M, K]` -> `[M, N]`, plus `bias` `[N]`."""
+        """Map `inputs` `[M, K]` to `[M, N]`, plus `bias` `[N]`."""
         if self._wide:
             return self._times(inputs.float(), None if bias is None else bias.float()).to(inputs.dtype)
         return self._times(inputs, bias)
@@ -195,8 +196,8 @@ class DecodeWeight:
         return torch.addmm(bias, inputs, self._weight)
 
     def added(self, total: Tensor, inputs: Tensor, alpha: float = 1.0) -> Tensor:
-        """`total` `[M, N]`, whose memory the result may take, plus `alpha` times the product with `inputs`
-        `[M, K]`.
+        """Return `total` `[M, N]`, whose memory the result may reuse, plus `alpha` times the product with
+        `inputs` `[M, K]`.
         """
         if not self._packed and not self._wide:
             return total.addmm_(inputs, self._weight, alpha=alpha)
@@ -206,24 +207,24 @@ class DecodeWeight:
 
 
 _FEW = 16
-"""Rows that the layout is chosen for; it serves any number."""
+"""Rows that the layout is chosen for; any number works."""
 
 
 Rows = slice | Tensor
-"""A chunk of tokens: a slice where all count, int64 indices where some are left out."""
+"""A chunk of tokens: a slice if all count, int64 indices if some are left out."""
 
-# Rows of a bf16 or fp16 weight that are widened, or whose product is, at a time: few enough for them to be
-# still in a cache when they are read, enough for the matmul.
+# Rows of a bf16 or fp16 weight that are widened, or whose product is, at a time: few enough to be still in a
+# cache when they are read, enough for the matmul.
 TILE_ROWS = 1024
-# Columns of the logits' gradient that are multiplied at a time where they are copied before.
+# Columns of the logits' gradient that are copied and multiplied at a time.
 COPIED_COLUMNS = 512
 # A matmul's tokens are filled up to a multiple of this. Libraries use other inner loops, with other rounding,
-# for a few rows and for the rows that remain beside their tiles; a multiple of 64 meets none of them.
+# for a few rows and for the rows that remain beside their tiles. A multiple of 64 meets none of them.
 ROW_TILE = 64
 
 
 def chunks(tokens: int, size: int, counted: Tensor | None = None) -> Iterator[Rows]:
-    """Cut the tokens (those that are `counted` `[M]` int64, if given) into chunks of at most `size`."""
+    """Split the tokens (only the `counted` `[M]` int64, if given) into chunks of at most `size`."""
     if counted is None:
         for start in range(0, tokens, size):
             yield slice(start, min(start + size, tokens))
@@ -232,18 +233,17 @@ def chunks(tokens: int, size: int, counted: Tensor | None = None) -> Iterator[Ro
 
 
 def some_of(counts: Tensor, counted: Tensor | None = None) -> tuple[Tensor | None, int]:
-    """The places `[M]` int64 of what `counts` `[N]` bool for `chunks`, `None` where all does, and how many.
-
-    A device is waited for once, or not at all if the places are given (`counted`).
+    """Return the indices `[M]` int64 of True in `counts` `[N]` bool for `chunks`, `None` if all are, and
+    their number. It waits once for the device, or not at all if the indices are given (`counted`).
     """
     places = counts.nonzero().squeeze(1) if counted is None else counted
     return None if len(places) == len(counts) else places, len(places)
 
 
 def matmul_rows(tokens: int, chunk: int) -> int:
-    """Rows of the matmuls for a chunk of `tokens`, at most `chunk`: see `ROW_TILE`.
+    """Return the rows of the matmuls for a chunk of `tokens`, at most `chunk`: see `ROW_TILE`.
 
-    Always `chunk` under `torch.use_deterministic_algorithms`: one shape, whatever else is in the batch.
+    Always `chunk` under `torch.use_deterministic_algorithms`, so the shape is the same for any batch.
     """
     if torch.are_deterministic_algorithms_enabled():
         return chunk if tokens else 0
@@ -251,29 +251,29 @@ def matmul_rows(tokens: int, chunk: int) -> int:
 
 
 def take(tensor: Tensor, rows: Rows, chunk: int) -> Tensor:
-    """The `rows` of `tensor` `[T, ...]`, filled up with zeros to `matmul_rows`."""
+    """Return the `rows` of `tensor` `[T, ...]`, filled up with zeros to `matmul_rows`."""
     part = tensor[rows]
     missing = matmul_rows(len(part), chunk) - len(part)
     return part if missing == 0 else torch.cat([part, part.new_zeros(missing, *part.shape[1:])])
 
 
 def narrow_matmul(hidden: Tensor, weight: Tensor) -> bool:
-    """Whether this machine multiplies these two faster in bfloat16 than widened to float32."""
+    """Return True if this machine multiplies these two faster in bfloat16 than widened to float32."""
     if hidden.dtype != torch.bfloat16 or weight.dtype != torch.bfloat16:
         return False
     return hidden.device.type != "cpu" or not widens(torch.bfloat16)
 
 
 def wide_product(hidden: Tensor, weight: Tensor) -> bool:
-    """Whether a matmul of 16-bit inputs with an unrounded float32 result exists (CUDA has one)."""
+    """Return True if a matmul of 16-bit inputs with an unrounded float32 result exists (CUDA has one)."""
     halves = (torch.bfloat16, torch.float16)
     return hidden.is_cuda and hidden.dtype == weight.dtype and hidden.dtype in halves
 
 
 def weight_tiles(head: Head, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
-    """The weight's vocabulary rows in `dtype`: whole if it has it already, else tile by tile.
+    """Yield the weight's vocabulary rows in `dtype`: all at once if it has that dtype, else tile by tile.
 
-    A tile is valid until the next one is asked for: all are written into the same memory.
+    A tile is valid until the next one, because all are written into the same memory.
     """
     weight = head.weight.detach()[: head.vocabulary]
     if weight.dtype == dtype:
@@ -286,7 +286,7 @@ def weight_tiles(head: Head, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor
 
 
 def write_logits(hidden: Tensor, head: Head, temperature: float, out: Tensor) -> Tensor:
-    """Logits of `hidden` `[C, D]` divided by `temperature`, written into `out` `[C, V]`."""
+    """Write logits of `hidden` `[C, D]` divided by `temperature` into `out` `[C, V]`."""
     hidden, factor = hidden.detach(), head.scale / (head.softcap or temperature)
     bias = None if head.bias is None else head.bias.detach()[: head.vocabulary].to(out.dtype)
     if out.dtype == torch.float32 and wide_product(hidden, head.weight):
@@ -310,9 +310,9 @@ def write_logits(hidden: Tensor, head: Head, temperature: float, out: Tensor) ->
 
 
 def _write_affine(hidden: Tensor, weight: Tensor, bias: Tensor | None, factor: float, out: Tensor) -> None:
-    """`factor * (hidden weight^T + bias)` into `out` `[C, N]`; all of one dtype."""
+    """Write `factor * (hidden weight^T + bias)` into `out` `[C, N]`; all of one dtype."""
     if takes_onednn(hidden):
-        for start in range(0, len(weight), TILE_ROWS):  # a part is in the cache when it is copied
+        for start in range(0, len(weight), TILE_ROWS):  # a tile is in the cache when it is copied
             columns = slice(start, min(start + TILE_ROWS, len(weight)))
             part = onednn_linear(hidden, weight[columns], None if bias is None else bias[columns])
             torch.mul(part, factor, out=out[:, columns])
@@ -323,7 +323,7 @@ def _write_affine(hidden: Tensor, weight: Tensor, bias: Tensor | None, factor: f
 
 
 def _scale_and_shift_(logits: Tensor, factor: float, bias: Tensor | None) -> None:
-    """`factor * (logits + bias)`, in place."""
+    """Replace `logits` by `factor * (logits + bias)`."""
     if bias is not None:
         logits.add_(bias)
     if factor != 1.0:
@@ -331,7 +331,7 @@ def _scale_and_shift_(logits: Tensor, factor: float, bias: Tensor | None) -> Non
 
 
 def softcap_slope(logits: Tensor, head: Head, temperature: float) -> Tensor | None:
-    """`1 - (z / softcap)^2` for tempered logits `[R, V]`: the derivative of the softcap. None without
+    """Return `1 - (z / softcap)^2` for tempered logits `[R, V]`, the derivative of the softcap. None without
     one."""
     if head.softcap is None:
         return None
@@ -339,13 +339,12 @@ def softcap_slope(logits: Tensor, head: Head, temperature: float) -> Tensor | No
 
 
 class Gradients:
-    """Collects what the student's hidden states, weight and bias get from each chunk.
+    """Collects the gradients of the student's hidden states, weight and bias from each chunk.
 
-    Sums over chunks are kept in statistics precision. Where hidden states and weight are bfloat16 and the
+    Sums over chunks are kept in statistics precision. If hidden states and weight are bfloat16 and the
     machine multiplies those faster, the logits' gradient is rounded to bfloat16 for its two matmuls, as
-    autograd does in a bfloat16 model. `single`: one chunk holds all tokens, so that nothing is summed.
-
-    Where the head has a `total` of the statistics' dtype, the weight's part goes there.
+    autograd does in a bfloat16 model. With `single` one chunk holds all tokens, so nothing is summed. If the
+    head has a `total` of the statistics' dtype, the weight's part goes there.
     """
 
     def __init__(
@@ -354,7 +353,7 @@ class Gradients:
         self.head = head
         self.narrow = dtype == torch.float32 and narrow_matmul(hidden, head.weight)
         self.shared = needs[1] and head.total is not None and head.total.dtype == dtype
-        """Whether the weight's gradient is part of a sum that others add to."""
+        """True if the weight's gradient is part of a sum that others add to."""
         self.first = not self.shared
         device = hidden.device
         self.hidden = self.weight = self.bias = None
@@ -373,11 +372,11 @@ class Gradients:
             self.bias = torch.zeros(head.weight.shape[0], dtype=dtype, device=device)
 
     def add(self, rows: Rows, hidden: Tensor, grad_logits: Tensor, spare: Tensor | None = None) -> None:
-        """One chunk: `grad_logits` `[M, V]` is the loss gradient at `h W^T + b` of its tokens, filled up with
-        rows of zeros like `hidden` `[M, D]`; `rows` are the tokens' places. Where the two matmuls are narrow
-        it may be bfloat16 already.
+        """Add one chunk. `grad_logits` `[M, V]` is the loss gradient at `h W^T + b` of its tokens, filled up
+        with rows of zeros like `hidden` `[M, D]`. `rows` are the tokens' indices. If the two matmuls are
+        narrow it may be bfloat16 already.
 
-        `spare`: memory of at least half the size of `grad_logits` that may be overwritten.
+        `spare` is memory of at least half the size of `grad_logits` that may be overwritten.
         """
         vocabulary = self.head.vocabulary
         if self.bias is not None:
@@ -385,7 +384,8 @@ class Gradients:
         if self.narrow and grad_logits.dtype != torch.bfloat16:
             grad_logits = _rounded(grad_logits, spare)
         if grad_logits.dtype == torch.bfloat16 and not grad_logits.is_cuda:
-            # With AMX a product of bfloat16 rows reads what lies between them (PyTorch 2.13): NaN, say.
+            # With AMX a product of bfloat16 rows reads the memory between them (PyTorch 2.13), which may hold
+            # NaN.
             grad_logits = grad_logits.contiguous()
         tokens = rows.stop - rows.start if isinstance(rows, slice) else len(rows)
         if self.hidden is not None:
@@ -408,7 +408,7 @@ class Gradients:
     def _add_weight(self, total: Tensor, grad_logits: Tensor, hidden: Tensor) -> None:
         beta, transposed = 0 if self.first else 1, grad_logits.t()
         if not self.narrow and total.numel() >= LARGE and takes_onednn(grad_logits):
-            # oneDNN cannot add to what is there, and reads columns of long rows slowly: parts that fit in
+            # oneDNN cannot add to existing values, and reads columns of long rows slowly. Tiles that fit in
             # the cache are copied before and added after.
             across = hidden.to(grad_logits.dtype).t()
             self._add_parts(
@@ -436,14 +436,14 @@ class Gradients:
                 total[columns] += part
 
     def include(self, other: Gradients) -> None:
-        """Add what another run over the same tokens found; of a shared weight it is there already."""
+        """Add the gradients of another run over the same tokens. A shared weight has them already."""
         if self.hidden is not None and other.hidden is not None:
             self.hidden += other.hidden
         if self.bias is not None and other.bias is not None:
             self.bias += other.bias
 
     def as_inputs(self, hidden: Tensor, head: Head) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """The three gradients in their inputs' dtypes; none of a weight whose `total` has it."""
+        """Return the three gradients in their inputs' dtypes; None for a weight whose `total` has it."""
         if self.first and self.weight is not None:
             self.weight.zero_()
         bias = None if self.bias is None or head.bias is None else self.bias.to(head.bias.dtype)
@@ -455,7 +455,7 @@ class Gradients:
 
 
 def _rounded(values: Tensor, spare: Tensor | None) -> Tensor:
-    """`values` in bfloat16, written into the memory of `spare` if there is some."""
+    """Return `values` in bfloat16, written into the memory of `spare` if given."""
     if spare is None:
         return values.to(torch.bfloat16)
     room = spare.view(-1).view(torch.bfloat16)[: values.numel()].view(values.shape)
@@ -465,9 +465,9 @@ def _rounded(values: Tensor, spare: Tensor | None) -> Tensor:
 def blocks_with_slope(
     logits: Tensor, head: Head, temperature: float, gradient: bool, columns: Columns
 ) -> Iterator[tuple[slice, Tensor]]:
-    """Row blocks of `logits` `[C, V]` for a row kernel.
+    """Yield row blocks of `logits` `[C, V]` for a row kernel.
 
-    The softcap's slope is taken before the caller overwrites a block, and multiplied in after it has.
+    The softcap's slope is taken before the caller overwrites a block, and multiplied in afterwards.
     """
     for block in columns.blocks(logits):
         part = logits[block]

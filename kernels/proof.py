@@ -1,4 +1,4 @@
-"""What a compiled kernel has to show before anything is trained with it."""
+"""Verification of a compiled kernel before anything is trained with it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Launch = Callable[[Tensor, Tensor, str, float, Tensor | None, Tensor | None], Te
 
 
 def accepted(subject: str, found: str | None, where: str, instead: str) -> bool:
-    """Whether nothing was `found` wrong with a kernel; else a warning says what, and what is used then."""
+    """Return True if no fault was `found` in a kernel. Otherwise warn with the fault and the replacement."""
     if found is not None:
         warnings.warn(f"{subject} {found} {where}: {instead} used in its place", RuntimeWarning, stacklevel=6)
     return found is None
@@ -24,7 +24,7 @@ def accepted(subject: str, found: str | None, where: str, instead: str) -> bool:
 def passed(
     name: str, where: str, launch: Launch, kind: str, vocabulary: int, device: torch.device, *, rounds: bool
 ) -> bool:
-    """Whether the row kernel of `name` has no `fault`; a warning says which it has, and `where`."""
+    """Return True if the row kernel of `name` has no `fault`. Otherwise warn with the fault and `where`."""
     found = fault(launch, kind, vocabulary, device, rounds=rounds)
     subject = f"the {name} kernel of {kind} over {vocabulary} tokens"
     return accepted(subject, found, where, "PyTorch's row kernel is")
@@ -39,10 +39,10 @@ def fault(
     *,
     rounds: bool,
 ) -> str | None:
-    """What `launch(student, teacher, kind, beta, coef, rounded)` does wrong on float32 logits
-    `[ROWS, vocabulary]`, as the end of a sentence; `None` where nothing.
+    """Return the fault of `launch(student, teacher, kind, beta, coef, rounded)` on float32 logits `[ROWS,
+    vocabulary]`, as the end of a sentence, or `None`.
 
-    Compared with float64: values, gradient, NaN, the same bits twice, and where it `rounds` the gradient in
+    Compared with float64: values, gradient, NaN, equal bits twice, and if it `rounds` the gradient in
     bfloat16, written into the logits' own memory.
     """
     generator = torch.Generator(device).manual_seed(0)
@@ -64,7 +64,7 @@ def fault(
         alone = launch(student.clone(), teacher.clone(), kind, 0.3, None, None)
     except Exception as error:  # a compiler's faults have no common class
         return f"cannot be compiled or launched ({error!r})"
-    # Launches of another form may differ in bits: each is a compilation with an order of sums of its own.
+    # Launches of another form may differ in bits: each is a compilation with its own order of sums.
     if not _same_bits(got, again) or not _same_bits(first, second):
         return "gives other bits the second time"
     close = {"rtol": 1e-5, "atol": 2e-6, "equal_nan": True}
@@ -88,10 +88,10 @@ TokenGradient = Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor | None],
 def token_fault(
     statistics: Statistics, gradient: TokenGradient, vocabulary: int, device: torch.device
 ) -> str | None:
-    """What the kernels of single tokens do wrong on float32 logits `[ROWS, vocabulary]`, as `fault` says it.
+    """Return the fault of the kernels of single tokens on float32 logits `[ROWS, vocabulary]`, as in `fault`.
 
     Compared with float64: log-probabilities and entropy, their gradient with and without the entropy's, of
-    one id a row and of two, in both dtypes, NaN, and the same bits twice.
+    one id a row and of two, in both dtypes, NaN, and equal bits twice.
     """
     generator = torch.Generator(device).manual_seed(0)
     options = {"generator": generator, "device": device}
@@ -143,7 +143,7 @@ def _token_fault(
 
 
 ROUNDING = 2.0**-8
-"""Of a number to bfloat16, relative to it: half as much, and a last digit that fell to the other side."""
+"""Maximum relative error of rounding to bfloat16: half as much, and a last digit on the other side."""
 
 
 def _same_bits(one: Tensor, other: Tensor) -> bool:

@@ -1,7 +1,7 @@
-"""The operations written plainly with `[T, V]` tensors and autograd: what the fast ones are compared with.
+"""Plain operations with `[T, V]` tensors and autograd, the reference for the fast ones.
 
-Computes in float32, or in float64 if any input is. Same names and arguments as `opd.kernels.chunked`;
-`chunk` is accepted and ignored. Call through `opd.kernels.ops`, which checks inputs.
+It computes in float32, or in float64 if any input is. Names and arguments equal those of
+`opd.kernels.chunked`; `chunk` is ignored. Call through `opd.kernels.ops`, which checks inputs.
 """
 
 from __future__ import annotations
@@ -174,12 +174,12 @@ def _note(notes: TokenNotes, rows: Tensor, logprobs: Tensor) -> None:
 
 
 def _counted_rows(hidden: Tensor, weight: Tensor | None) -> Tensor:
-    """Indices of the tokens whose weight is not zero."""
+    """Return indices of the tokens whose weight is not zero."""
     if weight is None:
         return torch.arange(len(hidden), device=hidden.device)
     return weight.nonzero().squeeze(1)
 
 
 def _scatter(values: Tensor, rows: Tensor, tokens: int) -> Tensor:
-    """`values` at `rows`, zero elsewhere; `[tokens]`."""
+    """Return `[tokens]` with `values` at `rows`, zero elsewhere."""
     return values.new_zeros(tokens).index_put((rows,), values)

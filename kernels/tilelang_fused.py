@@ -1,16 +1,16 @@
-"""Fused kernels: hidden states and head weights of one tile -> logits in registers -> what is wanted of them.
+"""Fused kernels: hidden states and head weights of one tile -> logits in registers -> their results.
 
 One block computes one tile of tokens times one tile of the vocabulary, for student and teacher, and never
-writes logits. There is no loop over the vocabulary inside a block, so no running statistic can be lost to a
-compiler's pipelining; tiles are combined afterwards.
+writes logits. There is no loop over the vocabulary inside a block, so a compiler's pipelining cannot lose a
+running statistic. Tiles are combined afterwards.
 
 `fused_kl` needs `5 * 4 * T * V / 128` bytes beyond its inputs on a GPU, a thirteenth of one model's logits in
 bf16. `logits_gradient` recomputes the product and writes the gradient at the student's logits once, in the
-inputs' dtype, for the two library matmuls that make `dH` and `dW` of it. Training is faster with
-`opd.kernels.chunked`, which computes every product once; these are for the least memory.
+inputs' dtype, for the two library matmuls that make `dH` and `dW` of it. `opd.kernels.chunked` trains faster,
+because it computes every product once. These kernels take the least memory.
 """
 
-# No `from __future__ import annotations` where kernels are defined: TileLang evaluates their annotations.
+# No `from __future__ import annotations` with kernels: TileLang evaluates their annotations.
 # pyright: reportInvalidTypeForm=false
 from dataclasses import dataclass
 from functools import partial
@@ -29,7 +29,7 @@ from opd.kernels.tilelang_target import CPU, CUDA, Target, build, functions, lan
 
 @dataclass(frozen=True)
 class TileShape:
-    """The part of the product that one block computes, and how it is staged."""
+    """The part of the product that one block computes, and its staging."""
 
     tokens: int
     columns: int
@@ -38,17 +38,18 @@ class TileShape:
     threads: int
 
 
-# On the GPU two float32 accumulators 128 x 128 over 256 threads take 128 registers a thread, and three stages
-# of two bf16 operands 96 KiB of shared memory, which the two products use one after the other.
+# On the GPU two float32 accumulators 128 x 128 over 256 threads take 128 registers a thread. Three stages of
+# two bf16 operands take 96 KiB of shared memory, which the two products use one after the other.
 SHAPES = {CPU.name: TileShape(8, 32, 32, 1, 1), CUDA.name: TileShape(128, 128, 64, 3, 256)}
 
 
 @dataclass(frozen=True)
 class KernelProblem:
-    """What a fused kernel is compiled for; tokens and vocabulary stay open."""
+    """Compilation key of a fused kernel; tokens and vocabulary stay open."""
 
     dtype: str
-    """Of hidden states and weights: `float32` or `float16` on a CPU, `bfloat16` or `float16` on a GPU."""
+    """Dtype of hidden states and weights: `float32` or `float16` on a CPU, `bfloat16` or `float16` on a
+    GPU."""
     student_width: int
     teacher_width: int
     student_capped: bool
@@ -66,7 +67,7 @@ class Logits(NamedTuple):
 
 
 def tile_logits(target: Target, problem: KernelProblem) -> Logits:
-    """`z = factor (h W^T + b)`, or `cap tanh` of it, for one tile; `MASKED` beyond the vocabulary."""
+    """Compute `z = factor (h W^T + b)`, or `cap tanh` of it, for one tile; `MASKED` beyond the vocabulary."""
     T = language()
 
     shape, each, buffer = SHAPES[target.name], target.lane_loop(T), target.lane_buffer(T)
@@ -76,8 +77,8 @@ def tile_logits(target: Target, problem: KernelProblem) -> Logits:
 
     @T.macro
     def compute(hidden, weight, bias, scalars, capped, width, token, column, vocabulary, z):
-        # Buffers of their own for each call: two pipelined loops must not share one. The numbers come as a
-        # tuple because a macro renames the kernel's arguments that it is given one by one.
+        # Separate buffers for each call: two pipelined loops must not share one. The numbers come as a tuple
+        # because a macro renames a kernel's arguments that it is given one by one.
         a = stage((shape.tokens, shape.depth), problem.dtype)
         b = stage((shape.columns, shape.depth), problem.dtype)
         T.clear(z)
@@ -97,7 +98,7 @@ def tile_logits(target: Target, problem: KernelProblem) -> Logits:
 
 
 class Totals(NamedTuple):
-    """What is known of a tile's tokens, `[tokens]` each."""
+    """Statistics of a tile's tokens, `[tokens]` each."""
 
     max_p: Any
     max_q: Any
@@ -109,7 +110,7 @@ class Totals(NamedTuple):
 
 
 def tile_statistics(target: Target, problem: KernelProblem) -> Any:
-    """Statistics of each vocabulary tile, for `opd.kernels.tilelang_fused` to combine.
+    """Build the kernel for statistics of each vocabulary tile, which `opd.kernels.tilelang_fused` combines.
 
     Arguments: student hidden `[T, Ds]`, weight `[V, Ds]`, bias `[V]`; teacher hidden `[T, Dt]`, weight
     `[V, Dt]`, bias `[V]`; partial `[5, tiles, T]` (written: both maxima, both sums of exponentials,
@@ -176,11 +177,11 @@ def tile_statistics(target: Target, problem: KernelProblem) -> Any:
 
 
 def tile_results(target: Target, problem: KernelProblem, kind: str, gradient: bool) -> Any:
-    """What needs the totals of a row first: the gradient at the student's logits, or the terms of the
-    Jensen-Shannon divergence.
+    """Build the kernel that needs the totals of a row first: the gradient at the student's logits, or the
+    terms of the Jensen-Shannon divergence.
 
-    Arguments: as `tile_statistics` up to the biases; totals `[5, T]` as its partial, of whole rows, `mean`
-    divided by the student's sum; coef `[T]` (read for the gradient alone); results (written); beta; factors,
+    Arguments: as `tile_statistics` up to the biases; totals `[5, T]` as its partial, of full rows, `mean`
+    divided by the student's sum; coef `[T]` (read for the gradient only); results (written); beta; factors,
     caps. `results` is `coef * d divergence / d z` `[T, V]` in the problem's dtype, or `[2, tiles, T]` float32
     with `sum e^(p - max_p) log(p / m)` and `sum e^(q - max_q) log(t / m)`.
     """
@@ -224,7 +225,7 @@ def tile_results(target: Target, problem: KernelProblem, kind: str, gradient: bo
                 problem.teacher_width, token, column, vocabulary, q,
             )  # fmt: skip
             for i in each(shape.tokens):
-                # Tokens beyond the last repeat it; nothing of theirs is written.
+                # Tokens beyond the last repeat it and are not written.
                 row.max_p[i] = totals[0, T.min(token + i, tokens - 1)]
                 row.max_q[i] = totals[1, T.min(token + i, tokens - 1)]
                 row.sum_p[i] = totals[2, T.min(token + i, tokens - 1)]
@@ -251,7 +252,7 @@ def tile_results(target: Target, problem: KernelProblem, kind: str, gradient: bo
 
 
 def _reverse(logits: Logits, gradient: bool) -> Any:
-    """`p` becomes `p (d - E_p[d])`."""
+    """Replace `p` by `p (d - E_p[d])`."""
     T = language()
 
     exp, shape = functions("float32").exp, logits.shape
@@ -267,7 +268,7 @@ def _reverse(logits: Logits, gradient: bool) -> Any:
 
 
 def _forward(logits: Logits, gradient: bool) -> Any:
-    """`p` becomes `p - t`."""
+    """Replace `p` by `p - t`."""
     T = language()
 
     exp, shape = functions("float32").exp, logits.shape
@@ -281,7 +282,7 @@ def _forward(logits: Logits, gradient: bool) -> Any:
 
 
 def _jsd(logits: Logits, gradient: bool) -> Any:
-    """`p` and `q` become a token's terms of the two means, or `p` the gradient."""
+    """Replace `p` and `q` by a token's terms of the two means, or `p` by the gradient."""
     T = language()
 
     exp, expm1, log1p = functions("float32")
@@ -317,7 +318,7 @@ CUDA_DTYPES = (torch.bfloat16, torch.float16)
 
 
 class KernelScores(NamedTuple):
-    """Divergences, and what their gradient is made from."""
+    """Divergences, and the statistics for their gradient."""
 
     values: Tensor
     """[T] float32."""
@@ -341,10 +342,10 @@ def fused_kl(
     beta: float = 0.5,
     temperature: float = 1.0,
 ) -> KernelScores:
-    """Per-token divergence `[T]` as `opd.kernels.ops.score_kl`, with the statistics its gradient needs.
+    """The per-token divergence `[T]` of `opd.kernels.ops.score_kl`, with the statistics of its gradient.
 
-    Raises `TypeError` for dtypes the machine's fused kernels do not take, `ValueError` for what does not fit
-    together, `RuntimeError` where TileLang or a compiler is missing.
+    Raises `TypeError` for dtypes that the machine's fused kernels do not take, `ValueError` for shapes and
+    options that do not fit together, `RuntimeError` without TileLang or a compiler.
     """
     check_pair(student_hidden, student_head, teacher_hidden, teacher_head)
     check_divergence(kind, beta)
@@ -392,7 +393,7 @@ def logits_gradient(
     """`coef * d divergence / d z` `[T, V]` at the tempered logits `z`, in the dtype of the hidden states.
 
     `totals` are those of `fused_kl` on the same inputs, `coef` `[T]` the loss gradient at each divergence. A
-    softcap's slope is not in it.
+    softcap's slope is not included.
     """
     target = target_of(student_hidden)
     student, teacher = (
@@ -409,9 +410,9 @@ def logits_gradient(
 
 
 def _combine(partial: Tensor) -> tuple[Tensor, Tensor]:
-    """Totals `[5, T]` and `KL(first || second)` `[T]` from the tiles' statistics `[5, tiles, T]`.
+    """Return totals `[5, T]` and `KL(first || second)` `[T]` from the tiles' statistics `[5, tiles, T]`.
 
-    In float64, since the numbers are few.
+    It uses float64, because the numbers are few.
     """
     max_p, max_q, sum_p, sum_q, mean = partial.double()
     if partial.shape[2] == 0:
@@ -425,7 +426,9 @@ def _combine(partial: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def check_width(width: int, target: Target) -> None:
-    """A GPU copies 16 bytes at a time, and its pipeline needs more than one step along the width."""
+    """Require a width for a GPU, which copies 16 bytes at a time, and whose pipeline needs more than one
+    step.
+    """
     depth = SHAPES[target.name].depth
     if not target.is_cpu and (width <= depth or width % 8):
         raise ValueError(
@@ -435,7 +438,7 @@ def check_width(width: int, target: Target) -> None:
 
 
 def _side(hidden: Tensor, head: Head, temperature: float) -> _Side:
-    """One model's arrays `[T, D]`, `[V, D]`, `[V]`, and the numbers of its logits."""
+    """Return one model's arrays `[T, D]`, `[V, D]`, `[V]`, and the numbers of its logits."""
     allowed = CPU_DTYPES if hidden.device.type == "cpu" else CUDA_DTYPES
     weight = head.weight.detach()[: head.vocabulary]
     if hidden.dtype not in allowed or weight.dtype != hidden.dtype:

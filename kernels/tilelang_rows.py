@@ -1,16 +1,16 @@
 """The streaming row kernel: two blocks of logits -> divergences and, in place, their gradient.
 
 Compiled, with the signature and contract of `opd.kernels.divergences.divergence_`. One sweep over both blocks
-collects each row's statistics; a second one writes the gradient. The Jensen-Shannon divergence is a sum over
-tokens only once both normalisers are known, so it takes a sweep of its own for the value.
+collects each row's statistics, and a second one writes the gradient. The Jensen-Shannon divergence is a sum
+over tokens only once both normalisers are known, so it takes a sweep of its own for the value.
 
-With running maxima `m_p`, `m_q` a lane keeps `sum e^(p - m_p)`, `sum e^(q - m_q)` and
-`a = sum e^(p - m_p) d`, `d = (p - m_p) - (q - m_q)`. Moving to larger maxima by `x = m_p - m_p'` and
-`y = m_q - m_q'` is exact algebra: `a' = (a + sum_p (x - y)) e^x`, `sum_p' = sum_p e^x`, `sum_q' = sum_q e^y`.
-Once lanes share their maxima their sums add up, and `KL(p || q) = a / sum_p - log(sum_p / sum_q)`.
+With running maxima `m_p`, `m_q` a lane keeps `sum e^(p - m_p)`, `sum e^(q - m_q)` and `a = sum e^(p - m_p)
+d`, `d = (p - m_p) - (q - m_q)`. Moving to larger maxima by `x = m_p - m_p'` and `y = m_q - m_q'` is exact
+algebra: `a' = (a + sum_p (x - y)) e^x`, `sum_p' = sum_p e^x`, `sum_q' = sum_q e^y`. Once lanes share their
+maxima their sums add up, and `KL(p || q) = a / sum_p - log(sum_p / sum_q)`.
 """
 
-# No `from __future__ import annotations` where kernels are defined: TileLang evaluates their annotations.
+# No `from __future__ import annotations` with kernels: TileLang evaluates their annotations.
 # pyright: reportInvalidTypeForm=false
 import logging
 from concurrent.futures import ThreadPoolExecutor
@@ -24,14 +24,14 @@ from opd.kernels import divergences, proof
 from opd.kernels.divergences import MAX_LOG_RATIO
 from opd.kernels.tilelang_target import Target, build, functions, language, target_of
 
-# A lane that has seen nothing holds LOWEST; a place beyond the vocabulary reads MASKED, so that its
-# exponential is 0 even there. Both are finite: a difference of infinities would be NaN.
+# An empty lane holds LOWEST. An index beyond the vocabulary reads MASKED, so its exponential is 0 even there.
+# Both are finite, because a difference of infinities would be NaN.
 LOWEST = -1e30
 MASKED = -2e30
 
 
 class Lanes(NamedTuple):
-    """Buffers `[1, lanes]` and, from `row_max_p` on, totals `[1]`; `p` weighs the mean."""
+    """Buffers `[1, lanes]` and, from `row_max_p` on, totals `[1]`. `p` weighs the mean."""
 
     max_p: Any
     max_q: Any
@@ -39,7 +39,7 @@ class Lanes(NamedTuple):
     sum_q: Any
     mean: Any
     part_p: Any
-    """One tile's share of a sum; added up apart because short sums round less."""
+    """One tile's share of a sum, added up separately because short sums round less."""
     part_q: Any
     part_mean: Any
     x: Any
@@ -54,7 +54,7 @@ class Lanes(NamedTuple):
 
     @classmethod
     def allocate(cls, target: Target, dtype: str) -> "Lanes":
-        """Called inside a kernel."""
+        """Allocate the buffers; call it inside a kernel."""
         T = language()
 
         buffer = target.lane_buffer(T)
@@ -66,15 +66,15 @@ class FirstSweep(NamedTuple):
     """Macros that fill `Lanes`."""
 
     start: Any
-    """`(lanes)`: nothing seen yet. Once, before the loop over the vocabulary."""
+    """`(lanes)`: reset, once before the loop over the vocabulary."""
     absorb: Any
-    """`(lanes, p, q, row, begin, vocabulary, masked)`: take in the tile of both rows from `begin` on."""
+    """`(lanes, p, q, row, begin, vocabulary, masked)`: add the tile of both rows from `begin` on."""
     merge: Any
-    """`(lanes)`: totals of the row."""
+    """`(lanes)`: compute the row's totals."""
 
 
 def reader(dtype: str) -> Any:
-    """`at(logits, row, index, vocabulary, masked)`: a logit, or `MASKED` beyond the vocabulary."""
+    """Return `at(logits, row, index, vocabulary, masked)`: a logit, or `MASKED` beyond the vocabulary."""
     T = language()
 
     def at(logits: Any, row: Any, index: Any, vocabulary: Any, masked: bool) -> Any:
@@ -86,7 +86,7 @@ def reader(dtype: str) -> Any:
 
 
 def first_sweep(target: Target, dtype: str) -> FirstSweep:
-    """The macros for one target and dtype."""
+    """Build the macros for one target and dtype."""
     T = language()
 
     start, rescale, merge = _whole_lanes(target, dtype)
@@ -119,7 +119,7 @@ def first_sweep(target: Target, dtype: str) -> FirstSweep:
 
 
 def _maxima(target: Target, dtype: str, rescale: Any) -> Any:
-    """The macro that moves each lane's statistics to the maxima that a tile brings."""
+    """Build the macro that moves each lane's statistics to a tile's larger maxima."""
     T = language()
 
     at = reader(dtype)
@@ -146,7 +146,7 @@ def _maxima(target: Target, dtype: str, rescale: Any) -> Any:
 
 
 def _whole_lanes(target: Target, dtype: str) -> tuple[Any, Any, Any]:
-    """The macros that read no logits: `start`, `rescale` and `merge`."""
+    """Build the macros that read no logits: `start`, `rescale` and `merge`."""
     T = language()
 
     exp, each, lanes = functions(dtype).exp, target.lane_loop(T), target.lanes
@@ -189,13 +189,12 @@ DTYPES = {torch.float32: "float32", torch.float64: "float64"}
 
 
 def divergence_(student: Tensor, teacher: Tensor, kind: str, beta: float, coef: Tensor | None, /) -> Tensor:
-    """Divergence of each row `[R]` between two chunks of logits `[R, V]`, both overwritten.
+    """Return the divergence of each row `[R]` between two chunks of logits `[R, V]`, both overwritten.
 
     With `coef` `[R]`, `student` is left holding `coef * d divergence / d student logits`. A row's result does
-    not depend on the other rows or on how many threads work. A kind without a kernel here is PyTorch's.
-
+    not depend on the other rows or on the number of threads. PyTorch computes a kind without a kernel here.
     Raises `TypeError` for logits that are neither float32 nor float64, `ValueError` for rows that are not
-    contiguous, and `RuntimeError` where TileLang or a compiler is missing.
+    contiguous, and `RuntimeError` without TileLang or a compiler.
     """
     if student.dtype not in DTYPES or teacher.dtype != student.dtype:
         raise TypeError(
@@ -208,7 +207,7 @@ def divergence_(student: Tensor, teacher: Tensor, kind: str, beta: float, coef: 
     target = target_of(student)
     kernel, gradient = build(row_kernel, target, kind, DTYPES[student.dtype]), int(coef is not None)
     values = torch.empty(len(student), dtype=student.dtype, device=student.device)
-    # Without a gradient the kernel never reads coef; it still needs a pointer.
+    # Without a gradient the kernel never reads coef, but it needs a pointer.
     coef = values if coef is None else coef.to(student.dtype).contiguous()
     arrays = (student, teacher, coef, values)
     threads = min(torch.get_num_threads(), len(student)) if target.is_cpu else 1
@@ -217,14 +216,14 @@ def divergence_(student: Tensor, teacher: Tensor, kind: str, beta: float, coef: 
         list(_pool(threads).map(lambda part: kernel(*part, beta, gradient), parts))
     elif len(student):
         kernel(*arrays, beta, gradient)
-    # A divergence is never negative; rounding may say so by a few 1e-8. NaN passes through.
+    # A divergence is never negative, but rounding may give a few -1e-8. NaN passes through.
     return values.clamp_min_(0)
 
 
 def proved_divergence_(
     student: Tensor, teacher: Tensor, kind: str, beta: float, coef: Tensor | None, /
 ) -> Tensor:
-    """`divergence_` for float32 on a CPU, where it was proved for this vocabulary; else PyTorch's."""
+    """Run `divergence_` for float32 on a CPU if it was verified for this vocabulary, else PyTorch's."""
     fits = kind in _GRADIENTS and student.device.type == "cpu" and student.dtype == torch.float32
     if fits and trusted(kind, student.shape[1]):
         return divergence_(student, teacher, kind, beta, coef)
@@ -232,17 +231,17 @@ def proved_divergence_(
 
 
 PROVED: set[str] = set()
-"""The kinds whose kernel this process has proved, and so uses."""
+"""Kinds whose kernel this process has verified, and uses."""
 
 
 @lru_cache(maxsize=64)
 def trusted(kind: str, vocabulary: int) -> bool:
-    """Whether the kernel gives on this processor what float64 gives, asked once for each kind and vocabulary.
+    """Return True if the kernel agrees with float64 on this processor, checked once per kind and vocabulary.
 
-    What decides is the result and never a clock, so a resumed run has the kernels that it began with. One
-    that fails, or that cannot be compiled, is left aside with a warning.
+    The result decides, never a clock, so a resumed run uses the kernels that it began with. A kernel that
+    fails, or cannot be compiled, is skipped with a warning.
     """
-    language()  # which sets the level that is raised here: a run's log does not tell of compilations
+    language()  # sets the level that is raised here, so that a run's log has no compilations
     logging.getLogger("tilelang").setLevel(logging.WARNING)
 
     def launch(
@@ -258,15 +257,15 @@ def trusted(kind: str, vocabulary: int) -> bool:
 
 @lru_cache(maxsize=4)
 def _pool(threads: int) -> ThreadPoolExecutor:
-    """A compiled kernel runs without the interpreter's lock, so Python threads share out the rows."""
+    """Return a pool that shares out the rows: a compiled kernel runs without the interpreter's lock."""
     return ThreadPoolExecutor(threads, thread_name_prefix="opd-rows")
 
 
 def row_kernel(target: Target, kind: str, dtype: str) -> Any:
-    """The kernel's TileLang function, for any number of rows and any vocabulary.
+    """Build the kernel's TileLang function, for any number of rows and any vocabulary.
 
-    Arguments: student `[R, V]`, teacher `[R, V]`, coef `[R]`, values `[R]` (written), all `dtype`; beta;
-    whether the gradient is wanted (0 or 1).
+    Arguments: student `[R, V]`, teacher `[R, V]`, coef `[R]`, values `[R]` (written), all `dtype`; beta; 1 to
+    write the gradient, else 0.
     """
     T = language()
 
@@ -278,7 +277,7 @@ def row_kernel(target: Target, kind: str, dtype: str) -> Any:
 
     @T.macro
     def tiles(body, *arguments):
-        """`body` for every whole tile of the vocabulary, then for the one that is cut short, if any."""
+        """Run `body` for every full tile of the vocabulary, then for a shorter last one, if any."""
         for t in T.serial(vocabulary // tile):
             body(*arguments, t * tile, vocabulary, False)
         for t in T.serial(vocabulary // tile, T.ceildiv(vocabulary, tile)):
@@ -322,7 +321,7 @@ def row_kernel(target: Target, kind: str, dtype: str) -> Any:
 
 
 def _reverse_gradient(target: Target, dtype: str) -> Any:
-    """`p (d - E_p[d])`, with `p` the student."""
+    """Build `p (d - E_p[d])`, with `p` the student."""
     T = language()
 
     exp, at = functions(dtype).exp, reader(dtype)
@@ -346,7 +345,7 @@ def _reverse_gradient(target: Target, dtype: str) -> Any:
 
 
 def _forward_gradient(target: Target, dtype: str) -> Any:
-    """`q - p`, with `p` the teacher and `q` the student."""
+    """Build `q - p`, with `p` the teacher and `q` the student."""
     T = language()
 
     exp, at = functions(dtype).exp, reader(dtype)
@@ -368,9 +367,10 @@ def _forward_gradient(target: Target, dtype: str) -> Any:
 
 
 def _jsd_terms(target: Target, dtype: str) -> Any:
-    """`e` and `x` become a token's `e^(p - max)` and `u = log(p / m)`; `y` becomes `e^(q - max) log(t / m)`.
+    """Build the macro for a token's terms: `e` and `x` become `e^(p - max)` and `u = log(p / m)`, and `y`
+    becomes `e^(q - max) log(t / m)`.
 
-    Expects the log-ratio of the normalisers in `part_p`.
+    It expects the log-ratio of the normalisers in `part_p`.
     """
     T = language()
 
@@ -390,7 +390,7 @@ def _jsd_terms(target: Target, dtype: str) -> Any:
         for o, i in each(1, lanes):
             s.x[o, i] = s.x[o, i] - s.y[o, i] - s.part_p[o, i]
         for o, i in each(1, lanes):
-            # Selections let a NaN through where max and min would not on a GPU.
+            # Unlike max and min on a GPU, selections pass a NaN on.
             s.x[o, i] = T.Select(s.x[o, i] < low, low, T.Select(s.x[o, i] > high, high, s.x[o, i]))
         for o, i in each(1, lanes):
             s.y[o, i] = expm1(s.x[o, i]) * (1 - beta)
@@ -404,9 +404,9 @@ def _jsd_terms(target: Target, dtype: str) -> Any:
 
 
 def _jsd_value(target: Target, dtype: str) -> Any:
-    """The sums of `beta KL(t || m) + (1 - beta) KL(p || m)`, in `mean` (of the student) and `sum_q`.
+    """Build the sums of `beta KL(t || m) + (1 - beta) KL(p || m)`, in `mean` (of the student) and `sum_q`.
 
-    Leaves `u = log(p / m)` where the student's logits were and `e^(p - max)` where the teacher's were.
+    They replace the student's logits by `u = log(p / m)` and the teacher's by `e^(p - max)`.
     """
     T = language()
 
@@ -429,7 +429,7 @@ def _jsd_value(target: Target, dtype: str) -> Any:
 
 
 def _jsd_gradient(target: Target, dtype: str) -> Any:
-    """`(1 - beta) p (u - E_p[u])`, from what the sweep for the value left behind."""
+    """Build `(1 - beta) p (u - E_p[u])`, from the results of the sweep for the value."""
     T = language()
 
     each, steps, lanes, unroll = target.lane_loop(T), target.step_loop(T), target.lanes, target.unroll

@@ -1,15 +1,15 @@
-"""Where a TileLang kernel runs, and how it is compiled: one body serves a CPU and an sm_90a GPU.
+"""Targets and compilation of TileLang kernels: one body serves a CPU and an sm_90a GPU.
 
-The targets differ in four ways only: how many lanes work on a row, what a buffer of lanes is, what a loop
-over them is, and the compiler's options. TileLang is imported by the functions that need it.
+The targets differ in four ways only: the number of lanes per row, the buffer of lanes, the loop over them,
+and the compiler's options. Functions import TileLang when they need it.
 
-The elementary functions are made of arithmetic alone, so that a C++ compiler can vectorise them: a call of
-the C library's `expf` keeps a loop scalar. Constants are written as products of numbers that survive the
-seven decimal digits TileLang prints. Intermediate results are variables, because TileLang repeats an
-expression wherever its name is used.
+The elementary functions are plain arithmetic, so that a C++ compiler can vectorise them: a call of the C
+library's `expf` keeps a loop scalar. Constants are written as products of numbers that survive the seven
+decimal digits TileLang prints. Intermediate results are variables, because TileLang repeats an expression
+wherever its name is used.
 """
 
-# No `from __future__ import annotations` where kernels are defined: TileLang evaluates their annotations.
+# No `from __future__ import annotations` with kernels: TileLang evaluates their annotations.
 # pyright: reportInvalidTypeForm=false
 import importlib.util
 import os
@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-# TileLang passes no -O by itself, and reads a float's bits through a pointer to int. Nothing here relaxes the
-# arithmetic of results (so no -ffast-math, which would also have the whole process flush denormals).
+# TileLang passes no -O by itself, and reads a float's bits through a pointer to int. No flag relaxes the
+# arithmetic of results: -ffast-math would also make the whole process flush denormals.
 CPU_FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fno-strict-aliasing")
 # Warp specialisation moves the initialisation of running statistics into the vocabulary loop (README.md).
 CUDA_PASSES = {"tl.disable_warp_specialized": True}
@@ -34,7 +34,7 @@ HOPPER = "sm_90a"
 class Target:
     """A machine, and the shape of a row kernel's work on it.
 
-    A row is read in tiles of `unroll * lanes` logits; each lane keeps statistics of its own.
+    A row is read in tiles of `unroll * lanes` logits. Each lane keeps its own statistics.
     """
 
     name: str
@@ -44,19 +44,19 @@ class Target:
 
     @property
     def is_cpu(self) -> bool:
-        """Whether the kernel is C++ for this machine's processor."""
+        """True if the kernel is C++ for this machine's processor."""
         return self.name == "cpu"
 
     def lane_buffer(self, language: Any) -> Callable[..., Any]:
-        """What allocates one number per lane: an array on a CPU, registers of the block on a GPU."""
+        """Return the allocator of one number per lane: an array on a CPU, registers of the block on a GPU."""
         return language.alloc_local if self.is_cpu else language.alloc_fragment
 
     def lane_loop(self, language: Any) -> Callable[..., Any]:
-        """What loops over lanes: a vectorised loop nest on a CPU, the block's threads on a GPU."""
+        """Return the loop over lanes: a vectorised loop nest on a CPU, the block's threads on a GPU."""
         return language.grid if self.is_cpu else language.Parallel
 
     def step_loop(self, language: Any) -> Callable[..., Any]:
-        """What loops over the steps of a tile: the C++ compiler unrolls for itself."""
+        """Return the loop over the steps of a tile. The C++ compiler unrolls by itself."""
         return language.serial if self.is_cpu else language.unroll
 
 
@@ -74,7 +74,7 @@ def language() -> Any:
 
 @lru_cache(maxsize=4)
 def missing(device: str) -> str | None:
-    """Why compiled kernels cannot run on `device` (`cpu` or `cuda`), and how to mend it; None if they can."""
+    """Return why compiled kernels cannot run on `device` (`cpu` or `cuda`), with the fix, or None."""
     if importlib.util.find_spec("tilelang") is None:
         return "TileLang is not installed; install opd[tilelang]"
     kept = Path(os.environ.get("TILELANG_CACHE_DIR", "~/.tilelang/cache")).expanduser()
@@ -98,9 +98,9 @@ def missing(device: str) -> str | None:
 
 
 def target_of(tensor: torch.Tensor) -> Target:
-    """The target of kernels that read `tensor`.
+    """Return the target of kernels that read `tensor`.
 
-    Raises `RuntimeError` where they cannot run.
+    Raises `RuntimeError` if they cannot run.
     """
     device = tensor.device.type
     reason = missing(device)
@@ -111,9 +111,9 @@ def target_of(tensor: torch.Tensor) -> Target:
 
 @lru_cache(maxsize=128)
 def build(factory: Callable[..., Any], target: Target, *options: Any) -> Any:
-    """Compile `factory(target, *options)` once per process; TileLang keeps the result on disk as well.
+    """Compile `factory(target, *options)` once per process. TileLang caches the result on disk as well.
 
-    Kernels leave the number of tokens and the vocabulary's size open, so neither asks for a new compilation.
+    Kernels leave the number of tokens and the vocabulary's size open, so neither needs a new compilation.
     """
     import tilelang
 
@@ -134,7 +134,7 @@ SQRT_HALF_BITS = 0x3F3504F3
 
 
 class Functions(NamedTuple):
-    """Macros over one number of the dtype they were made for; a NaN passes through all of them."""
+    """Macros over one number of a dtype. NaN passes through all of them."""
 
     exp: Any
     """Arguments at most 80. In float32 the result is 0 below -87.6 and within 1e-7 of the true one above."""
@@ -145,13 +145,13 @@ class Functions(NamedTuple):
 
 
 def functions(dtype: str) -> Functions:
-    """The three functions for `float32` or `float64`."""
+    """Build the three functions for `float32` or `float64`."""
     return _float32() if dtype == "float32" else _float64()
 
 
 def _float64() -> Functions:
-    """The library's exponential and logarithm; the other two by Kahan's quotients (N. Higham, Accuracy and
-    Stability of Numerical Algorithms, section 1.14.1)."""
+    """Use the library's exponential and logarithm, and Kahan's quotients for the other two (N. Higham,
+    Accuracy and Stability of Numerical Algorithms, section 1.14.1)."""
     T = language()
 
     one = T.float64(1)
@@ -170,7 +170,7 @@ def _float64() -> Functions:
     @T.macro
     def log1p(x):
         total = T.alloc_var("float64")
-        # By way of its bits: TileLang simplifies (x + 1) - 1 to x, and with it the rounding error away.
+        # Use its bits, because TileLang simplifies (x + 1) - 1 to x, and loses the rounding error.
         total = T.reinterpret(T.reinterpret(x + one, "int64"), "float64")
         return T.Select(total == one, x, T.log(total) * (x / (total - one)))
 
@@ -178,7 +178,7 @@ def _float64() -> Functions:
 
 
 def _float32() -> Functions:
-    """Range reduction by powers of two and the minimax polynomials of the Cephes library (S. Moshier)."""
+    """Use range reduction by powers of two and the minimax polynomials of the Cephes library (S. Moshier)."""
     T = language()
 
     def power_of_two(n: Any) -> Any:
@@ -191,7 +191,7 @@ def _float32() -> Functions:
         return total * f * f + f
 
     def remainder(x: Any, n: Any) -> Any:
-        """`x - n log 2`, as 355 / 512 - 2.121944e-4: the first product is exact for every n that occurs."""
+        """`x - n log 2`, as 355 / 512 - 2.121944e-4. The first product is exact for every n that occurs."""
         return (x - (n * 355.0) * 0.001953125) + n * 2.121944e-4
 
     @T.macro
@@ -230,14 +230,14 @@ def _log1p_float32() -> Any:
         bits, total = T.alloc_var("int32"), T.alloc_var("float32")
         n, f, log = T.alloc_var("float32"), T.alloc_var("float32"), T.alloc_var("float32")
         bits = T.reinterpret(x + 1.0, "int32")
-        # By way of its bits: TileLang simplifies (x + 1) - 1 to x, and with it the rounding error away.
+        # Use its bits, because TileLang simplifies (x + 1) - 1 to x, and loses the rounding error.
         total = T.reinterpret(bits, "float32")
         bits = bits - SQRT_HALF_BITS
         # total = 2^n (1 + f) with 1 + f in [sqrt 1/2, sqrt 2).
         n = T.cast(bits >> 23, "float32")
         f = T.reinterpret((bits & 0x7FFFFF) + SQRT_HALF_BITS, "float32") - 1.0
         log = (f - f * f * 0.5) + f * f * f * polynomial(f) - n * 2.121944e-4 + (n * 355.0) * 0.001953125
-        # What rounding took from 1 + x.
+        # Add the rounding error of 1 + x.
         return log + (x - (total - 1.0)) / total
 
     return log1p

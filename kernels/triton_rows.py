@@ -1,12 +1,12 @@
 """The row kernels in Triton: a chunk's logits to divergences and gradient, for any GPU that Triton knows.
 
-One program a row, two sweeps over the vocabulary (three for the Jensen-Shannon divergence): the first keeps
-running statistics in every lane and merges them once at the end, the last writes the gradient. So each logit
-is read twice and written once, where PyTorch's row kernels make some 26 passes. With `rounded` the gradient
-is written in bfloat16 at once, as its two matmuls want it.
+One program per row makes two sweeps over the vocabulary (three for the Jensen-Shannon divergence). The first
+keeps running statistics in every lane and merges them once at the end. The last writes the gradient. So each
+logit is read twice and written once, where PyTorch's row kernels make some 26 passes. With `rounded` the
+gradient is written in bfloat16 at once, for its two matmuls.
 
-Triton comes with PyTorch for CUDA; it is imported by the functions that need it. A kernel proves itself at
-its first use, once for each (kind, vocabulary, gradient) in a process: see `trusted`.
+Triton comes with PyTorch for CUDA. Functions import it when they need it. A kernel is verified at its first
+use, once for each (kind, vocabulary, gradient) in a process: see `trusted`.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from opd.kernels.divergences import MAX_LOG_RATIO
 from opd.kernels.triton_tokens import ROWS, TILE, WARPS
 
 KINDS = ("reverse", "forward", "jsd")
-"""Those of `opd.kernels.divergences` that have a kernel here."""
+"""Kinds of `opd.kernels.divergences` with a kernel here."""
 
 
 @lru_cache(maxsize=1)
 def missing() -> str | None:
-    """Why the kernels cannot run here, and how to mend it; None if they can."""
+    """Return why the kernels cannot run here, with the fix. None if they can."""
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed; install PyTorch's build for CUDA, which brings it"
     if not torch.cuda.is_available():
@@ -47,12 +47,12 @@ def divergence_(
     /,
     rounded: Tensor | None = None,
 ) -> Tensor:
-    """Divergence of each row `[R]` between two chunks of logits `[R, V]`; a `RowKernel`.
+    """Return the divergence of each row `[R]` between two chunks of logits `[R, V]`; a `RowKernel`.
 
-    `student` is overwritten where a gradient is asked for, `teacher` by the Jensen-Shannon divergence. With
-    `rounded` `[R, V]` bfloat16 the gradient goes there; it may be the memory of `student`'s own rows, so that
-    row `r` begins where `student[r]` does. Logits that are not float32 on a GPU, and any kind that has no
-    kernel here or failed its proof, are PyTorch's.
+    A gradient overwrites `student`, and the Jensen-Shannon divergence overwrites `teacher`. With `rounded`
+    `[R, V]` bfloat16 the gradient goes there. It may be the memory of `student`'s own rows, so that row `r`
+    begins where `student[r]` does. PyTorch computes logits that are not float32 on a GPU, and any kind
+    without a verified kernel here.
     """
     fits = kind in KINDS and student.is_cuda and student.dtype == torch.float32
     if fits and trusted(kind, student.shape[1], student.device):
@@ -66,7 +66,7 @@ def divergence_(
 def launch(
     student: Tensor, teacher: Tensor, kind: str, beta: float, coef: Tensor | None, rounded: Tensor | None
 ) -> Tensor:
-    """`divergence_` without asking whether the kernel may be trusted."""
+    """Run `divergence_` without checking `trusted`."""
     values = torch.empty(len(student), dtype=torch.float32, device=student.device)
     if not len(student):
         return values
@@ -91,17 +91,17 @@ def launch(
             LIMIT=MAX_LOG_RATIO,
             num_warps=WARPS,
         )
-    # A divergence is never negative; rounding may say so by a few 1e-8. NaN passes through.
+    # A divergence is never negative, but rounding may give a few -1e-8. NaN passes through.
     return values.clamp_min_(0)
 
 
 @lru_cache(maxsize=256)
 def trusted(kind: str, vocabulary: int, device: torch.device) -> bool:
-    """Whether the kernel gives on this GPU what PyTorch's row kernel gives: values, gradient in both dtypes,
-    NaN, and the same bits twice, on `proof.ROWS` rows of the real vocabulary.
+    """Return True if the kernel agrees with PyTorch's row kernel on this GPU: values, gradient in both
+    dtypes, NaN, and equal bits twice, on `proof.ROWS` rows of the real vocabulary.
 
-    It is asked once for each; what a compiler of another version or another GPU makes of the source is
-    thereby seen before it trains anything. A kernel that fails is left aside with a warning.
+    It is checked once for each, so another compiler version or GPU is tested before it trains anything. A
+    kernel that fails is skipped with a warning.
     """
     where = f"on {torch.cuda.get_device_name(device)}"
     return proof.passed("Triton", where, launch, kind, vocabulary, device, rounds=True)
@@ -109,7 +109,7 @@ def trusted(kind: str, vocabulary: int, device: torch.device) -> bool:
 
 @lru_cache(maxsize=1)
 def _kernel() -> Any:
-    """The compiled function; one source for all kinds, each a compilation of its own."""
+    """Compile the function; one source for all kinds, each a compilation of its own."""
     import triton  # pyright: ignore[reportMissingImports]
     import triton.language as tl  # pyright: ignore[reportMissingImports]
     import triton.language.extra.libdevice  # pyright: ignore[reportMissingImports]
@@ -140,8 +140,8 @@ def _kernel() -> Any:
         p = teacher if KIND == 1 else student
         q = student if KIND == 1 else teacher
         # First sweep, in every lane: the maxima, the sums of e^(z - max), and of e^(z_p - max) (z_p - z_q).
-        # The difference is taken from that of the two first logits, so that heads that differ by a constant
-        # lose no digits.
+        # The difference is taken from that of the two first logits, so heads that differ by a constant lose
+        # no digits.
         origin = tl.load(p) - tl.load(q)
         max_p = tl.full((TILE,), -1e30, tl.float32)
         max_q = tl.full((TILE,), -1e30, tl.float32)
@@ -167,7 +167,7 @@ def _kernel() -> Any:
         share_p = tl.exp(max_p - row_max_p)
         row_sum_p = tl.sum(sum_p * share_p, 0)
         row_sum_q = tl.sum(sum_q * tl.exp(max_q - row_max_q), 0)
-        # A lane that saw no logit has a maximum of -1e30 and thereby a share of 0.
+        # A lane that saw no logit has a maximum of -1e30 and so a share of 0.
         row_mean = tl.sum(mean * share_p, 0) / row_sum_p - ((row_max_p - row_max_q) - origin)
         log_ratio = tl.log(row_sum_p / row_sum_q)
         if KIND == 2:
@@ -179,7 +179,7 @@ def _kernel() -> Any:
                 x = tl.load(p + at, mask=inside, other=-1e30) - row_max_p
                 y = tl.load(q + at, mask=inside, other=-1e30) - row_max_q
                 r = x - y - log_ratio
-                # Selections let a NaN through where min and max would not.
+                # Unlike min and max, selections pass a NaN on.
                 r = tl.where(r < -LIMIT, -LIMIT, tl.where(r > LIMIT, LIMIT, r))
                 u = -tl.extra.libdevice.log1p(beta * tl.extra.libdevice.expm1(-r))
                 v = -tl.extra.libdevice.log1p((1 - beta) * tl.extra.libdevice.expm1(r))
@@ -205,8 +205,8 @@ def _kernel() -> Any:
                     r = tl.where(r < -LIMIT, -LIMIT, tl.where(r > LIMIT, LIMIT, r))
                     u = -tl.extra.libdevice.log1p(beta * tl.extra.libdevice.expm1(-r))
                     g = tl.exp(x) * ((1 - beta) * weight / row_sum_p) * (u - row_mean)
-                # `out` may lie in this row's own memory, two bytes where four were read: no warp writes what
-                # another has still to read.
+                # `out` may lie in this row's own memory, two bytes where four were read: no warp may write
+                # data that another has still to read.
                 tl.debug_barrier()
                 tl.store(out + at, g.to(out.dtype.element_ty), mask=inside)
 

@@ -1,10 +1,9 @@
 """Single tokens in Triton: log-probabilities and entropy of a chunk's logits, and their gradient.
 
-One program a row. The forward reads each logit once; the backward reads it twice and writes it once, in
-bfloat16 where its two matmuls want that. PyTorch's form (`opd.kernels.divergences`) makes some 23 passes.
-
-As in `opd.kernels.triton_rows`, Triton is imported by the functions that need it, and a kernel proves itself
-at its first use: see `trusted`.
+One program per row. The forward reads each logit once. The backward reads it twice and writes it once, in
+bfloat16 if its two matmuls use that. PyTorch's form (`opd.kernels.divergences`) makes some 23 passes. As in
+`opd.kernels.triton_rows`, functions import Triton when they need it, and a kernel is verified at its first
+use: see `trusted`.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ WARPS = 8
 def token_statistics_(
     logits: Tensor, ids: Tensor, entropy: bool, columns: Columns = ALL_COLUMNS
 ) -> tuple[Tensor, Tensor]:
-    """`opd.kernels.divergences.token_statistics_`, which leaves `logits` as they are."""
+    """`opd.kernels.divergences.token_statistics_`, but `logits` stay unchanged."""
     if _fits(logits, columns):
         return launch_statistics(logits, ids, entropy)
     return divergences.token_statistics_(logits.clone(), ids, entropy, columns)
@@ -42,7 +41,7 @@ def token_gradient_(
     columns: Columns = ALL_COLUMNS,
     rounded: Tensor | None = None,
 ) -> None:
-    """`opd.kernels.divergences.token_gradient_`. With `rounded` [R, V] bfloat16 the gradient goes there; it
+    """`opd.kernels.divergences.token_gradient_`. With `rounded` [R, V] bfloat16 the gradient goes there. It
     may be the memory of `logits`' own rows, so that row `r` begins where `logits[r]` does.
     """
     if _fits(logits, columns):
@@ -57,7 +56,7 @@ def _fits(logits: Tensor, columns: Columns) -> bool:
 
 
 def launch_statistics(logits: Tensor, ids: Tensor, entropy: bool) -> tuple[Tensor, Tensor]:
-    """`token_statistics_` without asking whether the kernel may be trusted."""
+    """Run `token_statistics_` without checking `trusted`."""
     picked = logits.gather(1, ids)
     found = torch.empty(3, len(logits), dtype=torch.float32, device=logits.device)
     _launch(logits, logits, found, entropy=entropy, gradient=False)
@@ -68,7 +67,7 @@ def launch_statistics(logits: Tensor, ids: Tensor, entropy: bool) -> tuple[Tenso
 def launch_gradient(
     logits: Tensor, ids: Tensor, grad_logprobs: Tensor, grad_entropy: Tensor | None, rounded: Tensor | None
 ) -> None:
-    """`token_gradient_` without asking whether the kernel may be trusted."""
+    """Run `token_gradient_` without checking `trusted`."""
     single = ids.shape[1] == 1
     out = logits if rounded is None or not single else rounded
     given = torch.empty(3, len(logits), dtype=torch.float32, device=logits.device)
@@ -93,7 +92,7 @@ def _launch(
     ids: Tensor | None = None,
 ) -> None:
     """Run the kernel on the rows of `logits` [R, V]. It writes maximum, logarithm of the sum and entropy into
-    `numbers` [3, R]; for a `gradient` it reads a row's two there, and adds at the contiguous `ids` [R, 1].
+    `numbers` [3, R]. For a `gradient` it reads a row's two there, and adds at the contiguous `ids` [R, 1].
     """
     if not len(logits):
         return
@@ -118,7 +117,7 @@ def _launch(
 
 @lru_cache(maxsize=64)
 def trusted(vocabulary: int, device: torch.device) -> bool:
-    """Whether the kernel gives on this GPU what float64 gives, and the same bits twice: see `proof`."""
+    """Return True if the kernel agrees with float64 on this GPU, with equal bits twice: see `proof`."""
     found = proof.token_fault(launch_statistics, launch_gradient, vocabulary, device)
     subject = f"the Triton kernel of single tokens over {vocabulary} tokens"
     return proof.accepted(
@@ -128,7 +127,7 @@ def trusted(vocabulary: int, device: torch.device) -> bool:
 
 @lru_cache(maxsize=1)
 def _kernel() -> Any:
-    """The compiled function."""
+    """Compile the function."""
     import triton  # pyright: ignore[reportMissingImports]
     import triton.language as tl  # pyright: ignore[reportMissingImports]
 
@@ -171,7 +170,7 @@ def _kernel() -> Any:
         log_total = tl.log(row_total)
         entropy = log_total * 0.0
         if ENTROPY:
-            # A lane that saw no logit has a maximum of -1e30 and thereby a share of 0.
+            # A lane that saw no logit has a maximum of -1e30 and so a share of 0.
             entropy = log_total - tl.sum(share * (mean + total * (top - row_top)), 0) / row_total
         if GRADIENT:
             spread = tl.load(numbers + index)
@@ -189,18 +188,18 @@ def _kernel() -> Any:
                 g = tl.exp(z) / row_total * factor
                 if SINGLE:
                     g = tl.where(at == chosen, g - spread, g)
-                # `out` may lie in this row's own memory, two bytes where four were read: no warp writes what
-                # another has still to read.
+                # `out` may lie in this row's own memory, two bytes where four were read: no warp may write
+                # data that another has still to read.
                 tl.debug_barrier()
                 tl.store(out + at, g.to(out.dtype.element_ty), mask=inside)
         else:
             tl.store(numbers + index, row_top)
             tl.store(numbers + rows + index, log_total)
-            # An entropy is never negative; rounding may say so by a few 1e-8. A selection lets NaN through.
+            # An entropy is never negative, but rounding may give a few -1e-8. A selection passes NaN on.
             tl.store(numbers + 2 * rows + index, tl.where(entropy < 0, 0.0, entropy))
 
     return token
 
 
 ROWS = TokenRows(token_statistics_, token_gradient_, rounds=True, keeps=True)
-"""For the operations of `opd.kernels.chunked`."""
+"""Functions for the operations of `opd.kernels.chunked`."""

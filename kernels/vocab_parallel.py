@@ -1,13 +1,12 @@
-"""The operations of `opd.kernels.ops` on heads whose vocabulary is spread over a process group.
+"""The operations of `opd.kernels.ops` on heads whose vocabulary is sharded over a process group.
 
-Every rank holds some rows of the head's weight, all tokens' hidden states, and gets every result: tensor
+Every rank holds some rows of the head's weight and all tokens' hidden states, and gets every result: tensor
 parallelism over the vocabulary (Shoeybi et al. 2019, section 3). Each chunk's maxima, sums and partial sums
-are all-reduced, a few numbers per token; logits and the weight's gradient never leave their rank. The
+are all-reduced, a few numbers per token. Logits and the weight's gradient never leave their rank. The
 gradient of the hidden states is all-reduced once, in the backward.
 
 All ranks must call the same operation with the same tokens and options and send the same upstream gradient,
-as they do when what follows is computed alike on all of them. Results and errors are then the same on every
-rank.
+for example by computing everything after it alike. Results and errors are then the same on every rank.
 """
 
 from __future__ import annotations
@@ -27,23 +26,23 @@ from opd.kernels.chunked import TokenNotes
 from opd.kernels.divergences import Columns, divergence_
 from opd.kernels.head import Head
 
-# Below every logit, and finite: what a rank with fewer than k rows offers for a top-k.
+# Below every logit, and finite: a filler of top-k from a rank with fewer than k rows.
 NOT_A_LOGIT = -1e30
 
 
 @dataclass(frozen=True, eq=False)
 class HeadShard:
-    """One rank's rows of a head: `HeadShard.cut` makes it of a whole head."""
+    """One rank's rows of a head. `HeadShard.cut` makes it from a full head."""
 
     head: Head
-    """This rank's rows, without those that are padding."""
+    """This rank's rows, without padding."""
     sizes: tuple[int, ...]
     """Rows of every rank of the group, in the order of ranks and of the vocabulary."""
     group: dist.ProcessGroup | None
 
     @classmethod
     def cut(cls, head: Head, group: dist.ProcessGroup | None = None) -> HeadShard:
-        """This rank's share of a whole `head` that every rank has: views, so gradients reach its
+        """Return this rank's share of a full `head` that every rank has. It is a view, so gradients reach its
         parameters. Raises `ValueError` for more ranks than tokens."""
         world, rank = dist.get_world_size(group), dist.get_rank(group)
         if world > head.vocabulary:
@@ -54,8 +53,8 @@ class HeadShard:
         return cls(_rows_of(head, rows), sizes, group)
 
     def like(self, head: Head) -> HeadShard:
-        """This rank's rows of a whole `head`, at the tokens where this one is cut: views, so gradients reach
-        its parameters. Raises `ValueError` if the vocabularies differ."""
+        """Return this rank's rows of a full `head`, split at the same tokens as this one. They are views, so
+        gradients reach its parameters. Raises `ValueError` if the vocabularies differ."""
         if head.vocabulary != self.vocabulary:
             raise ValueError(
                 f"the heads have {head.vocabulary} and {self.vocabulary} tokens; student and teacher must"
@@ -72,51 +71,51 @@ class HeadShard:
 
     @property
     def columns(self) -> GroupColumns:
-        """This rank's place among the columns of the logits."""
+        """This rank's columns of the logits."""
         return GroupColumns(self.group, sum(self.sizes[: dist.get_rank(self.group)]), self.head.vocabulary)
 
 
 def _rows_of(head: Head, rows: slice) -> Head:
-    """A head of some of its rows: views."""
+    """Return a head with some of its rows, as views."""
     bias, total = (None if whole is None else whole[rows] for whole in (head.bias, head.total))
     return replace(head, weight=head.weight[rows], bias=bias, total=total, vocab_size=None)
 
 
 class GroupColumns(Columns):
-    """The columns `offset` to `offset + width` of the logits, the rest being on the group's other ranks."""
+    """The columns `offset` to `offset + width` of the logits. The group's other ranks have the rest."""
 
     def __init__(self, group: dist.ProcessGroup | None, offset: int, width: int) -> None:
         self.group, self.offset, self.width = group, offset, width
 
     def blocks(self, logits: Tensor) -> Iterator[slice]:
-        """One block: every block costs its messages, and the ranks must agree on their number."""
+        """Yield one block: every block costs messages, and the ranks must agree on their number."""
         yield slice(0, len(logits))
 
     def max(self, values: Tensor) -> Tensor:
-        """All-reduced maxima."""
+        """Return all-reduced maxima."""
         values = values.contiguous()
         dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self.group)
         return values
 
     def sum(self, *values: Tensor) -> tuple[Tensor, ...]:
-        """All-reduced sums, in one message."""
+        """Return all-reduced sums, in one message."""
         together = torch.cat(values, dim=1)
         dist.all_reduce(together, group=self.group)
         return together.split([value.shape[1] for value in values], dim=1)
 
     def gather(self, values: Tensor, ids: Tensor) -> Tensor:
-        """The rank that holds a token gives its value, the others zero."""
+        """Return the value of each token from the rank that holds it."""
         places, mine = self._places(ids)
         (picked,) = self.sum(values.gather(1, places).masked_fill_(~mine, 0))
         return picked
 
     def scatter_add_(self, values: Tensor, ids: Tensor, added: Tensor) -> None:
-        """Only tokens this rank holds get something."""
+        """Add only to tokens of this rank."""
         places, mine = self._places(ids)
         values.scatter_add_(1, places, added.masked_fill(~mine, 0))
 
     def topk(self, values: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """The best of every rank's best; tokens of equal value in the order of ranks."""
+        """Merge every rank's best. Tokens of equal value follow the order of ranks."""
         found = min(k, self.width)
         top = values.new_full((len(values), k), NOT_A_LOGIT)
         ids = torch.zeros(len(values), k, dtype=torch.int64, device=values.device)
@@ -127,19 +126,19 @@ class GroupColumns(Columns):
         return best[:, :k], all_ids.gather(1, order[:, :k])
 
     def clear_(self, values: Tensor, ids: Tensor) -> Tensor:
-        """Only tokens this rank holds are cleared."""
+        """Clear only tokens of this rank."""
         places, mine = self._places(ids)
-        # x - x is exactly 0; ids that are elsewhere add 0 to column 0.
+        # x - x is exactly 0, and ids of other ranks add 0 to column 0.
         return values.scatter_add_(1, places, values.gather(1, places).neg_().masked_fill_(~mine, 0))
 
     def _places(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Each id's column on this rank (0 where it has none) and whether it has one."""
+        """Return each id's column on this rank (0 if it has none) and a mask of its own ids."""
         places = ids - self.offset
         mine = (places >= 0) & (places < self.width)
         return places.where(mine, 0), mine
 
     def _from_all(self, tensor: Tensor) -> Tensor:
-        """Every rank's `[R, k]` side by side."""
+        """Return every rank's `[R, k]` side by side."""
         parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size(self.group))]
         dist.all_gather(parts, tensor, group=self.group)
         return torch.cat(parts, dim=1)
@@ -157,8 +156,7 @@ __all__ = [
 
 
 class _OnAllRanks(torch.autograd.Function):
-    """Hidden states that every rank has: the identity, whose gradient is the sum of what the ranks' columns
-    give."""
+    """Hidden states that every rank has: the identity, whose gradient is summed over the ranks' columns."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, group: dist.ProcessGroup | None) -> Tensor:
@@ -189,7 +187,7 @@ def linear_kl(
     notes: TokenNotes | None = None,
     chunk: int = 1024,
 ) -> Tensor:
-    """`opd.kernels.ops.linear_kl` `[T]`; the student shard's weight and bias get their rows' gradient."""
+    """`opd.kernels.ops.linear_kl` `[T]`. The student shard's weight and bias get their rows' gradient."""
     _check_shards(student, teacher)
     checks.check_pair(student_hidden, student.head, teacher_hidden, teacher.head)
     checks.check_divergence(kind, beta)
@@ -257,7 +255,7 @@ def linear_mixture_kl(
 def linear_logprobs(
     hidden: Tensor, shard: HeadShard, ids: Tensor, *, temperature: float = 1.0, chunk: int = 1024
 ) -> Tensor:
-    """`opd.kernels.ops.linear_logprobs` of `ids` (`[N]` or `[N, K]`) in the whole vocabulary."""
+    """`opd.kernels.ops.linear_logprobs` of `ids` (`[N]` or `[N, K]`) in the full vocabulary."""
     everywhere, ids, options = _token_inputs(hidden, shard, ids, temperature, chunk)
     values = chunked.linear_logprobs(everywhere, shard.head, ids, **options)
     checks.check_finite_result("log-probability", values.detach())
@@ -278,7 +276,7 @@ def linear_logprobs_entropy(
 def linear_topk(
     hidden: Tensor, shard: HeadShard, k: int, *, temperature: float = 1.0, chunk: int = 1024
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`opd.kernels.ops.linear_topk`: ids in the whole vocabulary, log-probabilities, tail probability."""
+    """`opd.kernels.ops.linear_topk`: ids in the full vocabulary, log-probabilities, tail probability."""
     checks.check_hidden("given", hidden, shard.head)
     _check_tokens(hidden, None, temperature, chunk, name="given")
     checks.check_k(k, shard.vocabulary)
@@ -312,7 +310,7 @@ def geometric_floor(
 def _token_inputs(
     hidden: Tensor, shard: HeadShard, ids: Tensor, temperature: float, chunk: int
 ) -> tuple[Tensor, Tensor, dict[str, Any]]:
-    """Checked: hidden states whose gradient is summed over the ranks, ids, and options of the operation."""
+    """Checked hidden states with a gradient summed over the ranks, ids, and options of the operation."""
     checks.check_hidden("given", hidden, shard.head)
     ids = checks.checked_ids(ids, len(hidden), shard.vocabulary)
     _check_tokens(hidden, None, temperature, chunk, name="given")
@@ -321,7 +319,7 @@ def _token_inputs(
 
 
 def _check_shards(*shards: HeadShard) -> None:
-    """Every rank must hold the same tokens of all heads."""
+    """Require that every rank holds the same tokens of all heads."""
     for shard in shards[1:]:
         checks.check_vocabularies(shards[0].vocabulary, shard.vocabulary)
         if shard.sizes != shards[0].sizes or shard.group != shards[0].group:
@@ -334,7 +332,7 @@ def _check_shards(*shards: HeadShard) -> None:
 def _check_tokens(
     hidden: Tensor, weight: Tensor | None, temperature: float, chunk: int, name: str = "student"
 ) -> Tensor | None:
-    """The checks every operation shares; returns which tokens count, if not all."""
+    """Run the checks of every operation. Return the mask of counted tokens, or None for all."""
     checks.check_scalars(temperature, chunk)
     checks.check_token_weight(weight, len(hidden))
     counted = None if weight is None else weight != 0

@@ -3,12 +3,12 @@
 import logging
 from importlib.metadata import PackageNotFoundError, version
 
-# As a library it says nothing by itself: whoever wants its records gives this logger a handler.
+# As a library opd logs nothing by itself. Give this logger a handler to see its records.
 logging.getLogger("opd").addHandler(logging.NullHandler())
 
 
 def installed_version() -> str:
-    """The version of the installed distribution, or that there is none: a checkout runs without."""
+    """Return the version of the installed distribution, or `(not installed)`: a checkout runs without one."""
     try:
         return version("opd")
     except PackageNotFoundError:

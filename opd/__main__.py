@@ -1,4 +1,4 @@
-"""Lets `python -m opd` do what `opd` does."""
+"""Make `python -m opd` do the same as `opd`."""
 
 import sys
 

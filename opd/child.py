@@ -1,17 +1,17 @@
-"""Child processes: how one is started, what is said to and by it, and how it ends; and those within limits.
+"""Start, talk to and end child processes, and run untrusted computations within limits.
 
-Parent and child have an end each of a socket pair, on which a message is a line of JSON. What a child prints
-is no message. When the parent is gone, also after kill -9, its end is closed: whoever `listen`s ends by that.
+Parent and child each have an end of a socket pair. A message on it is a line of JSON. Text that a child
+prints is no message. If the parent is gone, also after kill -9, its end is closed, and a child that called
+`listen` ends.
 
-A `LimitedProcess` computes for us what nobody trusts, one request after another. A chat template, a formula
-or a regular expression may take hours or all memory, in the middle of what a library computes, where no
-thread can be stopped. Such a process has no secrets in its environment, so many seconds of processor time a
-request, and so much memory; what goes beyond ends it, and the next request starts another. Where the kernel
-can see to it, it changes no file, and starts and reaches nothing. What is computed is `answer(request)` of a
-module, which takes and returns what JSON can hold, after its `prepare()`: the imports, which count against no
-limit.
+A `LimitedProcess` computes untrusted input for us, one request after another. A chat template, a formula or a
+regular expression may take hours or all memory inside a library, where no thread can be stopped. Such a
+process has no secrets in its environment, a limit of processor seconds a request, and a limit of memory. It
+ends when it exceeds one, and the next request starts another. If the kernel supports it, the process changes
+no file, and starts and reaches nothing. It computes `answer(request)` of a module, which takes and returns
+JSON, after the module's `prepare()`: the imports, which count against no limit.
 
-This file is also the program of such a process, and an interpreter that has no `opd` loads it by its path: it
+This file is also the program of such a process. An interpreter that has no `opd` loads it by its path, so it
 imports nothing of `opd` before it has found it.
 """
 
@@ -33,37 +33,37 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import IO, Any
 
 PARENT = "OPD_PARENT"
-"""Variable of a child's environment: the descriptor of its end."""
+"""Environment variable of a child: the descriptor of its end."""
 MOST = 1 << 26
-"""Bytes of a message, unless who hears it says otherwise."""
+"""Default limit of a message, in bytes."""
 LONGEST = 1 << 24
-"""Bytes of an answer of a `LimitedProcess`."""
+"""Limit of an answer of a `LimitedProcess`, in bytes."""
 _PASSED = ("PATH", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", "HOME", "LANG", "LC_ALL", "TZ", "TMPDIR")
 _PIECE = 1 << 16
 _LOOK = 1.0
-"""Seconds between two looks at whether the other one lives."""
+"""Seconds between two checks whether the peer is alive."""
 
 
 class Channel:
-    """One end of the socket pair between a parent and its child. Threads may speak side by side."""
+    """One end of the socket pair between a parent and its child. Threads may send concurrently."""
 
     def __init__(self, end: socket.socket) -> None:
         self._end, self._turn, self._heard = end, threading.Lock(), bytearray()
 
     def say(self, message: Any, **options: Any) -> None:
-        """Send `message`. Raises `OSError` if nobody is there to hear it. `options`: of `json.dumps`."""
+        """Send `message`. Raises `OSError` if the peer is gone. `options` go to `json.dumps`."""
         data = json.dumps(message, **options).encode() + b"\n"
         with self._turn:
             self._end.sendall(data)
 
     def hear(self, seconds: float | None = None, most: int = MOST) -> bytes | None:
-        """The next message as JSON that nobody has looked at; `None` if none is whole after `seconds`. Raises
-        `EOFError` once none can come any more, and where it has more than `most` bytes.
+        """Return the next message as unchecked JSON, or `None` if none is complete after `seconds`. Raises
+        `EOFError` if no message can come any more, or if it has more than `most` bytes.
         """
         looked, until = 0, None if seconds is None else time.monotonic() + seconds
         while (end := self._heard.find(b"\n", looked)) < 0:
             looked = len(self._heard)
-            # A child that was killed before it had read all; an end that is closed here.
+            # The child was killed before it had read everything, or this end is closed.
             with contextlib.suppress(OSError, ValueError):
                 if until is not None and not stirs(self._end, max(0.0, until - time.monotonic())):
                     return None
@@ -77,30 +77,30 @@ class Channel:
         return line
 
     def hang_up(self) -> None:
-        """Say no more: the other one hears the end, and may still speak."""
+        """Send no more. The peer reads the end and may still send."""
         with contextlib.suppress(OSError):
             self._end.shutdown(socket.SHUT_WR)
 
     def over(self, seconds: float) -> bool:
-        """Whether all who have the other end, which say nothing, have closed it within `seconds`."""
+        """Return whether the other end's holders, who send nothing, have closed it within `seconds`."""
         with contextlib.suppress(ValueError):  # this end is closed already
             return stirs(self._end, seconds)
         return True
 
     def close(self) -> None:
-        """Neither speak nor hear any more."""
+        """Close this end in both directions."""
         self._end.close()
 
 
 def stirs(end: socket.socket, seconds: float) -> bool:
-    """Whether something comes within `seconds`, or the other end is closed."""
+    """Return whether data arrives within `seconds`, or the other end is closed."""
     poll = select.poll()  # `select.select` refuses descriptors from 1024 on
     poll.register(end, select.POLLIN)
     return bool(poll.poll(1000 * seconds))
 
 
 def above_standard(number: int) -> int:
-    """Move a descriptor to a number that is no standard stream's: a process may have closed its own."""
+    """Move a descriptor above the standard streams' numbers, because a process may have closed its own."""
     try:
         return fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, 3)
     finally:
@@ -108,13 +108,13 @@ def above_standard(number: int) -> int:
 
 
 class Child:
-    """A process that `command` begins, with nothing to read. Raises `OSError` if it cannot be begun.
+    """A child process that runs `command` without standard input. Raises `OSError` if it cannot start.
 
     Args:
         command: Program and arguments.
-        environment: All of it; by default this process's own.
-        log: Where it prints; by default where this process does.
-        apart: In a session of its own: Ctrl-C is for this process alone.
+        environment: All of it. Default: the environment of this process.
+        log: Where it prints. Default: where this process prints.
+        apart: Give it its own session, so that Ctrl-C reaches this process alone.
     """
 
     def __init__(
@@ -146,32 +146,32 @@ class Child:
         self.pid = self._process.pid
 
     def status(self) -> int | None:
-        """Its exit status; `None` while it runs."""
+        """Return the exit status, or `None` while it runs."""
         return self._process.poll()
 
     def wait(self, seconds: float | None = None) -> int | None:
-        """Its exit status, once it has ended; `None` if it has not within `seconds`."""
+        """Return the exit status once it has ended, or `None` if it runs longer than `seconds`."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             return self._process.wait(seconds)
         return None
 
     def send_signal(self, number: int) -> None:
-        """Send it a signal, if it runs."""
+        """Send the process a signal if it runs."""
         self._process.send_signal(number)
 
     def end(self) -> None:
-        """Kill it, if it runs, and wait until it is gone."""
+        """Kill the process if it runs, and wait until it is gone."""
         self.send_signal(signal.SIGKILL)
         self.channel.close()
         self.wait()
 
 
 def parent_channel() -> Channel | None:
-    """To the process that started this one as its `Child`; `None` in any other. Children of this one do not
-    inherit it.
+    """Return the channel to the process that started this one as its `Child`, or `None` in any other process.
+    Children of this process do not inherit it.
     """
     number = os.environ.pop(PARENT, None)
-    with contextlib.suppress(OSError, ValueError):  # what is no socket is somebody else's variable
+    with contextlib.suppress(OSError, ValueError):  # a variable of somebody else: its number is no socket
         if number is not None:
             os.set_inheritable(int(number), False)
             return Channel(socket.socket(fileno=int(number)))
@@ -184,9 +184,9 @@ def listen(
     ended: Callable[[], Any] = lambda: os._exit(1),
     lives: Callable[[], bool] = lambda: True,
 ) -> threading.Thread:
-    """Give `hear` what the other one says, in the thread that is returned. When that one is gone, this
-    process ends at once, in the middle of whatever it does, unless `ended` does something else; so it does
-    where `hear` fails. `lives`: whether the other one is there, whoever else has its end.
+    """Pass messages of the peer to `hear` in the returned thread. If the peer is gone or `hear` fails, this
+    process ends at once, in the middle of any work. Give `ended` to do something else. `lives` tells whether
+    the peer exists, even if another process holds its end.
     """
 
     def attend() -> None:
@@ -204,11 +204,13 @@ def listen(
 
 
 class LimitedProcess:
-    """One such process, started at the first request and after one that ended it; threads take turns."""
+    """One process with limits. It starts at the first request, and again after a request that ended it.
+    Threads wait for each other.
+    """
 
     def __init__(self, module: str, memory: int) -> None:
-        """`module`: the full name of the one with `answer` and `prepare`. `memory`: bytes beside what the
-        process takes once it is prepared.
+        """`module`: full name of the module with `answer` and `prepare`. `memory`: bytes the process may take
+        beyond those it has after `prepare`.
         """
         self.owner = os.getpid()
         self._module = module
@@ -218,9 +220,9 @@ class LimitedProcess:
         atexit.register(self.close)
 
     def ask(self, request: Mapping[str, Any], seconds: float) -> bytes | None:
-        """The answer, as JSON that nobody has looked at; `None` if the process ended over the request, or
-        would have answered with more than `LONGEST` bytes. `seconds` of processor time. One that somebody
-        else ended, such as the kernel where memory ran out, is started again, and asked once more.
+        """Return the answer as unchecked JSON, or `None` if the request ended the process. An answer of more
+        than `LONGEST` bytes also gives `None`. `seconds` is processor time. If somebody else ended the
+        process, such as the kernel for want of memory, it starts again and the request is sent again.
         """
         with self._lock:
             if self._child is not None and self._child.status() is not None:
@@ -231,7 +233,7 @@ class LimitedProcess:
             return answer
 
     def _asked(self, message: list[Any]) -> tuple[bytes | None, bool]:
-        """The answer; and where there is none, whether the process was ended by another one."""
+        """Return the answer, and if there is none, whether another process ended this one."""
         child, ready = self._child, self._child is not None
         with contextlib.suppress(EOFError, OSError):
             child = child or self._start()
@@ -239,7 +241,7 @@ class LimitedProcess:
             child.channel.say(message)
             return child.channel.hear(most=LONGEST), False
         status = None if child is None else child.wait(1.0)
-        killed = status in (-signal.SIGKILL, -signal.SIGTERM)  # not one that answers with too much
+        killed = status in (-signal.SIGKILL, -signal.SIGTERM)  # not after an answer that is too large
         self._end()
         if not ready and not killed:  # it would look like a request that takes too long
             from opd.errors import OpdError
@@ -265,13 +267,13 @@ class LimitedProcess:
             child.end()
 
     def close(self) -> None:
-        """End the process, if there is one; a later request starts another."""
-        if self.owner == os.getpid():  # a forked process ends nothing of its parent's
+        """End the process, if there is one. A later request starts another."""
+        if self.owner == os.getpid():  # a forked process does not end its parent's child
             self._end()
 
 
 def _answer_within_limits(around: str, name: str, memory: int) -> None:
-    """Answer what comes until nobody is there to ask; the rest of the file is who asks."""
+    """Answer requests until nobody is there to send them. The rest of the file is the client."""
     import importlib
     import resource
 
@@ -293,18 +295,18 @@ def _answer_within_limits(around: str, name: str, memory: int) -> None:
     channel.say("ready")
     while (data := channel.hear(most=1 << 40)) is not None:
         seconds, request = json.loads(data)
-        # Nothing answers this signal: it ends the process, in the middle of whatever a library computes.
+        # Nothing handles this signal: it ends the process, in the middle of any library's computation.
         signal.setitimer(signal.ITIMER_PROF, seconds)
         try:
             answer = module.answer(request)
         except MemoryError:
             answer = {"error": f"a MemoryError: it may take {memory >> 20} MiB"}
-        except Exception as error:  # what is asked raises what it likes
+        except Exception as error:  # a request may raise anything
             answer = {"error": f"{type(error).__name__}: {str(error)[:400]}".removesuffix(": ")}
         signal.setitimer(signal.ITIMER_PROF, 0)
         channel.say(answer)
 
 
 if __name__ == "__main__":
-    with contextlib.suppress(EOFError):  # who asked is gone
+    with contextlib.suppress(EOFError):  # the client is gone
         _answer_within_limits(sys.argv[1], sys.argv[2], int(sys.argv[3]))

@@ -1,8 +1,8 @@
-"""The errors a user can meet: few, each one sentence that says what is wrong, where, and how to mend it.
+"""Errors a user can meet. Each is one sentence: the fault, its place and the fix.
 
 Every class also inherits the built-in type a caller would expect to catch. The command line prints the
-sentence and exits with status 2. What the machine refuses (a full disk, no permission) becomes one by
-`from_system`; anything else is a bug and keeps its traceback.
+sentence and exits with status 2. `from_system` converts a refusal of the machine (a full disk, no
+permission). Anything else is a bug and keeps its traceback.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class OpdError(Exception):
     """Base of every error `opd` raises on purpose. Its sentence holds no secret, wherever it is written."""
 
     of_own_code = False
-    """Whether code of the user's own is at fault: a run can go on once that is mended."""
+    """Whether the user's code is at fault. If so, a run can go on once the user has fixed it."""
 
     def __str__(self) -> str:
         return redact(super().__str__())
@@ -65,7 +65,7 @@ class LaunchError(OpdError, RuntimeError):
 
 
 class PreemptedError(OpdError, RuntimeError):
-    """The run was asked to stop and did; nothing acknowledged is lost."""
+    """The run was asked to stop and did. Nothing acknowledged is lost."""
 
 
 class TrainingError(OpdError, RuntimeError):
@@ -77,7 +77,7 @@ class RanksError(OpdError, RuntimeError):
 
 
 class TeacherRanksError(TeacherError, RanksError):
-    """Teachers that ranks read together cannot be read, for a rank is gone."""
+    """Teachers that ranks read as a group cannot be read, because a rank is gone."""
 
 
 class RunFolderError(OpdError, OSError):
@@ -85,7 +85,7 @@ class RunFolderError(OpdError, OSError):
 
 
 class MissingExtraError(OpdError, ImportError):
-    """An optional dependency is needed; the sentence names the extra that brings it."""
+    """An optional dependency is needed. The sentence names the extra that brings it."""
 
     def __init__(self, feature: str, extra: str) -> None:
         super().__init__(feature, extra)
@@ -129,21 +129,20 @@ _NUMBERS = {
     FileExistsError: errno.EEXIST,
     MemoryError: errno.ENOMEM,
 }
-"""Of errors that libraries raise without a number."""
+"""Error numbers for errors that libraries raise without one."""
 _WORDS = {
     "failed to map segment": errno.ENOMEM,
     "can't start new thread": errno.EAGAIN,
     "Resource temporarily unavailable": errno.EAGAIN,
     "ThreadPoolBuildError": errno.EAGAIN,
 }
-"""Of those that have neither a number nor a type of their own: a library that is loaded, a thread, threads of
-C++ and of a tokenizer's.
+"""Error numbers for errors with neither a number nor a type of their own: a library that is loaded, a thread,
+threads of C++ and of a tokenizer.
 """
 
 
 def from_system(error: BaseException) -> OpdError | None:
-    """What the machine refused, as a sentence with the path and the way out; `None` if `error` is not the
-    machine's: then it is a bug.
+    """Return the machine's refusal as a sentence with the path and the fix, or `None` if `error` is a bug.
 
     Errors of libraries count too: a compiled one says `(os error 28)` in its text, or ends it with `(28)`.
     """
@@ -163,8 +162,8 @@ def from_system(error: BaseException) -> OpdError | None:
 
 
 def reason_of(error: BaseException) -> str:
-    """What `error` says, on one line and without the last full stop: to be put into a sentence. The name of
-    its type where it says nothing.
+    """Return the text of `error` on one line without the last full stop, for use in a sentence. If the text
+    is empty, return the name of its type.
     """
     words = " ".join(str(error).split()).removesuffix(".")
     if type(error) is KeyError and words:
@@ -176,20 +175,18 @@ _OF_PROCESS = (errno.EMFILE, errno.ENFILE, errno.EFBIG)
 
 
 def way_out(error: OSError, otherwise: str) -> str:
-    """What to do about `error`: raise the limit of the process that it has met, if it did; `otherwise` it is
-    about the file.
-    """
+    """Return the fix for `error`of a process limit, else `otherwise`, which is about the file."""
     return mend_of(error, otherwise) if error.errno in _OF_PROCESS else otherwise
 
 
 def mend_of(error: OSError, otherwise: str) -> str:
-    """What to do about what the machine refused; `otherwise` where nobody knows."""
+    """Return the fix for a refusal of the machine, or `otherwise` if none is known."""
     return _ADVICE[error.errno].partition("; ")[2] if error.errno in _ADVICE else otherwise
 
 
 def is_of_library(error: BaseException) -> bool:
-    """Whether `error` says that a library could not do what it was asked: any `Exception`, and the panic of a
-    compiled library, which is none; but not what the machine refused it.
+    """Return whether `error` says that a library failed. True for any `Exception` and for the panic of a
+    compiled library, which is none. False if the machine refused something.
     """
     panic = type(error).__name__ == "PanicException"
     return (isinstance(error, Exception) or panic) and (
@@ -198,11 +195,11 @@ def is_of_library(error: BaseException) -> bool:
 
 
 def _where(error: BaseException) -> str:
-    """The path an error is about, which it or whoever passed it on has named."""
+    """Return the path that `error`, or a note added to it on the way, names."""
     notes = getattr(error, "__notes__", [])
     names = [note.removeprefix(_WRITING) for note in reversed(notes) if note.startswith(_WRITING)]
     names += [getattr(error, "filename", None), getattr(error, "filename2", None)]
-    for name in names:  # the outermost one: within a folder that is to appear whole, names are temporary
+    for name in names:  # the outermost one: in a folder that appears by one rename, names are temporary
         if name is not None and not isinstance(name, int):
             return f"{os.fsdecode(name)}: "
     quoted = re.search(r"(?:^|[\s\"'(<])(/[^\"':\s)>]+)", str(error))
@@ -210,12 +207,12 @@ def _where(error: BaseException) -> str:
 
 
 _WRITING = "while writing "
-"""What a note begins with that names the file or folder which an error has left unwritten."""
+"""Prefix of the note that names the file or folder which an error has left unwritten."""
 
 
 @contextlib.contextmanager
 def writing(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Give errors of the block, which name no file or a temporary one, the path that was to be written."""
+    """Give errors of the block, which name no file or a temporary one, the path that was being written."""
     try:
         yield
     except BaseException as error:

@@ -1,7 +1,7 @@
-"""What others have written: the names, sizes and JSON that may be taken from a store, a server or a folder.
+"""Validate untrusted input: names, sizes and JSON from a store, a server or a folder.
 
-Whatever is read from there may have been made to lead elsewhere, to fill the memory or to hang. Here is the
-one pattern for names and the one way to read small documents; everything else is compared with it.
+Input from there may have been made to lead elsewhere, to fill the memory or to hang. This module has the one
+pattern for names and the one reader of small documents. All other input is compared with them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from opd.errors import OpdError, StorageError
 from opd.redact import redact
 
 MAX_DEPTH = 64
-"""Of nested lists and objects in a small document."""
+"""Limit of nested lists and objects in a small document."""
 
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _ACTING = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ufeff\ufffe\uffff\ud800-\udfff]")
@@ -33,8 +33,9 @@ _UNREADABLE = (
 
 
 def is_file_name(name: object) -> TypeGuard[str]:
-    """Whether `name` can name a file inside a folder and nothing else: letters, digits and `. _ -` of ASCII,
-    128 at most, beginning with a letter or digit, not ending with a dot, and no name of a device.
+    """Return whether `name` can name a file inside a folder and nothing else. Allowed: at most 128 ASCII
+    letters, digits and `. _ -`, beginning with a letter or digit, not ending with a dot, and not the name of
+    a device.
     """
     return (
         isinstance(name, str)
@@ -45,10 +46,10 @@ def is_file_name(name: object) -> TypeGuard[str]:
 
 
 def object_path(path: str) -> str:
-    """`path` if it leads to something below the place it is relative to.
+    """Return `path` if it stays below its base.
 
-    Raises `StorageError` for an absolute path, an empty part, `.` and `..`, a backslash, what cannot be
-    printed and a part of more than 255 bytes.
+    Raises `StorageError` for an absolute path, an empty part, `.` and `..`, a backslash, unprintable
+    characters and a part of more than 255 bytes.
     """
     parts = path.split("/")
     if (
@@ -64,8 +65,8 @@ def object_path(path: str) -> str:
 
 
 def read_document(data: bytes | str, most: int, constant: Callable[[str], Any] | None = None) -> Any:
-    """The JSON in `data`. Raises `ValueError`, saying why, if it has more than `most` bytes, is nested deeper
-    than `MAX_DEPTH`, is no JSON, or holds NaN or infinity, if `constant` does not say what becomes of those.
+    """Parse the JSON in `data`. Raises `ValueError` with the reason if it has more than `most` bytes, is
+    nested deeper than `MAX_DEPTH`, is no JSON, or holds NaN or infinity and `constant` does not convert them.
     """
     if len(data) > most:
         raise ValueError(f"it has {len(data)} bytes where at most {most} are read")
@@ -81,9 +82,9 @@ def read_document(data: bytes | str, most: int, constant: Callable[[str], Any] |
 
 
 def indexed_files(index: dict[str, Any]) -> list[str]:
-    """Names of the files that an index of safetensors (`model.safetensors.index.json`) names, in order.
+    """Return the files that an index of safetensors (`model.safetensors.index.json`) names, in order.
 
-    Raises `ValueError`, saying why, if that is no list of files beside it.
+    Raises `ValueError` with the reason if it is no list of files in its folder.
     """
     files = index.get("weight_map")
     if files is None:
@@ -100,25 +101,25 @@ def indexed_files(index: dict[str, Any]) -> list[str]:
 
 
 _LONGEST_NUMBER = 1000
-"""Characters: what has more is a mistake, and Python's own refusal advises to let it pass."""
+"""Limit in characters: a longer number is a mistake, and Python's own refusal advises to let it pass."""
 
 
 POINTER = "it is a pointer of Git LFS in place of the file; fetch the file with `git lfs pull`"
-"""What is wrong with a text for which `is_pointer` holds, and how to mend it."""
+"""The fault of a text for which `is_pointer` holds, and its fix."""
 
 
 def is_pointer(begin: bytes) -> bool:
-    """Tell whether a file that begins with `begin` is what Git LFS leaves in place of a large file."""
+    """Return whether a file that begins with `begin` is a Git LFS pointer in place of a large file."""
     return begin.startswith(b"version https://git-lfs")
 
 
 def is_unset(value: object) -> bool:
-    """Tell whether a setting of JSON asks for nothing: null, false, or an empty text, list or object."""
+    """Return whether a JSON setting requests nothing: null, false, or an empty text, list or object."""
     return value is None or value is False or value in ("", [], {})
 
 
 def whole_number(text: str) -> int:
-    """The number in `text`, for `json.loads`. Raises `ValueError` if it has thousands of digits."""
+    """Parse the number in `text`, for `json.loads`. Raises `ValueError` if it has thousands of digits."""
     if len(text) > _LONGEST_NUMBER:
         raise ValueError(f"a number has {len(text):,} digits where {_LONGEST_NUMBER:,} are read")
     return int(text)
@@ -126,9 +127,9 @@ def whole_number(text: str) -> int:
 
 @contextlib.contextmanager
 def decoding(refusal: Callable[[str], Exception]) -> Iterator[None]:
-    """Raise `refusal(cause)` for whatever decoding what has not the form it should have raises in the block.
+    """Raise `refusal(cause)` if decoding in the block fails because the input has another form.
 
-    A right checksum says that bytes are what was written, not that who wrote them knew the form.
+    A correct checksum proves the bytes. It does not prove that the writer knew the form.
     """
     try:
         yield
@@ -139,7 +140,7 @@ def decoding(refusal: Callable[[str], Exception]) -> Iterator[None]:
 
 
 def depth_exceeds(value: Any, most: int) -> bool:
-    """Whether lists and dictionaries in `value` lie more than `most` deep."""
+    """Return whether lists and dictionaries in `value` nest deeper than `most`."""
     level = [value]
     for _ in range(most + 1):
         inner = [
@@ -152,16 +153,16 @@ def depth_exceeds(value: Any, most: int) -> bool:
 
 
 def printable(text: str) -> str:
-    """`text` with what cannot be printed escaped: nothing in it moves a cursor or hides a line."""
+    """Return `text` with unprintable characters escaped, so that none moves a cursor or hides a line."""
     if text.isprintable():
         return text
     return "".join(sign if sign.isprintable() else sign.encode("unicode_escape").decode() for sign in text)
 
 
 def visible(text: str, kept: str = "\n\t") -> str:
-    """`text` with what acts instead of being read escaped: control signs but those `kept`, signs that turn
-    the direction of writing around, and halves of characters, which no file can hold. Blanks and letters of
-    any script stay.
+    """Return `text` with acting characters escaped, blanks and letters of any script unchanged. Acting are
+    control characters except `kept`, those that change the writing direction, and halves of characters, which
+    no file can hold.
     """
     return _ACTING.sub(
         lambda found: found[0] if found[0] in kept else found[0].encode("unicode_escape").decode(), text
@@ -169,25 +170,25 @@ def visible(text: str, kept: str = "\n\t") -> str:
 
 
 def shown(text: object, most: int = 100) -> str:
-    """`text`, cut, as an error may show it: what a terminal or a log would not print is escaped, and a secret
-    is hidden before the cut leaves half of it, which nobody would know again.
+    """Return `text`, cut, for an error. Characters that a terminal or a log would not print are escaped.
+    Secrets are hidden before the cut, because half a secret would not be recognised.
     """
     return printable(redact(str(text))[:most])
 
 
 GROUP = Path("/sys/fs/cgroup")
-"""What the control group of this process says of its limits."""
+"""Files with the limits of this process's control group."""
 
 
 def whole(value: object, least: int, most: int, what: str) -> int:
-    """`value` if it is an integer from `least` to `most`; `ValueError` naming `what` otherwise."""
+    """Return `value` if it is an integer from `least` to `most`. Else raise `ValueError` naming `what`."""
     if type(value) is not int or not least <= value <= most:
         raise ValueError(f"{what} is {_number(value)} and must be a whole number from {least} to {most}")
     return value
 
 
 def require_memory(nbytes: int, what: str) -> None:
-    """Raise `StorageError` if the machine has less memory than `nbytes`, before so much is asked for."""
+    """Raise `StorageError` if the machine has less memory than `nbytes`, before anything allocates them."""
     have = machine_memory()
     if nbytes > have:
         raise StorageError(
@@ -197,7 +198,7 @@ def require_memory(nbytes: int, what: str) -> None:
 
 
 def cores() -> int:
-    """Processors that this process may use, within the limit of its group."""
+    """Return the number of processors this process may use, within the limit of its group."""
     found = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
         quota, period = (GROUP / "cpu.max").read_text().split()
@@ -207,17 +208,17 @@ def cores() -> int:
 
 
 def machine_memory() -> int:
-    """Bytes of memory that the machine has."""
+    """Return the machine's memory in bytes."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def group_memory() -> int:
-    """Bytes of memory that the machine has, within the limit of the process's group."""
+    """Return the machine's memory in bytes, within the limit of the process's group."""
     return min(machine_memory(), _of_group("memory.max"))
 
 
 def free_memory() -> int:
-    """Bytes of memory that are free, within the limit of the process's group."""
+    """Return the free memory in bytes, within the limit of the process's group."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))

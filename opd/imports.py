@@ -1,4 +1,4 @@
-"""Code of the user's own, by dotted path: where it is, what is loaded of it, what it must take."""
+"""Import the user's code by dotted path, list its source files and check its signature."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from opd.errors import OpdError
 from opd.own_code import confined, is_of_opd, named
 
 OFFERED: dict[tuple[str, ...], tuple[str, ...]] = {POLICY_LOSS: ("bounds",)}
-"""What it is given by name besides, if it has such a parameter."""
+"""Arguments that a function also gets by name, if it has such a parameter."""
 
 
 def import_function(path: str, where: str, error: type[OpdError], takes: Sequence[str] = ()) -> Any:
-    """`import_attribute` of something that can be called; `error` if it cannot, or, where `takes` names the
-    positional arguments it will be given, if it cannot be called with as many.
+    """Import a callable. Raises `error` if it is none, or if it cannot be called with as many positional
+    arguments as `takes` names.
     """
     found = import_attribute(path, where, error)
     if not callable(found):
@@ -35,12 +35,12 @@ def import_function(path: str, where: str, error: type[OpdError], takes: Sequenc
 
 
 def check_signature(found: Any, path: str, where: str, error: type[OpdError], takes: Sequence[str]) -> None:
-    """Raise `error` unless `found` can be called with as many positional arguments as `takes` names, and what
-    it takes of what is offered.
+    """Raise `error` unless `found` accepts as many positional arguments as `takes` names, besides the
+    `offered` ones it has as parameters.
     """
     try:
         signature = inspect.signature(found)
-    except Exception:  # compiled functions have none; the first call tells
+    except Exception:  # compiled functions have none: the first call shows it
         return
     try:
         signature.bind(*takes, **{name: name for name in offered(found, takes)})
@@ -52,7 +52,7 @@ def check_signature(found: Any, path: str, where: str, error: type[OpdError], ta
 
 
 def offered(found: Any, takes: Sequence[str]) -> tuple[str, ...]:
-    """The names of what `found`, a function that is called with `takes`, is given by name besides."""
+    """Return the names of arguments that `found`, a function called with `takes`, also gets by name."""
     try:
         parameters = inspect.signature(found).parameters
     except Exception:  # see `check_signature`
@@ -62,8 +62,9 @@ def offered(found: Any, takes: Sequence[str]) -> tuple[str, ...]:
 
 @contextlib.contextmanager
 def uncollected() -> Iterator[None]:
-    """Around a command's start, which imports large libraries: they make hundreds of thousands of objects,
-    all of which stay. Looking through them for garbage, now and later, is a fifth of a short run's time.
+    """Disable garbage collection while a command starts and imports large libraries. They make hundreds of
+    thousands of objects, all of which stay. Searching them for garbage, now and later, takes a fifth of a
+    short run's time.
     """
     gc.disable()
     try:
@@ -74,8 +75,8 @@ def uncollected() -> Iterator[None]:
 
 
 def import_attribute(path: str, where: str, error: type[OpdError]) -> Any:
-    """The object at `package.module:name`. `where` is the recipe's key, for the sentence of the `error` that
-    is raised if the path has another form, or the module or the name does not exist or fails to import.
+    """Return the object at `package.module:name`. `where` is the recipe's key, for the sentence of `error`.
+    Raises `error` if the path has another form, or the module or the name does not exist or fails to import.
     """
     module_name, separator, name = path.partition(":")
     _see_this_folder()
@@ -96,17 +97,17 @@ def import_attribute(path: str, where: str, error: type[OpdError]) -> Any:
 
 
 def _see_this_folder() -> None:
-    """Modules are looked for where the command is started, too, which the console script leaves out."""
-    with contextlib.suppress(FileNotFoundError):  # where code of the user's own has gone may be no more
+    """Also find modules in the folder the command starts in, which the console script leaves out."""
+    with contextlib.suppress(FileNotFoundError):  # the current folder may be gone: user code can remove it
         if os.getcwd() not in sys.path and "" not in sys.path:
             sys.path.append(os.getcwd())
 
 
 def source_files(path: str) -> dict[str, Path]:
-    """`folder/module.py` -> file, of all that the code at `package.module:name` consists of: its module, the
-    packages around it and, by their import statements, the modules of the user's own that these import.
+    """Return `folder/module.py` -> file for all source files of the code at `package.module:name`.
 
-    Nothing is run. Of opd and of what is installed there is nothing, but for the module that is named.
+    These are its module, the packages around it and, by their import statements, the user's modules that they
+    import. Nothing is run. Files of opd and of installed packages are left out, except the named module.
     """
     _see_this_folder()
     first = path.partition(":")[0]
@@ -135,20 +136,20 @@ _INSTALLED = {"site-packages", "dist-packages"}
 
 
 def _spec(name: str) -> ModuleSpec | None:
-    """Where the module `name` lies. Unlike `importlib.util.find_spec` this runs no package around it."""
+    """Return the spec of the module `name`. Unlike `importlib.util.find_spec` it runs no parent package."""
     spec: ModuleSpec | None = None
     places, whole = None, ""
     for part in name.split("."):
         whole = f"{whole}.{part}" if whole else part
         spec = None
         for finder in sys.meta_path:
-            with contextlib.suppress(Exception):  # of a library's own finder
+            with contextlib.suppress(Exception):  # a finder of some library
                 spec = finder.find_spec(whole, places)
             if spec is not None:
                 break
         if spec is not None and spec.origin is not None:
             places = spec.submodule_search_locations
-        else:  # maybe a folder without `__init__.py`, of which a finder asks the package around it
+        else:  # maybe a folder without `__init__.py`: a finder asks its parent package for its path
             places = [str(Path(place) / part) for place in (sys.path if places is None else places)]
         if places is None:
             return spec if whole == name else None
@@ -156,10 +157,10 @@ def _spec(name: str) -> ModuleSpec | None:
 
 
 def _imported(file: Path, package: str) -> Iterator[str]:
-    """Names that may be modules which the source `file` in `package` imports, anywhere in it."""
+    """Yield names of possible modules that the source `file` in `package` imports, anywhere in it."""
     try:
         tree = ast.parse(file.read_bytes())
-    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):  # compiled, or its import tells
+    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):  # compiled, or not importable
         return
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):

@@ -1,8 +1,8 @@
-"""What a process can no longer do once it is confined: the kernel's own means, for this process alone.
+"""Confine this process with the kernel's own means.
 
-Seccomp refuses what starts or reaches other processes, opens sockets or raises limits; Landlock, what is read
-and written elsewhere. Neither needs a privilege, and neither can be taken back. Limits of the process are
-those of `setrlimit`. Imports the standard library alone: the programs in the sandbox read this file too.
+Seccomp refuses calls that start or reach other processes, open sockets or raise limits. Landlock limits the
+files that can be read and written. Neither needs a privilege, and neither can be undone. `setrlimit` limits
+resources. Imports the standard library alone, because the programs in the sandbox read this file too.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 _MACHINES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}
-"""Machine -> what seccomp calls it, and the column of `_REFUSED`."""
+"""Machine -> its seccomp number, and its column in `_REFUSED`."""
 _PROCESSES = {
     "fork": (57, None), "vfork": (58, None), "execve": (59, 221), "execveat": (322, 281),
     "tkill": (200, 130), "rt_sigqueueinfo": (129, 138), "rt_tgsigqueueinfo": (297, 240),
     "pidfd_send_signal": (424, 424), "pidfd_open": (434, 434), "setpriority": (141, 140),
     "sched_setaffinity": (203, 122), "sched_setscheduler": (144, 119), "sched_setattr": (314, 274),
 }  # fmt: skip
-"""What starts other processes, or reaches them."""
+"""Calls that start other processes, or reach them."""
 _REFUSED = {
-    # sockets, and what could open one past this filter; pairs within the process are no way out
+    # sockets, and calls that could open one past this filter; pairs within the process are no way out
     "socket": (41, 198), "connect": (42, 203), "bind": (49, 200), "io_uring_setup": (425, 425),
     "io_uring_enter": (426, 426), "io_uring_register": (427, 427),
-    # what is in other processes
+    # other processes
     "ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271),
     "pidfd_getfd": (438, 438), "kcmp": (312, 272),
     # limits, namespaces, mounts and the kernel
@@ -51,7 +51,7 @@ _REFUSED = {
     "memfd_create": (319, 279), "memfd_secret": (447, 447),
 }  # fmt: skip
 _OWN_ONLY = {"kill": (62, 129), "tgkill": (234, 131)}
-"""Refused but to the process itself, which may abort."""
+"""Refused, except to the process itself, which may abort."""
 _CLONE, _CLONE3, _PRLIMIT = (56, 220), 435, (302, 261)
 _THREAD, _NAMESPACES = 0x10000, 0x7E020000
 _ALLOW, _NO_PERMISSION, _NO_SUCH_CALL = 0x7FFF0000, 0x00050001, 0x00050026
@@ -59,14 +59,15 @@ _LOAD, _EQUAL, _BITS, _RETURN = 0x20, 0x15, 0x45, 0x06
 _X32 = 0x40000000
 
 Jump = tuple[int, int, int, int]
-"""An instruction of the filter: code, where to if true, where to if false, operand."""
+"""An instruction of the filter: code, jump if true, jump if false, operand."""
 
 
 def refuse_calls(*, processes: bool = False) -> bool:
-    """Seccomp, for this process and what it starts for good; False where the machine or the kernel has none.
+    """Apply seccomp to this process and its children, for good. Return False if the machine or kernel has
+    none.
 
-    What is refused fails with EPERM. Processes can be neither started nor signalled, unless `processes`: then
-    nothing but programs of their own is allowed beyond that, and no namespaces.
+    Refused calls fail with EPERM. Processes can be neither started nor signalled. With `processes` it may
+    start programs of its own, but gets no further right and no namespaces.
     """
     known = _MACHINES.get(os.uname().machine)
     if known is None or not _no_new_privileges():
@@ -78,7 +79,7 @@ def refuse_calls(*, processes: bool = False) -> bool:
 
 
 def _filter(machine: int, column: int, processes: bool) -> list[Jump]:
-    """Words of a call: number at 0, machine at 4, arguments from 16 in pairs of a low and a high half."""
+    """Build the filter. Words of a call: number at 0, machine at 4, arguments from 16 as low, high halves."""
     own = os.getpid()
     steps: list[Jump] = [
         (_LOAD, 0, 0, 4), (_EQUAL, 1, 0, machine), (_RETURN, 0, 0, _NO_PERMISSION),
@@ -107,14 +108,14 @@ _RULESET, _ADD_RULE, _RESTRICT = 444, 445, 446
 
 
 def landlock_version() -> int:
-    """Of the kernel; 0 where it has none or it is switched off."""
+    """Return the kernel's Landlock version, or 0 if it has none or Landlock is switched off."""
     return max(0, _syscall(_RULESET, None, 0, 1))
 
 
 def restrict_files(read: Sequence[str], write: Sequence[str] = ()) -> bool:
-    """Landlock, for this process and what it starts, for good: files below `read` can be read, those below
-    `write` changed too, nothing else; nor are there TCP ports, or signals to processes that are not confined
-    with it, where the kernel knows to refuse them. False where the kernel has no Landlock.
+    """Apply Landlock to this process and its children, for good. Return False if the kernel has none. Files
+    below `read` can be read, those below `write` also changed, and nothing else. If the kernel supports it,
+    TCP ports and signals to processes outside this confinement are refused too.
     """
     version = landlock_version()
     if version == 0 or not _no_new_privileges():
@@ -142,14 +143,14 @@ def restrict_files(read: Sequence[str], write: Sequence[str] = ()) -> bool:
 
 
 def confine(job: Mapping[str, Any]) -> None:
-    """Take rights, resources and files from this process for good, as its `job` says. `refuse_calls` comes
-    last, because it keeps a process from much of this.
+    """Drop rights, resources and files of this process for good, as its `job` says. `refuse_calls` comes
+    last, because it forbids much of this.
     """
     if job["uid"]:
         become(job["uid"])
     else:
         drop_privileges()
-    if job["kind"] != "bubblewrap":  # which ends with its own parent, and all in it
+    if job["kind"] != "bubblewrap":  # bubblewrap ends with its own parent, and all in it
         end_with_parent()
     limit(job["cpu_seconds"], job["memory"], job["disk"], job["open_files"])
     if job["landlock"]:
@@ -157,8 +158,8 @@ def confine(job: Mapping[str, Any]) -> None:
 
 
 def limit(seconds: int, memory: int, file: int, files: int) -> None:
-    """Of this process and what it starts, each: seconds of processor time, bytes of memory, and of a file,
-    and open files.
+    """Limit this process and each of its children: seconds of processor time, bytes of memory, bytes of a
+    file, and open files.
     """
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
@@ -168,19 +169,19 @@ def limit(seconds: int, memory: int, file: int, files: int) -> None:
 
 
 def limit_processes(most: int = 0) -> None:
-    """At most so many processes and threads of this user in its namespace; root may have more."""
+    """Limit the processes and threads of this user in its namespace. Root may have more."""
     resource.setrlimit(resource.RLIMIT_NPROC, (most, most))
 
 
 def end_with_parent() -> None:
-    """Be killed when the thread that has started this process ends."""
+    """Have the kernel kill this process when the thread that started it ends."""
     _prctl(1, 9)
 
 
 def become(user: int) -> None:
-    """As root: be `user` for good, whose processes the kernel counts, which it does not do with root's. It
-    still reads what root may, such as a Python below /root, which only Landlock then narrows; it writes what
-    is its own. Raises `OSError` without the right to.
+    """As root, become `user` for good, because the kernel counts this user's processes and not root's. The
+    process still reads files that root may read, such as a Python below /root. Only Landlock then narrows
+    that. It writes its own files alone. Raises `OSError` if it has no right to.
     """
     _prctl(8, 1)  # keep capabilities over the change of the user
     os.setgroups([])
@@ -191,7 +192,7 @@ def become(user: int) -> None:
 
 
 def drop_privileges() -> None:
-    """Give back what root may beyond others; its files stay its own."""
+    """Drop root's privileges. Its files stay its own."""
     _keep_capabilities(0)
 
 
@@ -206,12 +207,12 @@ def _keep_capabilities(kept: int) -> None:
 
 
 def adopt_orphans() -> None:
-    """Become the parent of what this process's children leave behind, however far down."""
+    """Become the parent of orphans of this process's children, at any depth."""
     _prctl(36, 1)
 
 
 def hide() -> None:
-    """Let no process of the same user look into this one, or change it."""
+    """Forbid other processes of the same user to inspect or change this one."""
     _prctl(4, 0)
 
 

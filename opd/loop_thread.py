@@ -1,4 +1,4 @@
-"""An asyncio loop in a thread of its own, for callers that are not asynchronous."""
+"""An asyncio loop in a thread of its own, for synchronous callers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 CANCEL_ROUNDS, CANCEL_SECONDS = 10, 0.5
-"""How often, and how many seconds apart, what still runs is cancelled before it is left behind."""
+"""Number of cancellations of a running task before it is left behind, and the seconds between them."""
 
 
 class LoopThread:
@@ -23,14 +23,14 @@ class LoopThread:
         self._thread.start()
 
     def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Begin `work`; cancelling the future cancels it."""
+        """Start `work`. Cancelling the future cancels it."""
         if self._loop.is_closed():
             work.close()
             raise RuntimeError("the loop is closed")
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of `work`. An interrupt of the caller cancels it."""
+        """Return the result of `work`. An interrupt of the caller cancels it."""
         future = self.start(work)
         try:
             return future.result()
@@ -39,12 +39,12 @@ class LoopThread:
             raise
 
     def call(self, function: Callable[..., Any], *given: Any) -> None:
-        """Have the loop call `function` soon; nothing once it is closed."""
+        """Have the loop call `function` soon. Does nothing once it is closed."""
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(function, *given)
 
     def close(self) -> None:
-        """Cancel what still runs and end the thread. A second call changes nothing."""
+        """Cancel running tasks and end the thread. A second call changes nothing."""
         if self._loop.is_closed():
             return
         self.run(_cancel_others([CANCEL_SECONDS] * CANCEL_ROUNDS))
@@ -53,14 +53,12 @@ class LoopThread:
         self._loop.close()
 
     def begin_close(self, patience: float = CANCEL_SECONDS) -> Future[None]:
-        """Cancel what still runs, once; what is cancelled has `patience` seconds to clean up. `end_close`
-        follows.
-        """
+        """Cancel running tasks once. They have `patience` seconds to clean up. Call `end_close` next."""
         return self.start(_cancel_others([patience]))
 
     def end_close(self, begun: Future[None], seconds: float) -> bool:
-        """End the thread, whose closing has `begun`, within `seconds`; whether it has ended. One that code in
-        it holds up is left behind: it does not keep the process.
+        """End the thread, whose closing has `begun`, within `seconds`. Return whether it has ended. A thread
+        held up by its code is left behind. It does not keep the process alive.
         """
         with contextlib.suppress(TimeoutError):
             begun.result(seconds)
@@ -73,7 +71,7 @@ class LoopThread:
 
 
 async def _cancel_others(rounds: Sequence[float]) -> None:
-    """Cancel all other tasks; after each of the `rounds`, in seconds, those that are still there."""
+    """Cancel all other tasks. After each of the `rounds`, in seconds, cancel the remaining ones again."""
     others = asyncio.all_tasks() - {asyncio.current_task()}
     for seconds in rounds:
         if not others:

@@ -1,8 +1,8 @@
-"""Metrics of a stage: one JSON object a step in `metrics.jsonl`, and trackers by choice (`opd/sinks.py`); and
-in `flags.jsonl` one for every rule that fired over them.
+"""Metrics of a stage: one JSON object a step in `metrics.jsonl`, also sent to chosen trackers
+(`opd/sinks.py`), and one object in `flags.jsonl` for every rule that fired on them.
 
-The files only grow, and each line ends with `chain`, a digest of itself and of all lines before it: one that
-was changed, lost or added in the middle is found, and the last `chain` stands for the whole file.
+The files only grow. Each line ends with `chain`, a digest of itself and of all lines before it. So a changed,
+lost or added line in the middle is found, and the last `chain` stands for the whole file.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from opd.storage.files import read_plain, write_atomic
 
 FILE_NAME = "metrics.jsonl"
 FLAGS = "flags.jsonl"
-"""In a stage's folder: the rules that it broke, an object a line."""
+"""In a stage's folder: the rules that fired, one object a line."""
 _LONGEST_ROW = 1 << 24
-"""Bytes; a row of a stage has some thousands."""
+"""Bytes. A row of a stage has some thousands."""
 CHAIN = "chain"
 _MARK = f', "{CHAIN}": "'.encode()
 
 
 Held = Callable[[], Mapping[str, int]]
-"""Says how many bytes each part of something large takes now: weights, moments, keys and values."""
+"""Returns the bytes that each part of something large takes now: weights, moments, keys and values."""
 
 
 class MemoryMeter:
-    """How many bytes of memory are whose, as those count them who hold much: models, optimiser, engine and
-    teachers. What passes by (activations, logits) is nobody's.
+    """Counts the bytes of memory of each large owner: models, optimiser, engine and teachers. Each counts its
+    own. Transient tensors (activations, logits) are not counted.
     """
 
     def __init__(self) -> None:
@@ -46,11 +46,11 @@ class MemoryMeter:
         self._most: dict[str, int] = {}
 
     def watch(self, held: Held) -> None:
-        """Ask `held` with every sample, too. Parts of one name are added up."""
+        """Call `held` with every sample, too. Parts of one name are added up."""
         self._held.append(held)
 
     def sample(self) -> dict[str, int]:
-        """Bytes of each part now."""
+        """Return the bytes of each part now."""
         now: dict[str, int] = {}
         for held in self._held:
             for part, size in held().items():
@@ -59,18 +59,18 @@ class MemoryMeter:
         return now
 
     def take(self) -> dict[str, int]:
-        """The largest of the samples since this was last asked, the one that is taken now among them."""
+        """Return the largest sample since the last call, a sample taken now included."""
         self.sample()
         most, self._most = self._most, {}
         return most
 
     def forget(self) -> None:
-        """Begin anew, without a sample."""
+        """Forget the largest sample, without taking one."""
         self._most = {}
 
 
 class PhaseTimer:
-    """Attributes a step's wall time to its phases, and the most memory that each of them held."""
+    """Attributes a step's wall time to its phases, with the most memory of each."""
 
     def __init__(self, memory: MemoryMeter | None = None) -> None:
         self.seconds: dict[str, float] = {}
@@ -79,7 +79,7 @@ class PhaseTimer:
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
-        self._memory.forget()  # what came before is not this phase's
+        self._memory.forget()  # the memory before is not this phase's
         start = time.perf_counter()
         try:
             yield
@@ -93,7 +93,7 @@ class PhaseTimer:
         return max(map(_sum, self._most.values()), default=0)
 
     def add_to(self, phases: dict[str, float]) -> dict[str, float]:
-        """Add the seconds to those of all steps; returns them, and the memory of this one, as metrics."""
+        """Add the seconds to the totals in `phases`. Return them, and this step's memory, as metrics."""
         for phase, seconds in self.seconds.items():
             phases[phase] = phases.get(phase, 0.0) + seconds
         times = {f"time/{phase}": seconds for phase, seconds in self.seconds.items()}
@@ -109,8 +109,8 @@ _OUTERMOST = {"policy/ratio_min": min, "policy/ratio_max": max}
 
 
 def of_updates(found: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The metrics of a step from those of its updates: of each the mean over the updates that have it, the
-    smallest or largest ratio of all. A teacher of whom an update has no token has no share in it.
+    """Combine the metrics of a step's updates: the mean over the updates that have a metric, the smallest or
+    largest ratio of all. An update without tokens of a teacher has no share in that teacher's metrics.
     """
     metrics: dict[str, float] = {}
     for name in dict.fromkeys(name for one in found for name in one):
@@ -124,9 +124,9 @@ def of_updates(found: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def row_of(step: int, metrics: Mapping[str, Any], seconds: float | None = None) -> dict[str, int | float]:
-    """What a line says: `step`, `time` (if `seconds` since the stage began are given), then the metrics in
-    alphabetical order. Raises `TrainingError` naming the key of a number that is not finite, or of a value
-    that is no number.
+    """Return the row of a line: `step`, `time` (if `seconds` since the stage began are given), then the
+    metrics in alphabetical order. Raises `TrainingError` naming the key of a number that is not finite, or of
+    a value that is no number.
     """
     row: dict[str, int | float] = {"step": int(step)}
     if seconds is not None:
@@ -135,8 +135,8 @@ def row_of(step: int, metrics: Mapping[str, Any], seconds: float | None = None) 
 
 
 class Lines:
-    """Appends to a file of JSON lines. A line is there for good once it is appended, unless the machine loses
-    power; one that a killed writer left unfinished is removed when the file is opened again.
+    """Appends to a file of JSON lines. An appended line stays, unless the machine loses power. If a killed
+    writer left a line unfinished, opening the file again removes it.
     """
 
     def __init__(self, path: Path) -> None:
@@ -158,7 +158,7 @@ class Lines:
 
     @property
     def tail(self) -> str:
-        """`chain` of the last line, "" before the first: it changes with every byte written so far."""
+        """`chain` of the last line, "" before the first. It changes with every byte written so far."""
         if self._tail is None:
             last = read_plain(self.path, follow=True).splitlines()[-1:] if self.path.exists() else []
             self._tail = _split(last[0])[1] if last else ""
@@ -167,8 +167,8 @@ class Lines:
     def truncate(self, after_step: int, tail: str | None = None) -> None:
         """Drop, atomically, the lines of steps above `after_step`: a resumed stage writes them again.
 
-        With `tail`, those after the line that ends with it, whatever they hold. Raises `DataError` if there
-        is no such line, or one before it is not what was written.
+        With `tail`, drop the lines after the one that ends with it, whatever they hold. Raises `DataError` if
+        there is no such line, or if a line before it has changed.
         """
         kept = []
         if after_step > 0:
@@ -184,7 +184,7 @@ class Lines:
             self._replace(data)
 
     def sync(self) -> None:
-        """Make everything written so far durable: what a checkpoint or a record says of it must hold."""
+        """Make everything written so far durable, because a checkpoint or a record refers to it."""
         if self.path.exists():
             with self.path.open("rb") as file:
                 os.fsync(file.fileno())
@@ -195,18 +195,18 @@ class Lines:
 
 
 class FlagsWriter(Lines):
-    """Appends to `folder/flags.jsonl`, which is there once a rule has fired."""
+    """Appends to `folder/flags.jsonl`, which exists once a rule has fired."""
 
     def __init__(self, folder: str | Path) -> None:
         super().__init__(Path(folder) / FLAGS)
 
     def append(self, row: Mapping[str, Any]) -> None:
-        """As `Lines.append`, and durable: it is seldom."""
+        """Append durably: flags are rare."""
         super().append(row)
         self.sync()
 
     def truncate(self, after_step: int, tail: str | None = None) -> None:
-        """As `Lines.truncate`; with an empty `tail` no rule had fired."""
+        """Like `Lines.truncate`. An empty `tail` means that no rule had fired."""
         super().truncate(0 if tail == "" else after_step, tail)
 
 
@@ -216,8 +216,8 @@ class MetricsWriter(Lines):
     def __init__(
         self, folder: str | Path, tensorboard: bool = False, sinks: Sequence[str] = (), run: str = ""
     ) -> None:
-        """`sinks`: names of trackers that are given every row as well, of the run called `run`. Raises
-        `MissingExtraError` if one is asked for and not installed.
+        """Open the file and the trackers `sinks`, which get every row of the run called `run` as well. Raises
+        `MissingExtraError` if one is not installed.
         """
         place = Path(folder)
         place.mkdir(parents=True, exist_ok=True)
@@ -227,14 +227,14 @@ class MetricsWriter(Lines):
         super().__init__(place / FILE_NAME)
 
     def write(self, step: int, metrics: Mapping[str, Any], seconds: float | None = None) -> None:
-        """Append `row_of` its arguments, and raise what that raises; nothing is written then."""
+        """Append `row_of` its arguments. Raises as `row_of` does and then writes nothing."""
         row = row_of(step, metrics, seconds)
         self.append(row)
         if self._sinks is not None:
             self._sinks.write(step, {key: value for key, value in row.items() if key != "step"})
 
     def close(self) -> None:
-        """Close the sinks; `metrics.jsonl` needs no closing."""
+        """Close the sinks. `metrics.jsonl` needs no closing."""
         if self._sinks is not None:
             self._sinks.close()
 
@@ -248,7 +248,7 @@ class MetricsWriter(Lines):
 
 
 class NoMetrics(MetricsWriter):
-    """Writes nothing: for the ranks of a stage whose metrics another one writes."""
+    """Writes nothing: for the ranks of a stage that do not write metrics."""
 
     def __init__(self) -> None:
         self._sinks = None
@@ -268,11 +268,11 @@ class NoMetrics(MetricsWriter):
 
 
 def read_metrics(path: str | Path, *, chained: bool = False) -> list[dict[str, Any]]:
-    """The rows of a `metrics.jsonl` or `flags.jsonl`, in order; none if the file does not exist.
+    """Return the rows of a `metrics.jsonl` or `flags.jsonl`, in order, or none if the file does not exist.
 
-    A last line that a killed writer left unfinished is ignored. Raises `DataError` naming file and line for
-    any other line that is not a JSON object with a `step`, or is not what was written there. Files of older
-    releases, without `chain`, are read as they are, unless `chained`.
+    An unfinished last line of a killed writer is ignored. Raises `DataError` naming file and line for any
+    other line that is not a JSON object with a `step`, or that has changed. Files of older releases, without
+    `chain`, are read as they are, unless `chained`.
     """
     return [line.row for line in _checked(Path(path), chained=chained)]
 
@@ -285,7 +285,7 @@ class _Line(NamedTuple):
 
 
 def _checked(path: Path, tail: str | None = None, *, chained: bool = False) -> Iterator[_Line]:
-    """The lines of `path`, each compared with its `chain`, up to the one that ends with `tail`."""
+    """Yield the lines of `path`, each compared with its `chain`, up to the one that ends with `tail`."""
     if not path.exists():
         return
     try:
@@ -314,7 +314,7 @@ def _checked(path: Path, tail: str | None = None, *, chained: bool = False) -> I
 
 
 def _linked(row: Mapping[str, Any], before: str) -> tuple[bytes, str]:
-    """The line of `row` after a line that ends with `before`, and what it ends with."""
+    """Return the line of `row` after a line that ends with `before`, and its own chain."""
     body = json.dumps(row, allow_nan=False).encode()
     chain = _link(before, body)
     return body[:-1] + _MARK + chain.encode() + b'"}\n', chain
@@ -325,7 +325,7 @@ def _link(before: str, body: bytes) -> str:
 
 
 def _split(line: bytes) -> tuple[bytes, str]:
-    """A line without its `chain`, and the chain: "" where it has none."""
+    """Split a line into its row and its `chain`, "" if it has none."""
     head, mark, chain = line.rpartition(_MARK)
     if not mark or not chain.endswith(b'"}'):
         return line, ""

@@ -1,4 +1,4 @@
-"""What a command says: its standard streams, which nobody's code takes away, and what is logged under `opd`.
+"""The output of a command: its standard streams, which user code cannot close, and the log of `opd`.
 
 No secret gets into either.
 """
@@ -18,13 +18,13 @@ from typing import Any, TextIO
 from opd.redact import redact
 
 _duplicates: dict[int, int] = {}
-"""Of the standard streams, where the process has found them."""
+"""Duplicates of the standard streams, made where the process found them."""
 _written: dict[int, int] = {}
-"""Characters that each thread has printed, by its identity, which a later thread may have again."""
+"""Characters printed by each thread, by its identity, which a later thread may have again."""
 
 
 class GuardedStream:
-    """A text stream that writes no secret; everything else of it is the stream's own."""
+    """A text stream that writes no secret. Everything else is the stream's own."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -43,7 +43,7 @@ class GuardedStream:
         self._stream.flush()
 
     def close(self) -> None:
-        """Stays open: what the command still has to say goes here, whoever else is done with it."""
+        """Flush, but stay open: the command still writes here after other code has closed it."""
         self._stream.flush()
 
     def __getattr__(self, name: str) -> Any:
@@ -51,12 +51,12 @@ class GuardedStream:
 
 
 def written_by(thread: int | None) -> int:
-    """Characters that the thread of this identity, and those that had it before, have printed."""
+    """Return the characters printed by the thread of this identity, and by earlier threads with it."""
     return _written.get(thread or 0, 0)
 
 
 def guard_streams() -> None:
-    """Let what this process prints and logs, tracebacks included, hold no secret."""
+    """Remove secrets from all that this process prints and logs, tracebacks included."""
     guarded: dict[int, GuardedStream] = {}
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
@@ -68,7 +68,7 @@ def guard_streams() -> None:
 
 @contextlib.contextmanager
 def streams_into(file: TextIO) -> Iterator[None]:
-    """Print and log into `file` in the block, and no secret."""
+    """Print and log into `file` in the block, without secrets."""
     before = {id(getattr(sys, name)) for name in ("stdout", "stderr", "__stdout__", "__stderr__")}
     ours = GuardedStream(file)
     moved = _move_handlers(dict.fromkeys(before, ours))
@@ -81,8 +81,8 @@ def streams_into(file: TextIO) -> Iterator[None]:
 
 
 def _move_handlers(streams: Mapping[int, GuardedStream]) -> dict[logging.StreamHandler, Any]:
-    """Give the loggers of libraries, which keep the stream that they find when they are imported, the one
-    that takes its place in `streams`, by the `id` of the old one. Returns what each handler had.
+    """Move handlers of library loggers, which keep the stream they found on import, to the new stream in
+    `streams` by the `id` of the old one. Return the old stream of each handler.
     """
     moved = {}
     for logger in (logging.root, *logging.root.manager.loggerDict.values()):
@@ -94,11 +94,11 @@ def _move_handlers(streams: Mapping[int, GuardedStream]) -> dict[logging.StreamH
 
 
 class Logged(logging.Handler):
-    """While it is open, `say` gets every record that is logged under `opd`, its text without secrets: to show
-    it, or to send it to the process that does.
+    """While open, passes every record logged under `opd`, its text without secrets, to `say`, which shows it
+    or sends it to another process.
 
-    For a process with no logging of its own. What is shown reaches no root handler then: code of the user's
-    own that calls `logging.warning` makes one, and lines would come twice.
+    For a process with no logging of its own. A shown record reaches no root handler: user code that calls
+    `logging.warning` makes one, and lines would come twice.
     """
 
     def __init__(self, say: Callable[[logging.LogRecord], None]) -> None:
@@ -131,20 +131,20 @@ class Logged(logging.Handler):
 
 
 def as_words(record: logging.LogRecord) -> tuple[str, int, str]:
-    """Logger, level and text, for another process."""
+    """Return logger, level and text, for another process."""
     return record.name, record.levelno, record.getMessage()
 
 
 def log_again(logger: str, level: int, text: str, stage: str) -> None:
-    """Log what `stage` has logged in a process of its own."""
+    """Log a record that `stage` logged in a process of its own."""
     logging.getLogger(logger).log(level, "%s", text, extra={"stage": stage})
 
 
 @contextlib.contextmanager
 def streams_kept() -> Iterator[None]:
-    """Standard output and error are open after the block, though the user's own code in it closes them.
+    """Keep standard output and error open after the block, even if user code in it closes them.
 
-    Else the next file that is opened would get their number, and what is printed.
+    Otherwise the next file opened would get their number, and the printed text.
     """
     for number in (1, 2):
         if number not in _duplicates:
@@ -173,5 +173,5 @@ def _is_closed(number: int) -> bool:
 def _cannot_write(stream: TextIO) -> bool:
     try:
         return stream.closed
-    except ValueError:  # its buffer was taken from it
+    except ValueError:  # its buffer was detached
         return True

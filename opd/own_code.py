@@ -1,7 +1,7 @@
-"""Code of the user's own while it runs: its faults in a sentence, and what it cannot take from this process.
+"""Run user code: its faults become a sentence, and it cannot take this process down.
 
-It may fork, exit, start threads and close the standard streams: those stay open, what it forks ends where its
-call ends, and what a thread of it raises is a line of the log.
+It may fork, exit, start threads and close the standard streams. The streams stay open. A process it forks
+ends with its call. An error in one of its threads becomes a line of the log.
 """
 
 from __future__ import annotations
@@ -21,16 +21,15 @@ from opd.redact import redact
 
 _log = logging.getLogger(__name__)
 _LIBRARIES = os.path.dirname(os.path.abspath(os.__file__)) + os.sep
-"""Where Python's own modules are, and below it what is installed."""
+"""Folder of Python's own modules, and below it of installed packages."""
 
 
 @contextlib.contextmanager
 def calling(what: str, error: type[OpdError]) -> Iterator[None]:
-    """Around a call of the user's own code, `what`: anything it raises becomes one sentence of `error`.
+    """Call user code, described by `what`: anything it raises becomes one sentence of `error`.
 
-    Whatever its values do when they are read counts as its own, too: look at them inside. An exit is no end
-    of the command. An `OpdError`, which what it calls may raise, passes as it is, and so do a want of memory
-    and Ctrl-C.
+    Errors on reading its values count too, so look at them inside the block. An exit does not end the
+    command. An `OpdError` from a function it calls passes as it is, and so do a want of memory and Ctrl-C.
     """
     try:
         with confined(what):
@@ -47,10 +46,10 @@ def calling(what: str, error: type[OpdError]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def confined(what: str) -> Iterator[None]:
-    """Around code of the user's own, `what` in sentences: in this process the block ends as it would without.
+    """Confine user code, described by `what` in sentences, to the block.
 
-    A process that is forked in it ends with it: with status 0, that of `sys.exit`, or 1 and a line that says
-    what was raised.
+    A process that is forked in it ends with it: with status 0, that of `sys.exit`, or 1 and a line with the
+    error.
     """
     process = os.getpid()
     if threading.excepthook is threading.__excepthook__:
@@ -70,7 +69,7 @@ def confined(what: str) -> Iterator[None]:
 
 
 _calls: list[str] = []
-"""What runs now."""
+"""Descriptions of the calls that run now."""
 
 
 def _leave(what: str, cause: BaseException) -> NoReturn:
@@ -83,9 +82,7 @@ def _leave(what: str, cause: BaseException) -> NoReturn:
 
 
 def _thread_failed(failed: threading.ExceptHookArgs) -> None:
-    """What a thread of the user's own raised, in one line of the log, and once for each place. Threads of
-    others have their traceback.
-    """
+    """Log an error of a user's thread in one line, once a place. Other threads keep their traceback."""
     cause = failed.exc_value
     if cause is None or _own_frame(cause) is None or _has_frame_of_opd(cause):
         threading.__excepthook__(failed)
@@ -107,7 +104,7 @@ _told_of: set[str] = set()
 
 
 def _handlers() -> Iterator[logging.Handler]:
-    """Of the loggers that hear `_log`."""
+    """Yield the handlers of the loggers that receive records of `_log`."""
     logger: logging.Logger | None = _log
     while logger is not None:
         yield from logger.handlers
@@ -115,24 +112,24 @@ def _handlers() -> Iterator[logging.Handler]:
 
 
 _LONGEST = 1000
-"""Characters of an error that are told: some hold all that they were given."""
+"""Limit of an error text in characters: some repeat all their arguments."""
 
 
 def raised(cause: BaseException) -> str:
-    """`raised KeyError: 'a' (my_code.py:12)`: what, and the innermost line of the user's own."""
+    """Return `raised KeyError: 'a' (my_code.py:12)`: the error and the innermost line of user code."""
     frame = _own_frame(cause)
     at = f" ({os.path.basename(frame.filename)}:{frame.lineno})" if frame is not None else ""
     return f"raised {named(cause)}{at}"
 
 
 def named(cause: BaseException) -> str:
-    """`KeyError: 'a'`, or the type alone of an error that has no words."""
+    """Return `KeyError: 'a'`, or the type alone of an error without text."""
     words = told(cause)
     return f"{type(cause).__name__}: {words}" if words else type(cause).__name__
 
 
 def _own_frame(cause: BaseException) -> traceback.FrameSummary | None:
-    """The innermost frame that is neither opd's nor a library's."""
+    """Return the innermost frame that is neither opd's nor a library's."""
     frames = traceback.extract_tb(cause.__traceback__)
     own = (one for one in reversed(frames) if not (_is_of_libraries(one.filename) or is_of_opd(one.filename)))
     return next(own, None)
@@ -148,7 +145,7 @@ def _is_of_libraries(file: str) -> bool:
 
 
 def told(value: object, form: Callable[[Any], str] = str) -> str:
-    """`form(value)` on one line; what the user's own makes of itself may raise, too."""
+    """Return `form(value)` on one line. User code may raise here, too."""
     try:
         words = " ".join(str.__str__(form(value)).split())
         return words if len(words) <= _LONGEST else f"{words[:_LONGEST]}..."
@@ -159,7 +156,7 @@ def told(value: object, form: Callable[[Any], str] = str) -> str:
 
 
 def is_of_opd(file: str) -> bool:
-    """Whether `file` is part of this package: `opd/rollout/x.py`, or `pipelines/x.py` behind its link."""
+    """Return whether `file` is in this package: `opd/rollout/x.py`, or `pipelines/x.py` behind its link."""
     here = os.path.dirname(os.path.abspath(__file__))
     links = [
         os.path.realpath(os.path.join(here, name)) for name in ("pipelines", "teachers", "storage", "kernels")

@@ -1,4 +1,4 @@
-"""Progress of the running stages: bars in a terminal, plain lines anywhere else, and never a long silence."""
+"""Progress of the running stages: bars in a terminal, plain lines anywhere else, and no long silence."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from opd.foreign import printable
 from opd.output import Logged
 
 AFTER = 10.0
-"""Seconds of silence before a word."""
+"""Seconds of silence before a heartbeat message."""
 
 _doing: list[Callable[[], str]] = []
 
 
 @contextmanager
 def doing(what: str | Callable[[], str]) -> Iterator[None]:
-    """What this process is busy with while the block runs, for whoever says that it is busy."""
+    """Set the activity shown in heartbeat messages while the block runs."""
     told = what if callable(what) else lambda: what
     _doing.append(told)
     try:
@@ -35,7 +35,7 @@ def doing(what: str | Callable[[], str]) -> Iterator[None]:
 
 
 def busy_with() -> str:
-    """The latest of what `doing` was told; empty if there is nothing."""
+    """Return the latest activity set by `doing`, or an empty string."""
     latest = _doing[-1:]
     return latest[0]() if latest else _elsewhere
 
@@ -44,7 +44,7 @@ _elsewhere = ""
 
 
 def is_busy_elsewhere(words: str) -> None:
-    """What a process is busy with that this one speaks for; empty if it is with nothing, or gone."""
+    """Set the activity of another process that this one speaks for. Empty: it has none, or is gone."""
     global _elsewhere
     _elsewhere = words
 
@@ -53,8 +53,8 @@ _open: list[Heartbeat] = []
 
 
 class Heartbeat:
-    """While it is open, `say(seconds since the last beat)` is called after every `AFTER` seconds in which
-    nothing was said; in a thread of its own. Of several that are open the latest speaks.
+    """While open, calls `say(seconds since the last beat)` after every `AFTER` seconds of silence, from its
+    own thread. If several are open, the latest speaks.
     """
 
     def __init__(self, say: Callable[[float], None], after: float | None = None) -> None:
@@ -64,7 +64,7 @@ class Heartbeat:
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
     def beat(self) -> None:
-        """Something was said."""
+        """Note that something was printed."""
         self._last = time.monotonic()
 
     def __enter__(self) -> Heartbeat:
@@ -91,14 +91,14 @@ class Heartbeat:
 
 
 def spoken() -> None:
-    """Something was said: nobody needs to say for a while that work goes on."""
+    """Note that something was printed: no heartbeat message is due for a while."""
     for heartbeat in _open:
         heartbeat.beat()
 
 
 @contextmanager
 def never_silent(what: str, after: float | None = None) -> Iterator[None]:
-    """Say on standard error that `what` goes on, if the block takes long."""
+    """Print on standard error that `what` goes on, if the block takes long."""
     began = time.monotonic()
 
     def say(_: float) -> None:
@@ -111,7 +111,7 @@ def never_silent(what: str, after: float | None = None) -> Iterator[None]:
 
 
 def hushed() -> Heartbeat:
-    """While it is open others show that work goes on: bars, or a process that this one waits for."""
+    """Suppress heartbeats while open: bars, or an awaited process, show that work goes on."""
     return Heartbeat(lambda _: None)
 
 
@@ -119,11 +119,11 @@ _SECONDS_BETWEEN_LINES = 5.0
 
 
 class Progress:
-    """One bar per running stage, with its headline numbers; finished stages, and what is logged
-    under `opd` while it is open, become lines above the bars.
+    """One bar per running stage, with its headline numbers. Finished stages, and records logged under `opd`
+    while it is open, become lines above the bars.
 
-    Without a terminal, at most one line every few seconds and stage. Where nothing shows that work goes on, a
-    line says so. May be called from several threads.
+    Without a terminal it prints at most one line every few seconds and stage, and a heartbeat line if nothing
+    else shows that work goes on. May be called from several threads.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class Progress:
         self._interval = seconds_between_lines
         self._lock = threading.Lock()
         self._began: dict[str, tuple[float, int]] = {}
-        """When each stage was first heard of, and how much of it was done by then."""
+        """Start of each stage, and its progress at that time."""
         self._last_line: dict[str, float] = {}
         self._told: set[str] = set()
         self._bars = _bars(self._console) if self._console.is_terminal else None
@@ -161,7 +161,7 @@ class Progress:
             self._bars.stop()
 
     def begin(self, stage: str) -> None:
-        """`stage` has begun; it may take a while to its first `update`."""
+        """Note that `stage` has begun. It may take a while to its first `update`."""
         with self._lock:
             self._reached[stage] = "begins"
 
@@ -176,7 +176,7 @@ class Progress:
             )
 
     def update(self, stage: str, done: int, total: int, headline: str = "") -> None:
-        """`done` of `total` units of `stage` are done; `headline` holds its numbers: `reward 0.83`."""
+        """Note that `done` of `total` units of `stage` are done. `headline`: its numbers, `reward 0.83`."""
         with self._lock:
             now = time.monotonic()
             began, before = self._began.setdefault(stage, (now, done))
@@ -193,7 +193,7 @@ class Progress:
                 self._line(f"{stage:<24} {done:>5}/{total:<5} {left} {headline}")
 
     def finish(self, stage: str, headline: str = "") -> None:
-        """`stage` is done: its bar gives way to one line."""
+        """Replace the bar of the finished `stage` by one line."""
         with self._lock:
             self._began.pop(stage, None)
             self._last_line.pop(stage, None)
@@ -203,8 +203,9 @@ class Progress:
             self._line(f"{stage:<24} done {headline}")
 
     def _show(self, record: logging.LogRecord) -> None:
-        """One line; after the `stage` that logged it in a process of its own. What is said of a domain holds
-        for all stages, and every stage that reads the domain says it: it is told once, and of no stage.
+        """Print a record as one line, after the `stage` that logged it in another process. A message about a
+        domain holds for all stages, and every stage that reads the domain logs it. It is printed once,
+        without a stage.
         """
         text, stage = record.getMessage(), getattr(record, "stage", "")
         with self._lock:
@@ -238,14 +239,14 @@ def _bars(console: Console) -> rich_progress.Progress:
 
 
 def _remaining(elapsed: float, done: int, left: int) -> str:
-    """Time for what is `left` at the speed of what was `done` in `elapsed` seconds, as `eta 1:05`."""
+    """Return the remaining time for `left` units at `done` units in `elapsed` seconds, as `eta 1:05`."""
     if done <= 0 or elapsed <= 0 or left <= 0:
         return " " * 11
     return f"eta {clock(elapsed * left / done):>7}"
 
 
 def clock(seconds: float) -> str:
-    """Seconds as `1:05` or `2:01:05`."""
+    """Return seconds as `1:05` or `2:01:05`."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

@@ -1,4 +1,4 @@
-"""The seams of the system: what an engine, a teacher, a trainer and an estimator must do."""
+"""Interfaces of the system: engine, teacher, trainer and estimator."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class Resident(Protocol):
-    """Who holds much memory in this process."""
+    """An object that holds much memory in this process."""
 
     def resident(self) -> dict[str, int]:
-        """Bytes of the device's memory that each of its parts takes now."""
+        """Return the bytes of the device's memory that each of its parts takes now."""
         ...
 
 
 @runtime_checkable
 class CountsSent(Protocol):
-    """An engine that is sent less than all tensors that it is given."""
+    """An engine that transfers fewer bytes than the tensors it gets."""
 
     def take_sent_bytes(self) -> int | None:
-        """Bytes of weights that have travelled since it was asked last; `None` if those are all tensors."""
+        """Return the bytes of weights transferred since the last call, or `None` if those are all tensors."""
         ...
 
 
 @runtime_checkable
 class Sleeps(Protocol):
-    """An engine that gives its device's memory back while there is nothing to write."""
+    """An engine that frees its device's memory while there is nothing to generate."""
 
     def sleep(self) -> None:
         """Pause, and hold neither weights nor keys and values until `update_weights`."""
@@ -51,12 +51,12 @@ class Sleeps(Protocol):
 
 
 class RolloutEngine(Protocol):
-    """Writes responses with the student's current weights.
+    """Generates responses with the student's current weights.
 
-    Its unit is one request: each begins when it comes and ends when it ends, and what is in flight together
-    is decoded together. `opd.rollout.streams` makes `generate` of `submit`, `step` and `abort`.
+    Its unit is one request. Each begins when it comes and ends when it ends, and all requests in flight are
+    decoded as one batch. `opd.rollout.streams` makes `generate` of `submit`, `step` and `abort`.
 
-    Weight sync is always `pause -> flush -> update_weights -> verify -> resume`; the version only grows.
+    Weight sync is always `pause -> flush -> update_weights -> verify -> resume`. The version only grows.
     """
 
     @property
@@ -65,26 +65,27 @@ class RolloutEngine(Protocol):
         ...
 
     def submit(self, requests: Sequence[RolloutRequest]) -> None:
-        """Begin `requests` with the next step, beside what is in flight.
+        """Begin `requests` with the next step, in addition to those in flight.
 
         Raises `RolloutError`, and begins none, if one of them cannot be served or is in flight already.
         """
         ...
 
     def step(self) -> Chunk | None:
-        """The next tokens of what is in flight, those that became known together; `None` if nothing is.
+        """Return the next tokens of the requests in flight, those that became known at once, or `None` if
+        none is.
 
-        Raises `RolloutError` while paused, by which nothing is lost. After any other error nothing is in
-        flight any more.
+        Raises `RolloutError` while paused, which loses nothing. After any other error nothing is in flight
+        any more.
         """
         ...
 
     def abort(self, uids: Collection[str]) -> None:
-        """Let these go: no later step says anything of them. Those that are not in flight do not matter."""
+        """Abort these requests: no later step mentions them. Requests that are not in flight are ignored."""
         ...
 
     def pause(self) -> None:
-        """Stop sampling between two chunks; requests in flight stay where they are."""
+        """Stop sampling between two chunks. Requests in flight stay where they are."""
         ...
 
     def flush(self) -> None:
@@ -92,7 +93,7 @@ class RolloutEngine(Protocol):
         ...
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> str:
-        """Copy `weights` in place and return the digest of what the engine now holds, by
+        """Copy `weights` in place and return the digest of the engine's weights after that, by
         `opd.models.causal_lm.WeightsDigest(quick=True)`.
 
         Raises `RolloutError` if the engine is not paused or `version` does not grow.
@@ -105,10 +106,10 @@ class RolloutEngine(Protocol):
 
 
 class TokenLog(Protocol):
-    """Every token of a rollout, durable before anyone else sees it.
+    """A log of every token of a rollout, durable before anyone else sees the token.
 
-    A call that returns has been acknowledged: what it wrote is there after a restart, as far as the log's
-    sync policy promises. Positions of a request grow by one; a closed request takes no more tokens. Raises
+    A call that returns has been acknowledged: its record is there after a restart, as far as the log's sync
+    policy promises. Positions of a request grow by one. A closed request takes no more tokens. Raises
     `StorageError` when it cannot write, and from then on for every write: nothing is acknowledged after that.
     """
 
@@ -117,7 +118,7 @@ class TokenLog(Protocol):
         ...
 
     def append(self, step: Chunk) -> None:
-        """Log the tokens of a chunk, and the end of those requests it finished, as one commit."""
+        """Log the tokens of a chunk, and the end of the requests it finished, as one commit."""
         ...
 
     def close(self, uid: str, status: Status, reason: str | None = None) -> None:
@@ -125,27 +126,27 @@ class TokenLog(Protocol):
         ...
 
     def find(self, uid: str) -> LoggedRequest | None:
-        """What is known of a request; `None` if it was never opened or has been retired."""
+        """Return the logged state of a request, or `None` if it was never opened or has been retired."""
         ...
 
     def retire(self, uids: Iterable[str]) -> None:
-        """The caller has made durable use of these requests; the log may forget them."""
+        """Let the log forget these requests, because the caller has made durable use of them."""
         ...
 
 
 class Teacher(Protocol):
-    """A frozen model that says what it would have written at each position of a student's response."""
+    """A frozen model that predicts each position of a student's response."""
 
     @property
     def name(self) -> str: ...
 
     @property
     def digest(self) -> str:
-        """Identity of its weights; part of every cache key."""
+        """Identity of its weights, part of every cache key."""
         ...
 
     def score(self, samples: Sequence[Sample]) -> TeacherTargets:
-        """Targets for the response tokens of `samples`, concatenated in order: `[N, ...]`."""
+        """Return the targets for the response tokens of `samples`, concatenated in order: `[N, ...]`."""
         ...
 
     def load_head(self) -> Head:
@@ -154,8 +155,8 @@ class Teacher(Protocol):
 
 
 class AdvantageEstimator(Protocol):
-    """Turns the rewards of one group into per-token advantages; never runs a model."""
+    """Turns the rewards of one group into per-token advantages. Never runs a model."""
 
     def __call__(self, group: SampleGroup) -> list[np.ndarray]:
-        """One `[R]` float32 array per sample of `group`, in its order."""
+        """Return one `[R]` float32 array per sample of `group`, in its order."""
         ...

@@ -1,12 +1,12 @@
-"""The processes that run a stage together, where they meet, and what they say to each other beside gradients.
+"""The ranks of a stage: their rendezvous, and their messages besides gradients.
 
-Every rank runs the same code on the same decisions: what a rank alone knows (its responses, its losses) is
-gathered first. So all ranks enter the same collectives in the same order, and a rank that does not come can
-be named: each counts those it has entered in a store that outlives a failed one.
+Every rank runs the same code on the same decisions. Local facts (a rank's responses, its losses) are gathered
+first. So all ranks enter the same collectives in the same order, and a missing rank can be named: each counts
+the collectives it has entered in a store that outlives a failed one.
 
-They meet on the one address that is asked for, and on no other of this machine. torch's own store and gloo's
-pairs listen on every address, or on the one that the machine's name stands for: whoever reaches that machine
-could join a run, change what its ranks tell each other, and read its weights.
+Ranks meet on the requested address alone. torch's own store and gloo's pairs listen on every address, or on
+the one that the machine's name resolves to. Then anyone who reaches that machine could join a run, change
+messages between ranks, and read its weights.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ EVERY = "0.0.0.0"
 
 
 def host_store(host: str, timeout: float, port: int = 0) -> tuple[TCPStore, int]:
-    """A store on `port` (0: a free one) of this machine's address `host` and of no other; it and its port.
+    """Return a store on `port` (0: a free one) of this machine's address `host` alone, and the port.
 
     `timeout` is in seconds. Raises `OSError` if the port is in use or `host` is no address of this machine.
     """
@@ -60,10 +60,10 @@ def host_store(host: str, timeout: float, port: int = 0) -> tuple[TCPStore, int]
 
 
 def address_of(host: str) -> str:
-    """The address to listen on for `host`: what it stands for.
+    """Return the address to listen on for `host`.
 
-    A machine's own name often stands for loopback on that machine alone, while the others ask for another
-    address of it: then, and only then, it is every address.
+    A machine's own name often resolves to loopback on that machine alone, while the others use another
+    address of it. Only then this is every address.
     """
     address = socket.gethostbyname(host)
     named = not _is_address(host) and host != "localhost"
@@ -71,14 +71,14 @@ def address_of(host: str) -> str:
 
 
 def gloo_device(host: str) -> object:
-    """The device of a gloo group whose connections are made on `host`."""
+    """Return the device of a gloo group whose connections are made on `host`."""
     return dist.ProcessGroupGloo.create_device(hostname=address_of(host))
 
 
 @contextlib.contextmanager
 def gloo_towards(host: str) -> Iterator[None]:
-    """Let every gloo group made in the block listen on the interface that leads to `host` alone, unless the
-    environment names one. Where no interface is found (not on Linux) gloo chooses.
+    """Let every gloo group made in the block listen only on the interface that leads to `host`, unless the
+    environment names one. If no interface is found (not on Linux), gloo chooses.
     """
     found = None if _GLOO_INTERFACE in os.environ else interface_towards(host)
     if found is None:
@@ -92,14 +92,14 @@ def gloo_towards(host: str) -> Iterator[None]:
 
 
 def own_address(host: str) -> str:
-    """This machine's, by which it reaches `host`; nothing is sent. Raises `OSError` if there is no way."""
+    """Return this machine's address towards `host`, without sending. `OSError` if there is no route."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         asking.connect((host, 9))
         return asking.getsockname()[0]
 
 
 def interface_towards(host: str) -> str | None:
-    """Name of the network interface through which `host` is reached; `None` if it cannot be told."""
+    """Return the network interface through which `host` is reached, or `None` if it is unknown."""
     if not sys.platform.startswith("linux"):
         return None
     import fcntl
@@ -130,23 +130,23 @@ def _is_address(host: str) -> bool:
 
 
 _LOST = re.compile(r"gloo|nccl|connection|timed out|timeout|socket|peer|heartbeat", re.IGNORECASE)
-"""Words of the messages with which communication fails; its errors have no class of their own."""
+"""Words in messages of communication errors, which have no class of their own."""
 
 _OTHERS = 3.0
-"""Seconds in which ranks that wait for the same one give up after each other."""
+"""Seconds within which ranks that wait for the same one give up after each other."""
 
 
 def path_of_rank(path: Path, rank: int) -> Path:
-    """`path` for the first rank, a sibling of it for every other."""
+    """Return `path` for the first rank, a sibling of it for every other."""
     return path.with_name(f"{path.stem}-rank-{rank}{path.suffix}") if rank else path
 
 
 class Ranks:
-    """One rank's view of all of them. Every method but the properties is called by all ranks together.
+    """One rank's view of all of them. All ranks call every method, in the same order. Properties are local.
 
     Args:
-        group: The processes; `None` is this one alone.
-        store: Where collectives are counted; without it a rank that does not come cannot be named.
+        group: The processes. `None` is this one alone.
+        store: Counts collectives. Without it a missing rank cannot be named.
         name: Tells the collectives of several `Ranks` of one process apart.
     """
 
@@ -164,7 +164,7 @@ class Ranks:
 
     @property
     def main(self) -> bool:
-        """Whether this rank writes what is written once: metrics, checkpoints, models."""
+        """Whether this rank writes the files that are written once: metrics, checkpoints, models."""
         return self.rank == 0
 
     @property
@@ -173,13 +173,13 @@ class Ranks:
 
     @property
     def timeout(self) -> float:
-        """Seconds a rank waits for another at most, as far as there is a store that knows."""
+        """Longest wait of a rank for another in seconds, infinite without a store."""
         if self._store is None:
             return math.inf
         return self._store.timeout.total_seconds()  # pyright: ignore[reportAttributeAccessIssue]
 
     def new_group(self, name: str, members: Sequence[int] | None = None) -> Ranks:
-        """The same ranks with a group of its own, for another thread; or only `members`, by their number.
+        """Return the same ranks with a new group, for another thread, or only the ranks `members`.
 
         All ranks call it in the same order, also those that are not among `members` (which get a group they
         must not use).
@@ -193,7 +193,7 @@ class Ranks:
         return Ranks(group, self._store, name)
 
     def one_of(self, groups: Sequence[Sequence[int]], name: str) -> Ranks:
-        """Of `groups`, which together hold every rank once, the one that this rank is in."""
+        """Return this rank's group of `groups`, each rank being in exactly one."""
         mine = self
         for number, members in enumerate(groups):
             found = self.new_group(f"{name}-{number}", members)
@@ -202,13 +202,14 @@ class Ranks:
         return mine
 
     def group_store(self) -> Store | None:
-        """A key-value store of these ranks and nobody else; `None` without a store."""
+        """Return a key-value store of these ranks alone, or `None` without a store."""
         if self._store is None or self.group is None:
             return None
         return PrefixStore(f"group/{self.group.group_name}", self._store)
 
     def gather(self, mine: bytes, what: str) -> list[bytes]:
-        """What every rank gives, in the order of ranks. `what` names the collective operation, for errors.
+        """Return every rank's bytes, in the order of ranks. `what` names the collective operation, for
+        errors.
 
         Raises `RanksError` naming the ranks that did not come.
         """
@@ -228,15 +229,15 @@ class Ranks:
         return [part[:size].numpy().tobytes() for part, size in zip(parts, sizes, strict=True)]
 
     def gather_json(self, mine: Any, what: str) -> list[Any]:
-        """`gather` of something JSON can hold; floats arrive bit for bit."""
+        """`gather` a JSON value. Floats arrive bit for bit."""
         return [json.loads(said) for said in self.gather(json.dumps(mine).encode(), what)]
 
     def any(self, flag: bool, what: str) -> bool:
-        """Whether one of the ranks says so."""
+        """Return whether the flag is set on any rank."""
         return flag if self.alone else any(self.gather_json(flag, what))
 
     def max(self, count: int, what: str) -> int:
-        """The largest of the ranks' counts."""
+        """Return the largest of the ranks' counts."""
         return count if self.alone else max(self.gather_json(count, what))
 
     def barrier(self, what: str) -> None:
@@ -244,18 +245,18 @@ class Ranks:
         self.gather(b"", what)
 
     def shard(self, items: Sequence[Any]) -> list[Any]:
-        """This rank's share of `items`: every `size`-th."""
+        """Return this rank's share of `items`: every `size`-th."""
         return list(items[self.rank :: self.size])
 
     def unshard(self, shards: Sequence[Sequence[Any]]) -> list[Any]:
-        """The items again in their order, from what `shard` gave every rank."""
+        """Merge the shards of all ranks, made by `shard`, back into the original order."""
         whole: list[Any] = [None] * sum(map(len, shards))
         for rank, shard in enumerate(shards):
             whole[rank :: self.size] = shard
         return whole
 
     def _wait_for(self, event: str) -> None:
-        """Return once `_set(event)` was called by the main rank, however long that takes.
+        """Return once the main rank has called `_set(event)`, however long that takes.
 
         Raises `RanksError` if the main rank is gone.
         """
@@ -275,14 +276,14 @@ class Ranks:
                 return
 
     def _set(self, event: str) -> None:
-        """Let the ranks that `_wait_for(event)` go on."""
+        """Release the ranks in `_wait_for(event)`."""
         if self._store is None:
             self.barrier(event)
         else:
             self._store.set(event, "1")
 
     def main_first(self, work: Callable[[], object]) -> None:
-        """The main rank does `work`, however long that takes; the others do it after that."""
+        """Run `work` on the main rank first, however long that takes, then on the others."""
         self._main_firsts += 1
         event = f"{self._name}/main_first/{self._main_firsts}"
         if not self.main:
@@ -292,8 +293,8 @@ class Ranks:
             self._set(event)
 
     def agreed(self, work: Callable[[], object], what: str) -> None:
-        """`work()` on every rank. The `OpdError` of the first that meets one is raised on all of them, with
-        its number on the others, and nobody waits in vain for a rank that has ended.
+        """Run `work` on every rank, and raise the first `OpdError` on all of them. The other ranks add the
+        number of the failed rank. So none waits in vain for a rank that has ended.
         """
         mine: OpdError | None = None
         try:
@@ -311,7 +312,7 @@ class Ranks:
 
     @contextlib.contextmanager
     def collective(self, what: str) -> Iterator[None]:
-        """Around communication of any kind: its errors become a `RanksError` that names who did not come."""
+        """Wrap any communication: its errors become a `RanksError` that names the missing ranks."""
         if self.alone:
             yield
             return
@@ -323,7 +324,7 @@ class Ranks:
 
     @contextlib.contextmanager
     def naming_the_lost(self, what: str) -> Iterator[None]:
-        """`collective` for a piece of work that holds many, some of them out of sight."""
+        """`collective` for work with many of them, some of them out of sight."""
         try:
             yield
         except OpdError:
@@ -345,8 +346,9 @@ class Ranks:
         )
 
     def _late(self) -> list[int]:
-        """The ranks that have entered fewer collective operations than this one; if none has, those that
-        miss nobody themselves, one of which hangs in the middle of one. As far as the store still knows.
+        """Return the ranks that have entered fewer collective operations than this one. If there is none,
+        return the ranks that miss nobody themselves: one of them hangs in the middle of one. This holds as
+        far as the store still knows.
         """
         store = self._store
         if store is None:
@@ -364,15 +366,15 @@ class Ranks:
 
 
 def asked_for() -> int:
-    """How many ranks the environment says this process is one of (torchrun's `WORLD_SIZE`)."""
+    """Return the number of ranks that the environment sets (torchrun's `WORLD_SIZE`)."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 @contextlib.contextmanager
 def joined(device: str, timeout_seconds: float) -> Iterator[Ranks]:
-    """This process among the ranks torchrun's variables speak of, while the block runs; alone without them.
+    """Join the ranks of torchrun's variables while the block runs, or run alone without them.
 
-    `device` is the recipe's; with CUDA each rank takes the device of its `LOCAL_RANK`. A rank waits at most
+    `device` is the recipe's. With CUDA each rank takes the device of its `LOCAL_RANK`. A rank waits at most
     `timeout_seconds` for another. Raises `RanksError` if they do not find each other, or `device` is that of
     another rank.
     """
@@ -400,13 +402,13 @@ def joined(device: str, timeout_seconds: float) -> Iterator[Ranks]:
         try:
             yield Ranks(dist.group.WORLD, PrefixStore("opd", store))
         finally:
-            # After an error the others may be gone or waiting; leaving tells them.
+            # After an error the others may be gone or waiting. Leaving the group shows it to them.
             with contextlib.suppress(RuntimeError):
                 _leave_group()
 
 
 def _own_number(device: str) -> int:
-    """The number of this rank's GPU."""
+    """Return the number of this rank's GPU."""
     own = int(os.environ.get("LOCAL_RANK", "0"))
     named = None if device == "auto" else torch.device(device).index
     if named not in (None, own):
@@ -419,7 +421,7 @@ def _own_number(device: str) -> int:
 
 
 def _find_others(wait: timedelta) -> tuple[Store, int, int]:
-    """The store all ranks share, this one's number, and how many they are."""
+    """Return the store that all ranks share, this rank's number, and the number of ranks."""
     environment = os.environ
     if environment.get("RANK") != "0" or environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return next(iter(rendezvous("env://", timeout=wait)))
@@ -430,8 +432,8 @@ def _find_others(wait: timedelta) -> tuple[Store, int, int]:
 
 @contextlib.contextmanager
 def process_group() -> Iterator[None]:
-    """Make sure that there is a process group while the block runs: of this process alone, without a port, if
-    it has none.
+    """Make sure that a process group exists while the block runs. If there is none, make one of this process
+    alone, without a port.
     """
     if dist.is_initialized():
         yield
@@ -445,11 +447,11 @@ def process_group() -> Iterator[None]:
 
 
 def _leave_group() -> None:
-    """End the process group, and what DTensor has learnt of its meshes in this thread.
+    """End the process group, and clear DTensor's cache of its meshes in this thread.
 
-    That may be the last to hold the group, and it is the thread's own: a process that another thread forks,
-    as a reward function does that uses multiprocessing, drops it as it begins, and dies of gloo's threads,
-    for which the group's destructor waits and which only this process has.
+    That cache may be the last reference to the group, and it is local to the thread. If another thread forks,
+    as a reward function with multiprocessing does, the child drops the cache as it begins. Then the group's
+    destructor waits for gloo's threads, which only this process has, and the child dies.
     """
     dist.destroy_process_group()
     if "torch.distributed.tensor" in sys.modules:

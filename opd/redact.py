@@ -1,8 +1,8 @@
-"""Keeps secrets out of whatever is written: errors, logs, run folders, reports, model cards.
+"""Keep secrets out of all output: errors, logs, run folders, reports, model cards.
 
-What is a secret is told by its form (the part of a URL before `@`, parameters and headers with telling
-names) or by its value: those of the environment and those that the program has used, if they are more than a
-word. In memory they stay as they are.
+A secret is known by its form (the part of a URL before `@`, parameters and headers with telling names) or by
+its value (those of the environment and those that the program has used, if they are more than a word). Values
+in memory stay as they are.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from urllib.parse import quote, unquote
 HIDDEN = "***"
 
 _LEAST = 6
-"""Characters: what is shorter would be found in ordinary words; its form must give it away."""
+"""Least characters of a secret. Shorter values occur in ordinary words, so only their form shows them."""
 _WORD = re.compile(r"(?:[a-z_]+|[A-Z_]+|[A-Z][a-z]+)\Z")
 _LONG_WORD = 16
-"""Characters: a shorter word of letters alone (`accuracy`) is one that everybody writes; its form must give
-it away too.
+"""Least characters of a secret of letters alone. A shorter one (`accuracy`) is a common word, so only its
+form shows it too.
 """
 _NAMED = r"(?:(?:api|access|private)[_-]?key|secret|passw(?:or)?d|passphrase|token|signature|credential)"
 _ENVIRONMENT = re.compile(rf"(?:{_NAMED}|_key|_pwd|_pat)(?:_id)?s?$", re.IGNORECASE)
@@ -56,7 +56,7 @@ _known: re.Pattern[str] | None = None
 
 
 def hide(secret: str | None) -> None:
-    """Never write `secret` from now on, in whatever way it is encoded."""
+    """Never write `secret` from now on, in any encoding."""
     global _known
     if not secret or len(secret) < _LEAST or secret in _values:
         return
@@ -71,7 +71,7 @@ def hide(secret: str | None) -> None:
 
 
 def redact(text: str) -> str:
-    """`text` with every secret in it as `***`. Doing it again changes nothing."""
+    """Return `text` with every secret in it as `***`. A second call changes nothing."""
     return _by_form(text if _known is None else _known.sub(HIDDEN, text))
 
 
@@ -87,10 +87,10 @@ def _without_value(found: re.Match[str]) -> str:
 
 
 def redacted(value: Any) -> Any:
-    """A copy of a JSON value with every secret in it as `***`; whole strings under a key that names one. Keys
-    stay what they are, unless they have the form of a secret: they say what the values mean.
+    """Copy a JSON value with every secret in it as `***`. A string under a key that names a secret is hidden
+    as a whole. Keys stay, because they explain the values, unless they have the form of a secret.
 
-    Nothing is learned: a URL with `accuracy` for a password that a model writes hides no word elsewhere.
+    Nothing is learned: if a model writes a URL with the password `accuracy`, no word is hidden elsewhere.
     """
     if isinstance(value, str):
         return redact(value)
@@ -111,8 +111,8 @@ def _key(key: str) -> str:
 
 
 def learn(value: Any) -> None:
-    """Hide what `value`, a recipe as JSON, gives away: passwords in its URLs, fields that are secrets, and
-    the environment variables that it names.
+    """Hide the secrets that `value`, a recipe as JSON, gives away: passwords in URLs, secret fields, and the
+    environment variables that it names.
     """
     if isinstance(value, Mapping):
         for key, item in value.items():

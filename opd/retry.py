@@ -1,4 +1,4 @@
-"""How long to leave alone what has failed, and how often to try again: stores, servers and engines alike."""
+"""Pauses and numbers of retries for stores, servers and engines alike."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ E = TypeVar("E", bound=Exception)
 
 @dataclass(frozen=True, slots=True)
 class Retry:
-    """Times in seconds. Pauses double, and half of each is random, so that many do not come back at once."""
+    """Times in seconds. Pauses double, and half of each is random, so that clients do not return at once."""
 
     attempts: int = 5
-    """Tries in a row, the first one included, before the work is given up."""
+    """Tries in a row, the first one included."""
     pause: float = 0.25
-    """After the first failure; twice as long after each further one."""
+    """After the first failure. Each further one doubles it."""
     longest: float = 8.0
-    """Of one pause."""
+    """Longest pause."""
 
     def __post_init__(self) -> None:
         if self.attempts < 1:
             raise ValueError(f"attempts is {self.attempts}; it must be at least 1.")
 
     def seconds(self, failures: int) -> float:
-        """How long to wait after `failures` in a row, at least one."""
+        """Return the pause after `failures` in a row, at least one."""
         return min(self.longest, self.pause * 2.0 ** min(failures - 1, 60)) * random.uniform(0.5, 1.0)
 
     async def call_async(self, attempt: Callable[[], Awaitable[T]], passing: type[Exception]) -> T:
-        """`call` of a coroutine; when the attempts are used up the last failure itself is raised."""
+        """`call` a coroutine. When the attempts are used up, raise the last failure itself."""
         failures = 0
         while True:
             try:
@@ -45,7 +45,7 @@ class Retry:
             await asyncio.sleep(self.seconds(failures))
 
     def call(self, attempt: Callable[[], T], passing: type[E], used_up: Callable[[E, float], Exception]) -> T:
-        """The result of `attempt`, which is called again while it raises `passing`.
+        """Return the result of `attempt`, which is called again while it raises `passing`.
 
         Raises `used_up(the last failure, seconds since the first try)` when the attempts are used up.
         """

@@ -1,9 +1,9 @@
-"""Trackers that are given a stage's metrics, beside `metrics.jsonl`: TensorBoard, W&B, MLflow and Trackio.
+"""Trackers that receive a stage's metrics, besides `metrics.jsonl`: TensorBoard, W&B, MLflow and Trackio.
 
-A `Sink` takes rows of numbers. None reaches a network unless its own environment variables say so, none stops
-a run: what one raises is a warning, and it is given no more. Which steps each was given is in `sinks.json` of
-the stage, so that a resumed stage gives it no step twice; TensorBoard's files say themselves from where they
-are written again. What they write lies in `sinks/` of the run folder, TensorBoard's in the stage's.
+A `Sink` takes rows of numbers. None reaches a network unless its own environment variables say so, and none
+stops a run: an error in it is a warning, and it gets no more rows. `sinks.json` of the stage notes the steps
+each has got, so that a resumed stage sends no step twice. TensorBoard's files mark from where they are
+written again. They write to `sinks/` of the run folder, TensorBoard to the stage's.
 """
 
 from __future__ import annotations
@@ -35,38 +35,38 @@ _PROJECT = "opd"
 
 @dataclass(frozen=True, slots=True)
 class MetricsTarget:
-    """Whose metrics they are, and where they go."""
+    """The stage whose metrics they are, and their folders."""
 
     stage: Path
     """Folder of the stage."""
     run: Path
     """Folder of the run."""
     name: str
-    """Of the run."""
+    """Name of the run."""
     id: str
-    """Of the stage's attempts together: random, and the same after a resume."""
+    """Identity of all the stage's attempts: random, and the same after a resume."""
 
     @property
     def title(self) -> str:
-        """Of the stage, in a tracker."""
+        """Name of the stage in a tracker."""
         return f"{self.name}/{self.stage.name}"
 
     def data(self, sink: str) -> Path:
-        """Folder of a sink, made if it is not there."""
+        """Return the folder of a sink, made if it does not exist."""
         folder = self.run / "sinks" / sink
         folder.mkdir(parents=True, exist_ok=True)
         return folder
 
 
 class Sink(Protocol):
-    """A tracker that is open for one stage. Its factory is given a `MetricsTarget` and the first step."""
+    """A tracker that is open for one stage. Its factory gets a `MetricsTarget` and the first step."""
 
     def write(self, step: int, row: Mapping[str, float]) -> None:
-        """One step's numbers by name; steps rise."""
+        """Write one step's numbers by name. Steps rise."""
         ...
 
     def close(self) -> None:
-        """Nothing more comes from this process."""
+        """Close it: nothing more comes from this process."""
         ...
 
 
@@ -76,7 +76,7 @@ class TensorBoard:
     def __init__(self, place: MetricsTarget, step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        # Events of the first step after a resume, and later ones, are hidden.
+        # Hide events of the first step after a resume, and of later ones.
         self._writer: Any = SummaryWriter(str(place.stage / "tensorboard"), purge_step=step)
 
     def write(self, step: int, row: Mapping[str, float]) -> None:
@@ -119,8 +119,8 @@ class WandB:
 
 
 class MLflow:
-    """A run of MLflow in a file store, or where `MLFLOW_TRACKING_URI` says. Names have `.` for `/`: a name
-    that begins another one would be a file where a folder is needed.
+    """A run of MLflow in a file store, or at `MLFLOW_TRACKING_URI`. `.` replaces `/` in names: a name that
+    begins another one would be a file where a folder is needed.
     """
 
     def __init__(self, place: MetricsTarget, step: int) -> None:
@@ -156,15 +156,13 @@ class MLflow:
 
 
 class Trackio:
-    """A run of Trackio in a local database, or where `TRACKIO_DIR`, `TRACKIO_SPACE_ID` or
-    `TRACKIO_SERVER_URL` say.
-    """
+    """A Trackio run in a local database, or at `TRACKIO_DIR`, `TRACKIO_SPACE_ID` or `TRACKIO_SERVER_URL`."""
 
     def __init__(self, place: MetricsTarget, step: int) -> None:
         os.environ.setdefault("TRACKIO_DIR", str(place.data("trackio").absolute()))
         os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
         os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")
-        with contextlib.redirect_stdout(io.StringIO()):  # it says much, to where results are printed
+        with contextlib.redirect_stdout(io.StringIO()):  # it prints much, to where results are printed
             self._trackio: Any = import_module("trackio")
             self._run = self._trackio.init(
                 project=_PROJECT,
@@ -181,7 +179,7 @@ class Trackio:
 
     def close(self) -> None:
         with contextlib.redirect_stdout(io.StringIO()):
-            self._trackio.finish()  # the run's own would be asked again when the process ends
+            self._trackio.finish()  # the run's own method would ask again when the process ends
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,10 +188,10 @@ class Kind:
 
     Args:
         open: Makes one.
-        module: That has to be installed; an extra is called as the kind.
-        extra: Whether there is one. Trackio asks for older packages than others of ours do, so it is
-            installed by itself.
-        forgets: Whether it hides by itself what a resumed stage writes again.
+        module: The module it needs. Its extra has the name of the kind.
+        extra: Whether there is an extra. Trackio needs older packages than other kinds do, so it is installed
+            by itself.
+        forgets: Whether it hides the rows that a resumed stage writes again.
     """
 
     open: Callable[[MetricsTarget, int], Sink]
@@ -211,12 +209,10 @@ KINDS = {
 
 
 def require(name: str) -> None:
-    """Raise `MissingExtraError`, or where there is no extra `ConfigError`, if what the sink needs is not
-    installed.
-    """
+    """Raise `MissingExtraError`, or `ConfigError` if there is no extra, if the sink's package is missing."""
     module = KINDS[name].module
     try:
-        if name == "tensorboard":  # torch has the module without what it needs
+        if name == "tensorboard":  # torch has the module without its requirements
             import_module(module)
         elif find_spec(module) is None:
             raise ImportError(module)
@@ -230,20 +226,18 @@ def require(name: str) -> None:
 
 
 class Sinks:
-    """The sinks of a stage, each opened with the first step it is given. Nothing here raises but the
-    constructor, what `require` raises.
-    """
+    """The sinks of a stage, each opened with its first step. Only the constructor raises, like `require`."""
 
     def __init__(self, names: Sequence[str], stage: Path, run_name: str = "") -> None:
         for name in names:
             require(name)
         self._open: dict[str, Sink | None] = dict.fromkeys(names)
-        """Those that still work; `None` before the first step."""
+        """Sinks that still work, `None` before the first step."""
         self._stage, self._run_name = stage, run_name
         self._state: dict[str, Any] | None = None
 
     def write(self, step: int, row: Mapping[str, float]) -> None:
-        """Give a step's numbers to every sink that does not have them."""
+        """Write a step's numbers to every sink that does not have them."""
         for name in list(self._open):
             with self._forgiven(name, "was not given"):
                 self._give(name, step, row)
@@ -273,7 +267,7 @@ class Sinks:
         sink.write(step, row)
 
     def _known(self) -> dict[str, Any]:
-        """`id`, and `steps`: sink -> the last one it was given."""
+        """Return `id`, and `steps`: sink -> the last step it got."""
         if self._state is None:
             self._state = {"id": secrets.token_hex(6), "steps": {}}
             with contextlib.suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
@@ -287,7 +281,7 @@ class Sinks:
     def _forgiven(self, name: str, what: str) -> Iterator[None]:
         try:
             yield
-        except Exception as error:  # whatever a library of others raises
+        except Exception as error:  # any error of a library
             failed = self._open.pop(name, None)
             said = shown(redact(str(error) or type(error).__name__), 300)
             _log.warning("the sink %s %s these metrics, and gets no more: %s", name, what, said)

@@ -1,9 +1,9 @@
 """The nouns of a training step, from prompt to gradient. Importable without torch.
 
-Shapes: `C` prompt tokens, `R` response tokens, `T` packed tokens of a micro-batch, `N` packed response
-tokens of a micro-batch, `K` a top-k support, `D` hidden size, `V` vocabulary, `B` sequences.
+Shapes: `C` prompt tokens, `R` response tokens, `T` packed tokens of a micro-batch, `N` packed response tokens
+of a micro-batch, `K` a top-k support, `D` hidden size, `V` vocabulary, `B` sequences.
 
-Row convention: hidden row `i` predicts token `i + 1`, so a response of `R` tokens after a prompt of `C` is
+Row convention: hidden row `i` predicts token `i + 1`. So a response of `R` tokens after a prompt of `C` is
 predicted by the rows `C-1 ... C+R-2` of its sequence. A response of length 0 has no rows.
 """
 
@@ -24,7 +24,7 @@ Float32 = np.ndarray
 
 
 class Status(StrEnum):
-    """How a rollout ended. Only `COMPLETED` and `TRUNCATED` samples are trained on."""
+    """The end of a rollout. Only `COMPLETED` and `TRUNCATED` samples are trained on."""
 
     PENDING = "pending"
     COMPLETED = "completed"
@@ -44,10 +44,10 @@ def _no_floats() -> Float32:
 
 @dataclass(slots=True)
 class Sample:
-    """One rollout: a prompt, the response the student wrote to it, and what is known about each token."""
+    """One rollout: a prompt, the response the student wrote to it, and the facts about each token."""
 
     uid: str
-    """Unique in the run; keys the sampling noise, the log and the caches."""
+    """Unique in the run. Keys the sampling noise, the log and the caches."""
     group_uid: str
     """The group (one prompt, `G` responses) it belongs to: identity travels here, never in a position."""
     domain: str
@@ -55,9 +55,9 @@ class Sample:
     prompt_ids: Int32
     """[C] int32. Never counted in a loss."""
     label: Any = None
-    """What the reward function compares with; JSON-able."""
+    """The reference of the reward function, JSON-able."""
     teacher: str | None = None
-    """Name of the teacher that scores it; `None` outside distillation."""
+    """Name of the teacher that scores it, `None` outside distillation."""
     response_ids: Int32 = field(default_factory=no_ids)
     """[R] int32."""
     rollout_logprobs: Float32 = field(default_factory=_no_floats)
@@ -67,20 +67,20 @@ class Sample:
     policy_versions: Int32 = field(default_factory=no_ids)
     """[R] int32: version of the weights that sampled each token."""
     loss_mask: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=bool))
-    """[R] bool: True where the student wrote the token; False for environment tokens."""
+    """[R] bool: True if the student wrote the token, False for environment tokens."""
     reward: float | None = None
     reward_parts: dict[str, float] = field(default_factory=dict)
     status: Status = Status.PENDING
     failure: str | None = None
-    """Why, when `status` is `FAILED` or `ABORTED`."""
+    """The reason, if `status` is `FAILED` or `ABORTED`."""
     metadata: dict[str, Any] = field(default_factory=dict)
     branch_of: str = ""
-    """Uid of the sample whose episode it is a further conversation of; see `SampleGroup.branches`."""
+    """Uid of the sample whose episode it is a further conversation of, see `SampleGroup.branches`."""
 
     @property
     def episode(self) -> str:
-        """What it counts as one with, where responses are counted: its own uid, or that of the sample whose
-        branch it is.
+        """Id of the episode this sample belongs to: its own uid, or that of the sample whose branch it is.
+        Responses of one id count as one.
         """
         return self.branch_of or self.uid
 
@@ -91,31 +91,32 @@ class Sample:
 
     @property
     def trainable_tokens(self) -> int:
-        """How many tokens the loss counts."""
+        """Number of tokens the loss counts."""
         return int(self.loss_mask.sum())
 
 
 @dataclass(slots=True)
 class SampleGroup:
-    """The `G` responses to one prompt; the unit a group-relative advantage is estimated on."""
+    """The `G` responses to one prompt, the unit on which a group-relative advantage is estimated."""
 
     uid: str
     domain: str
     samples: list[Sample]
     branches: list[Sample] = field(default_factory=list)
-    """Further conversations of the samples' episodes (`Sample.branch_of`): they are learnt from with the
-    reward and the advantage of their episode, and no estimate, filter or metric of responses counts them. Of
-    tokens that several begin with, one has them in its loss mask."""
+    """Further conversations of the samples' episodes (`Sample.branch_of`). They are learnt from with the
+    reward and the advantage of their episode, but no estimate, filter or metric of responses counts them. If
+    several begin with the same tokens, only one has these in its loss mask.
+    """
 
     @classmethod
     def of(cls, uid: str, domain: str, every: Sequence[Sample]) -> SampleGroup:
-        """The group of samples and branches that lie among one another."""
+        """Build the group of mixed samples and branches."""
         samples, branches = ([one for one in every if bool(one.branch_of) is side] for side in (False, True))
         return cls(uid, domain, samples, branches)
 
     @property
     def everything(self) -> list[Sample]:
-        """All that is learnt from: each sample, and behind it its branches."""
+        """All sequences to learn from: each sample, and behind it its branches."""
         if not self.branches:
             return self.samples
         own: dict[str, list[Sample]] = {}
@@ -133,13 +134,13 @@ class SampleGroup:
 
     @property
     def rewards(self) -> Float32:
-        """[G] float64; NaN for a sample that has not been scored."""
+        """[G] float64. NaN for a sample that has not been scored."""
         return np.array([s.reward for s in self.samples], dtype=np.float64)
 
 
 @dataclass(slots=True)
 class TokenTerms:
-    """What the loss knows about each response token of one sample. All `[R]` float32.
+    """The loss's inputs for each response token of one sample. All `[R]` float32.
 
     The weights are separate streams, each already divided by its own normaliser over the *whole* optimiser
     step (all micro-batches, all ranks), so `loss = sum(weight * per_token_loss)` needs no further division.
@@ -147,8 +148,9 @@ class TokenTerms:
 
     advantages: Float32
     old_logprobs: Float32 | None
-    """Log-probabilities under the weights at the start of the step, recomputed by the trainer. `None` where
-    these are the weights that the loss is computed with: then they are the loss's own, detached."""
+    """Log-probabilities under the weights at the start of the step, recomputed by the trainer. `None` if the
+    loss is computed with the same weights: then they are the loss's own, detached.
+    """
     policy_weight: Float32
     """Weight of the policy-gradient stream."""
     kl_weight: Float32
@@ -158,22 +160,23 @@ class TokenTerms:
     ref_logprobs: Float32 | None = None
     """Log-probabilities under the frozen reference policy, if a reference KL is asked for."""
     importance: Float32 | None = None
-    """What a sampled token counts with in an expectation over the student's own, if others drew it: the
-    correction of the distillation stream's losses on sampled tokens."""
+    """Importance weight of each sampled token in an expectation over the student's own tokens, for
+    distillation losses on sampled tokens that others drew. `None`: no correction.
+    """
     values: Float32 | None = None
-    """For a critic: its value of the state that each token was drawn in, at the start of the step."""
+    """For a critic: its value of the state before each token, at the start of the step."""
     returns: Float32 | None = None
-    """What it is to learn in their place."""
+    """For a critic: the targets that replace `values`."""
 
     @classmethod
     def zeros(cls, length: int) -> TokenTerms:
-        """All streams off for a response of `length` tokens."""
+        """Return all streams off for a response of `length` tokens."""
         return cls(*(np.zeros(length, dtype=np.float32) for _ in range(5)))
 
 
 @dataclass(slots=True)
 class RolloutBatch:
-    """The samples of one optimiser step with their per-token terms; same length, same order."""
+    """The samples of one optimiser step with their per-token terms, same length and order."""
 
     samples: list[Sample]
     terms: list[TokenTerms]
@@ -190,7 +193,7 @@ class RolloutBatch:
         return zip(self.samples, self.terms, strict=True)
 
     def take(self, places: Sequence[int]) -> RolloutBatch:
-        """The samples at `places`, in that order, with their terms."""
+        """Return the samples at `places`, in that order, with their terms."""
         return RolloutBatch([self.samples[i] for i in places], [self.terms[i] for i in places])
 
 
@@ -233,12 +236,13 @@ class MicroBatch:
     returns: Tensor | None = None
     """[N] float32 or None."""
     counted: Tensor | None = None
-    """[M] int64: the rows whose `kl_weight` is not 0, in order, where the host knows them."""
+    """[M] int64: the rows whose `kl_weight` is not 0, in order, if the host knows them."""
     kl_covers: bool = False
     """Whether every token of a loss mask is known to have a `kl_weight` that is not 0."""
     kept: Tensor | None = None
-    """[N] int64: which of the samples' response tokens these are, where ranks share sequences; `None` is all
-    of them, in order."""
+    """[N] int64: indices of these tokens among the samples' response tokens, if ranks share sequences. `None`
+    is all of them, in order.
+    """
 
 
 @dataclass(slots=True)
@@ -251,19 +255,19 @@ class TokenLogprobs:
 
 @dataclass(slots=True)
 class TopKLogprobs:
-    """A teacher's `K` most likely tokens at each response position; the rest is its tail mass."""
+    """A teacher's `K` most likely tokens at each response position. The rest is its tail mass."""
 
     ids: Tensor
     """[N, K] int64."""
     logprobs: Tensor
     """[N, K] float32, nats, at the sampling temperature."""
     sampled: Tensor | None = None
-    """[N] float32, nats: the response tokens' own log-probabilities, where the teacher gave them too."""
+    """[N] float32, nats: the response tokens' own log-probabilities, if the teacher gave them too."""
 
 
 @dataclass(slots=True)
 class HiddenStates:
-    """A teacher's last hidden states (after the final norm); with its head they give the full vocabulary."""
+    """A teacher's last hidden states (after the final norm). With its head they give the full vocabulary."""
 
     rows: Tensor
     """[N, D]."""
@@ -274,7 +278,7 @@ TeacherTargets = TokenLogprobs | TopKLogprobs | HiddenStates
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How a response is sampled. `temperature = 0` is greedy."""
+    """Sampling parameters of a response. `temperature = 0` is greedy."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -282,7 +286,7 @@ class SamplingParams:
     """0 keeps the whole vocabulary."""
     max_new_tokens: int = 16
     stop_ids: tuple[int, ...] = ()
-    """A token that ends the response; it is kept as the response's last token."""
+    """Tokens that end the response. One is kept as the response's last token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,24 +300,28 @@ class RolloutRequest:
     sampling: SamplingParams
     seed: int = 0
     prefix_ids: Int32 = field(default_factory=no_ids)
-    """[P] int32: response tokens emitted before an interruption. They are prefilled, not sampled again; they
-    count towards `max_new_tokens`, and the next token has response position `P`."""
+    """[P] int32: response tokens emitted before an interruption. They are prefilled, not sampled again. They
+    count towards `max_new_tokens`, and the next token has response position `P`.
+    """
     session: str = ""
-    """Requests of one session begin alike (the answers to a prompt, the turns of an episode): an engine of
-    several workers keeps them where that beginning is cached. It changes no token, and no log keeps it."""
+    """Requests of one session begin alike (the answers to a prompt, the turns of an episode). An engine of
+    several workers sends them to the worker that caches that beginning. It changes no token, and no log keeps
+    it.
+    """
     continues: bool = False
-    """Whether another request of the session will begin with the tokens of this one and its response: an
-    engine may keep their keys and values. It changes no token either."""
+    """Whether another request of the session will begin with the tokens of this one and its response. Then an
+    engine may keep their keys and values. It changes no token either.
+    """
 
 
 @dataclass(slots=True)
 class Chunk:
-    """Tokens that became known together, of one policy version: what an engine streams, and the unit of a
+    """Tokens of one policy version that became known at once: the unit of an engine's stream, and of a
     commit. The tokens of a request follow one another, here and from chunk to chunk.
     """
 
     uids: list[str]
-    """[B]: whose token each is; a request may have several."""
+    """[B]: the request of each token. A request may have several."""
     positions: Int32
     """[B] int32: position within the response."""
     token_ids: Int32
@@ -322,11 +330,11 @@ class Chunk:
     """[B] float32, nats, at the sampling temperature, before any top-p or top-k cut."""
     policy_version: int
     finished: dict[str, Status]
-    """The requests that ended with these, and how (`COMPLETED` on a stop id, `TRUNCATED` on length)."""
+    """The requests that ended with these tokens, each `COMPLETED` (a stop id) or `TRUNCATED` (length)."""
 
     @classmethod
     def join(cls, parts: list[Chunk]) -> Chunk:
-        """`parts` of one policy version, one after another; at least one."""
+        """Concatenate `parts` of one policy version, at least one."""
         if len(parts) == 1:
             return parts[0]
         return cls(
@@ -339,7 +347,7 @@ class Chunk:
         )
 
     def part(self, rows: Sequence[int], finished: dict[str, Status]) -> Chunk:
-        """The tokens `rows`, with other ends."""
+        """Return the tokens `rows`, with other ends."""
         kept = np.array(rows, dtype=np.int64)
         return Chunk(
             [self.uids[row] for row in rows],
@@ -351,19 +359,19 @@ class Chunk:
         )
 
     def without(self, uids: Collection[str]) -> Chunk:
-        """What is said of other requests than `uids`."""
+        """Return the tokens and ends of requests other than `uids`."""
         rows = [row for row, uid in enumerate(self.uids) if uid not in uids]
         return self.part(rows, {uid: status for uid, status in self.finished.items() if uid not in uids})
 
 
 @dataclass(slots=True)
 class LoggedRequest:
-    """What a token log knows of one request."""
+    """A token log's record of one request."""
 
     request: RolloutRequest
-    """As it was opened; its `prefix_ids` are empty."""
+    """As it was opened, with empty `prefix_ids`."""
     metadata: dict[str, Any]
-    """What the caller gave when it was opened; JSON-able."""
+    """The caller's metadata from the opening, JSON-able."""
     token_ids: Int32
     """[R] int32: response tokens so far."""
     logprobs: Float32
@@ -373,4 +381,4 @@ class LoggedRequest:
     status: Status = Status.PENDING
     """`PENDING` while it is open."""
     failure: str | None = None
-    """Why, when it was closed as failed or aborted."""
+    """The reason, if it was closed as failed or aborted."""

@@ -1,1 +1,1 @@
-"""Where everything is wired: command line, run folder, stages and report. Nothing imports it."""
+"""Wire the package: command line, run folder, stages and report. Nothing imports it."""

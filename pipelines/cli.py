@@ -1,4 +1,4 @@
-"""The console command `opd`. Heavy modules are imported by the command that needs them."""
+"""The console command `opd`. Each command imports its heavy modules itself."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit status, which `ended` describes."""
+    """Run one command and return its exit status, described in `ended`."""
     words = list(sys.argv[1:] if argv is None else argv)
-    # The first word that names a command; those of a command's options come after it.
+    # The first word that names a command. A command's options come after it.
     command = next((word for word in words if word in STAGES or word in OTHERS), None)
     resumes = command in STAGES and "--dry-run" not in words
     with started_by(words):
@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _heard(words: list[str], command: str) -> int:
-    """Run the command; whoever waits for long hears that it is at work. Of ranks the first one speaks."""
+    """Run the command, with progress messages if it takes long. Only the first rank prints them."""
     if os.environ.get("RANK", "0") != "0":
         return _dispatch(words)
     from opd.progress import never_silent
@@ -57,7 +57,7 @@ def _dispatch(argv: list[str]) -> int:
     own, overrides = (list(argv), []) if command in OF_THEIR_OWN else split_overrides(argv)
     try:
         options = parse(own)
-    except SystemExit:  # of --help and --version; what is wrong is a `ConfigError`
+    except SystemExit:  # --help and --version; an error is a `ConfigError`
         return 0
     without_recipe = {
         "report": _report,
@@ -89,14 +89,14 @@ def _dispatch(argv: list[str]) -> int:
 
 
 def _from_hub(recipe: Recipe, path: Path | None = None, resume: bool = False) -> tuple[Recipe, HubRecord]:
-    """What `records.hub.fetched` returns."""
+    """Fetch the recipe's names on the Hub as `records.hub.fetched` does."""
     from opd.pipelines.records.hub import fetched
 
     return fetched(recipe, path, resume=resume)
 
 
 def _dry_run(recipe: Recipe) -> int:
-    """Print `recipe`, unless the folders of its models give a run to refuse."""
+    """Print `recipe`, unless a run would refuse the folders of its models."""
     from opd.pipelines.check.examine import examine_folders
 
     if not _told(examine_folders(located(recipe))):
@@ -148,7 +148,7 @@ def _watch(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 
 def _compare(options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """Runs, or with something to ask two models. Raises `ConfigError` for what is of the other form."""
+    """Compare runs, or with prompts two models. Raises `ConfigError` for options of the other form."""
     given = [f"--{name}" for name in ("prompt", *ASKED) if _said(options, name) is not None]
     folders = [Path(place) for place in options.places]
     if not given:
@@ -189,7 +189,7 @@ def _said(options: argparse.Namespace, name: str) -> Any:
 
 
 def _asked(options: argparse.Namespace) -> SampleOptions:
-    """What models are to be asked. Raises `ConfigError` for options that do not go together."""
+    """Return the options of sampling. Raises `ConfigError` for options that exclude each other."""
     require_address_space()
     recipe = None if options.recipe is None else located(load_recipe([options.recipe]))
     from opd.pipelines.commands.sample import SampleOptions
@@ -240,8 +240,8 @@ def _trajectory(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 
 def _plan(options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """Print a plan or a simulation; returns the exit status. Raises `ConfigError` for options that do not go
-    together.
+    """Print a plan or a simulation, and return the exit status. Raises `ConfigError` if options exclude each
+    other.
     """
     if overrides and not options.recipe:
         raise ConfigError(f"opd plan without a recipe takes no settings of one; remove {overrides[0]}")
@@ -261,7 +261,7 @@ def _plan(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 
 def _refuse_run(recipe: Recipe, options: argparse.Namespace) -> None:
-    """Raise what the recipe and the options alone give a run, dry or not, to refuse."""
+    """Raise if the recipe or the options alone make a run impossible, dry or not."""
     from opd.pipelines.check.checks import check_sizes
     from opd.pipelines.launch.local import is_rank, wants_ranks
 
@@ -282,16 +282,16 @@ def _run(recipe: Recipe, options: argparse.Namespace, argv: Sequence[str]) -> in
     if is_rank(recipe):
         from opd.pipelines.launch.supervisor import parent
 
-        launcher = parent()  # from now on this process ends with the one that started it
+        launcher = parent()  # from now on this process ends with its parent
         with uncollected():
             from opd.pipelines.launch.ranks import run_rank
 
         status = run_rank(recipe, _path(recipe, options), lambda: _open(recipe, options, hub), stages)
         if launcher is not None and status == 0:
-            launcher.say("done", status)  # status 0 alone is no proof: C code may end the process with it
+            launcher.say("done", status)  # status 0 alone is no evidence: C code may end the process with it
         return status
     if wants_ranks(recipe):
-        _refuse_folder(recipe, options)  # before there are ranks, which take a while to start
+        _refuse_folder(recipe, options)  # before the ranks, which start slowly
         return launch(recipe, argv, hub)
     with uncollected():
         opened = _open(recipe, options, hub)
@@ -314,17 +314,17 @@ def _run(recipe: Recipe, options: argparse.Namespace, argv: Sequence[str]) -> in
 def _path(recipe: Recipe, options: argparse.Namespace) -> Path:
     from opd.pipelines.records.run_folder import default_path
 
-    # Absolute from here on: code of the user's own may go to another folder.
+    # Absolute from here on, because the user's own code may change the folder.
     return (options.out or default_path(recipe)).absolute()
 
 
 def _resumed(recipe: Recipe, options: argparse.Namespace) -> bool:
-    """Whether there is a run to go on with."""
+    """Return whether there is a run to resume."""
     return options.resume and (options.command == "evaluate" or _path(recipe, options).exists())
 
 
 def _refuse_folder(recipe: Recipe, options: argparse.Namespace) -> None:
-    """Raise what the run folder gives a run to refuse; nothing is said or written."""
+    """Raise if a run would refuse the run folder. Prints and writes nothing."""
     from opd.pipelines.records.run_folder import Accepted, RunFolder
 
     accepted = Accepted(options.accept_changed_code, options.accept_changed_settings)
@@ -332,12 +332,12 @@ def _refuse_folder(recipe: Recipe, options: argparse.Namespace) -> None:
 
 
 def _open(recipe: Recipe, options: argparse.Namespace, hub: HubRecord) -> RunFolder | None:
-    """The run folder; `None` if the checks before a run have said why it cannot start."""
+    """Open the run folder, or return `None` if the checks before a run have printed an error."""
     from opd.pipelines.records.run_folder import Accepted, RunFolder
 
     path, resumed = _path(recipe, options), _resumed(recipe, options)
     if resumed != options.resume:
-        # Killed before it had a folder: a scheduler that always says --resume is not refused for ever.
+        # The run was killed before it had a folder. A scheduler that always says --resume must get through.
         print(f"opd: there is no run in {path} yet; starting one", file=sys.stderr)
     accepted = Accepted(options.accept_changed_code, options.accept_changed_settings, _say_changed)
     RunFolder.check(path, recipe, resume=resumed, accepted=accepted)
@@ -360,7 +360,7 @@ def _say_changed(kind: str, what: str) -> None:
 
 
 def _stages(recipe: Recipe, options: argparse.Namespace) -> list[str]:
-    """Names of the stages a single-stage command runs."""
+    """Return the names of the stages of a single-stage command."""
     if options.command != "specialist":
         return {"distill": ["merge"], "evaluate": ["evaluate"]}[options.command]
     trained = recipe.specialist_domains()
@@ -376,14 +376,14 @@ def _stages(recipe: Recipe, options: argparse.Namespace) -> list[str]:
 
 
 def _preflight(recipe: Recipe, path: Path, resume: bool, accepted: Accepted) -> bool:
-    """The doctor's cheap checks; prints what they found and says whether the run can start."""
+    """Run the doctor's cheap checks, print the findings, and return whether the run can start."""
     from opd.pipelines.check.examine import examine
 
     return _told(examine(recipe, run_dir=path, resume=resume, accepted=accepted, thorough=False))
 
 
 def _told(findings: Sequence[Finding]) -> bool:
-    """Whether a run of which these are said can start; they are printed."""
+    """Print the findings, and return whether a run with them can start."""
     for finding in findings:
         if finding.level != "ok":
             print(f"opd: {finding.level}: {one_line(f'{finding.title}: {finding.detail}')}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""What the command line accepts: commands, their options, and which words are fields of a recipe."""
+"""Parse the command line: commands, options, and words that are fields of a recipe."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _count(text: str) -> int:
 
 
 def _between(least: float, most: float, kind: type = float) -> Callable[[str], float]:
-    """Read a number within these bounds, which no NaN is."""
+    """Return a parser of numbers within these bounds. No NaN is."""
 
     def read(text: str) -> float:
         with contextlib.suppress(ValueError):
@@ -37,7 +37,7 @@ def _between(least: float, most: float, kind: type = float) -> Callable[[str], f
 
 
 class _Once(argparse.Action):
-    """An option that is given once."""
+    """An option that may be given once."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         if getattr(namespace, self.dest) is not None:
@@ -46,7 +46,7 @@ class _Once(argparse.Action):
 
 
 def _place(text: str) -> Path:
-    if not text:  # an unset variable of a shell; as a path it is the folder that one is in
+    if not text:  # an unset variable of a shell; as a path it is the current folder
         raise argparse.ArgumentTypeError("it is empty; give a path")
     return Path(text)
 
@@ -68,9 +68,9 @@ ASKED = {
 }
 """Options of `opd sample`, and of `opd compare` for models: type and help."""
 OF_THEIR_OWN = ("sample", "compare", "push", "watch")
-"""Commands that take no field of a recipe, whatever their options are called."""
+"""Commands that take no field of a recipe, whatever the names of their options."""
 EXAMPLES = ("quickstart",)
-"""Recipes that the package brings: `pipelines/recipes/NAME.yaml`."""
+"""Recipes in the package: `pipelines/recipes/NAME.yaml`."""
 PLAN_NUMBERS = {
     "ranks": (_between(1, 1_000_000, int), "how many share the work (default: the recipe's, or 1)"),
     "mini-batch": (_count, "trajectories of a step (default: what the recipe samples, or 64)"),
@@ -138,7 +138,7 @@ _TRAJECTORY_ACTIONS = {
 
 class _Parser(argparse.ArgumentParser):
     lists_fields = False
-    """Whether its help ends with every field of a recipe."""
+    """Its help ends with every field of a recipe."""
 
     def format_help(self) -> str:
         if not self.lists_fields:
@@ -152,7 +152,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Every command and option, without the overrides."""
+    """Return the parser of every command and option, without the overrides."""
     parser = _Parser("opd", description="Train specialists and merge them by on-policy distillation.")
     parser.add_argument("--version", action="version", version=f"opd {installed_version()}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -323,8 +323,8 @@ def _command(commands: argparse._SubParsersAction, name: str, summary: str, reci
 def split_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """Separate the command's own words from recipe overrides (`--a.b VALUE`, `--a.b=VALUE`).
 
-    Raises `ConfigError` for another library's option, for a misspelt option of the command, which would
-    swallow the word after it, and for one that is given twice.
+    Raises `ConfigError` for another library's option and for a repeated option. A misspelt option of the
+    command is refused too, because it would swallow the word after it.
     """
     own: list[str] = []
     overrides: list[str] = []
@@ -356,8 +356,8 @@ def _refuse_misspelt(name: str) -> None:
 
 
 def parse(own: Sequence[str]) -> argparse.Namespace:
-    """Raises `ConfigError` for an option of another command, for a word too many, and for an option without
-    the one that it belongs to.
+    """Parse the command's own words. Raises `ConfigError` for an option of another command, for an extra
+    word, and for an option without the one that it belongs to.
     """
     parser = build_parser()
     options, rest = parser.parse_known_args(own)
@@ -377,14 +377,14 @@ def parse(own: Sequence[str]) -> argparse.Namespace:
 
 
 def _commands(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
-    """The parsers of the commands by name."""
+    """Return the parsers of the commands by name."""
     return next(
         action.choices for action in parser._actions if isinstance(action, argparse._SubParsersAction)
     )
 
 
 def completion(shell: str) -> str:
-    """A script for `shell`: after a command its options, and with one that takes recipes their fields."""
+    """Return a script for `shell`: after a command its options, and fields if it takes recipes."""
     from opd.config.schema import described
 
     parsers = _commands(build_parser())

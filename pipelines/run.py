@@ -1,4 +1,4 @@
-"""Runs the stages of a recipe: what is done is skipped, what is ready may run side by side."""
+"""Run the stages of a recipe. Finished ones are skipped, ready ones may run concurrently."""
 
 from __future__ import annotations
 
@@ -29,16 +29,15 @@ from opd.rollout.preemption import Preemption
 
 
 def run_pipeline(recipe: Recipe, folder: RunFolder) -> None:
-    """Every stage of `recipe`, then results.json and report.html."""
+    """Run every stage of `recipe`, then write results.json and report.html."""
     _run(recipe, folder, list(plan(recipe).values()))
     record(recipe, folder)
 
 
 def run_stage(recipe: Recipe, folder: RunFolder, stage: str) -> None:
-    """One stage, after the stages it needs, then results.json and report.html; `evaluate` measures what is
-    there and trains nothing.
+    """Run one stage after its needs, then write results.json and report.html.
 
-    Raises `ConfigError` for an unknown name.
+    `evaluate` measures existing models and trains nothing. Raises `ConfigError` for an unknown name.
     """
     stages = plan(recipe)
     _run(recipe, folder, [stages[stage]] if stage == "evaluate" else with_needs(stages, stage))
@@ -46,7 +45,7 @@ def run_stage(recipe: Recipe, folder: RunFolder, stage: str) -> None:
 
 
 def record(recipe: Recipe, folder: RunFolder) -> None:
-    """results.json, the models' cards and report.html of what the run has done so far."""
+    """Write results.json, the models' cards and report.html for the run so far."""
     write_results(recipe, folder)
     on_sets = measured_sets(folder)
     write_cards(recipe, folder, {n: rows | on_sets.get(n, {}) for n, rows in measured(folder).items()})
@@ -88,15 +87,14 @@ def execute(
     ranks: Ranks | None = None,
     servers: Servers | None = None,
 ) -> dict[str, Any]:
-    """Run one stage in this process and record, last of all, that it is done.
+    """Run one stage in this process, and record at the very end that it is done.
 
-    Without a `preemption` the stage answers to this process's signals. With several `ranks` all of them call
-    this, and the first one records. Without `servers` those that the stage starts end with it.
-
-    An evaluation of an unfinished run is not done: models may still come.
+    Without a `preemption` the stage answers to this process's signals. All of several `ranks` call this, and
+    the first one records. Without `servers` the stage's own servers end with it. An evaluation of an
+    unfinished run is not done, because models may still come.
     """
     for need in stage.needs:
-        folder.stage_done(need)  # what it left is what the others will read
+        folder.stage_done(need)  # the others will read its files
     settle(folder.threads(recipe, alone=stage.alone), recipe.runtime.tf32, recipe.model.device)
     started = time.perf_counter()
     listening = Preemption(recipe.runtime.grace_seconds).listen() if preemption is None else None
@@ -127,7 +125,7 @@ def execute(
 
 @contextmanager
 def _way_on() -> Iterator[None]:
-    """Where code of the user's own is at fault, the error says how the run goes on once it is mended."""
+    """Add to an error of the user's own code how to continue the run after the fix."""
     try:
         yield
     except OpdError as error:

@@ -4,7 +4,7 @@
     record as JSON | zeros up to a multiple of 64 bytes | xxh3-128 of all header bytes before it 16
     payload: the array, C order, little endian
 
-Every byte is under one of the two checksums, and how many there are follows from the header.
+One of the two checksums covers every byte. The number of bytes follows from the header.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 def cache_key(teacher_digest: str, token_ids: np.ndarray, first_row: int, variant: str = "") -> bytes:
-    """The 32-byte name of the hidden states of `token_ids` (`[C + R]` integers) from row `first_row` on.
+    """Return the 32-byte key of the hidden states of `token_ids` (`[C + R]` integers) from `first_row` on.
 
-    BLAKE2b over all of it. `variant` is whatever else changes the rows: the dtype they were computed in, an
-    adapter.
+    BLAKE2b over all of it. `variant` covers anything else that changes the rows: the dtype they were computed
+    in, an adapter.
     """
     tokens = np.asarray(token_ids)
     if tokens.ndim != 1 or tokens.dtype.kind not in "iu" or not 0 <= first_row <= len(tokens):
@@ -53,36 +53,36 @@ def cache_key(teacher_digest: str, token_ids: np.ndarray, first_row: int, varian
 
 
 def check_key(key: bytes) -> None:
-    """Raises `ValueError` for a key that `cache_key` cannot have made."""
+    """Raise `ValueError` for a key that `cache_key` cannot have made."""
     if len(key) != KEY_BYTES:
         raise ValueError(f"a key has {len(key)} bytes; make it with cache_key, which gives {KEY_BYTES}")
 
 
 class CorruptBlobError(Exception):
-    """A blob's bytes are not what was written; never leaves `storage/`."""
+    """A blob's bytes have changed. Never leaves `storage/`."""
 
 
 @dataclass(frozen=True, slots=True)
 class CacheRecord:
-    """What is known of one cached array. `put` fills in the fields that the array itself decides."""
+    """Metadata of one cached array. `put` fills in the fields that follow from the array."""
 
     uid: str
     """The sample it was computed for."""
     teacher: str
     version: int | str
-    """Of the teacher's weights."""
+    """Version of the teacher's weights."""
     rows: int = 0
     width: int = 0
     dtype: str = ""
-    """`bfloat16`, `float16` or `float32`; `uint8` of plain bytes."""
+    """`bfloat16`, `float16` or `float32`, or `uint8` for plain bytes."""
     checksum: str = ""
     """xxh3-128 of the array's bytes, in hex."""
 
 
 def describe(rows: np.ndarray, record: CacheRecord) -> CacheRecord:
-    """`record` with the fields that follow from `rows` (`[R, D]`, C order).
+    """Return `record` with the fields that follow from `rows` (`[R, D]`, C order).
 
-    Raises `ValueError` for another shape or dtype; bfloat16 comes as its uint16 bit pattern.
+    Raises `ValueError` for another shape or dtype. Pass bfloat16 as its uint16 bit pattern.
     """
     name = _NAMES.get(rows.dtype)
     if rows.ndim != 2 or name is None:
@@ -106,9 +106,9 @@ def encode_header(key: bytes, record: CacheRecord) -> bytes:
 
 
 def decode_header(data: np.ndarray, key: bytes) -> tuple[CacheRecord, int]:
-    """The record of the blob `data` (`[B]` uint8, all of it) and the offset of its array.
+    """Return the record of the blob `data` (`[B]` uint8, all of it) and the offset of its array.
 
-    Raises `CorruptBlobError` unless header, lengths and key are exactly what was written for `key`.
+    Raises `CorruptBlobError` unless header, lengths and key are exactly those written for `key`.
     """
     if len(data) < _PREFIX.size + 16:
         raise CorruptBlobError("shorter than a header")
@@ -133,7 +133,7 @@ def decode_header(data: np.ndarray, key: bytes) -> tuple[CacheRecord, int]:
 
 
 def verify_payload(data: np.ndarray, record: CacheRecord, start: int) -> None:
-    """Raises `CorruptBlobError` unless the array that begins at `start` has the record's checksum."""
+    """Raise `CorruptBlobError` unless the array that begins at `start` has the record's checksum."""
     if xxhash.xxh3_128_hexdigest(data[start:].data) != record.checksum:
         raise CorruptBlobError("wrong checksum")
 

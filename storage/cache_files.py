@@ -39,11 +39,11 @@ from opd.storage.leases import LeaseTable
 
 BLOCK = 4096
 _INDEX_BYTES = 1 << 30
-"""The most that the index may grow to; 100 or so a blob."""
+"""Limit of the index. A blob takes 100 bytes or so."""
 _SCANS = 16
-"""Looks at the cache before a blob gets no room: others may use blobs between a look and the eviction."""
+"""Scans of the cache before a blob is refused: others may use blobs between a scan and the eviction."""
 _LITTLE = 256 * 1024
-"""Free bytes of a disk that is as good as full."""
+"""Free bytes of a disk that counts as full."""
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NOT_A_FILE = (errno.EISDIR, errno.ENXIO)
 """A link, a pipe or a folder is in the place of a blob."""
@@ -52,7 +52,7 @@ _USED, _WRITING = b"used", b"writing "
 
 
 def disk_full(error: OSError) -> bool:
-    """Return whether the disk, the user's share of it, or the process's file size limit is used up."""
+    """Return whether the disk, the user's quota, or the process's file size limit is used up."""
     return error.errno in _FULL
 
 
@@ -83,16 +83,16 @@ class CacheFiles:
     def __init__(
         self, folder: str | os.PathLike[str], quota_bytes: int, kept_since: int | None = None
     ) -> None:
-        """Remove what dead writers left and evict down to `quota_bytes`. Raises `OSError`.
+        """Remove files of dead writers and evict down to `quota_bytes`. Raises `OSError`.
 
-        What was used after `kept_since` (Unix time in ns) is never evicted.
+        Blobs used after `kept_since` (Unix time in ns) are never evicted.
         """
         self.root = Path(folder) / "v3"
         self.quota_bytes = quota_bytes
         self.evictions = 0
         self._kept_since = kept_since
         self._candidates: deque[tuple[bytes, int]] = deque()
-        """Keys and times of their last use, the oldest first; read and changed under the lock."""
+        """Keys and times of their last use, oldest first. Read and changed under the lock."""
         for path in (self.root, self.root / "blobs", self.root / "new"):
             if path.is_symlink():  # it would be followed
                 raise OSError(errno.ENXIO, f"{path.name} is a link", str(path))
@@ -113,12 +113,12 @@ class CacheFiles:
             raise
 
     def path(self, key: bytes) -> Path:
-        """Return where the blob of `key` is, or would be."""
+        """Return the path of the blob of `key`, which may not exist."""
         name = key.hex()
         return self.root / f"blobs/{name[:2]}/{name}"
 
     def open(self, key: bytes) -> int | None:
-        """Return a descriptor of the blob of `key`; `None` if there is no file. Raises `OSError`."""
+        """Return a descriptor of the blob of `key`, or `None` if there is no file. Raises `OSError`."""
         try:
             return open_plain(self.path(key))
         except FileNotFoundError:
@@ -145,12 +145,12 @@ class CacheFiles:
         return True
 
     def used_bytes(self) -> int:
-        """Return the bytes of disk that all blobs take, those being written included. Raises `OSError`."""
+        """Return the bytes of disk that all blobs take, unfinished ones included. Raises `OSError`."""
         with self.index() as txn:
             return _number(txn, _USED)
 
     def reserve(self, wanted: Sequence[tuple[bytes, int]]) -> list[NewBlob | None]:
-        """Begin a blob for each key and size; `None` where leases or the disk leave no room.
+        """Begin a blob for each key and size, or `None` if leases or the disk leave no capacity.
 
         Raises `OSError`.
         """
@@ -193,7 +193,7 @@ class CacheFiles:
                         os.rename(blob.path, path)
                     named.append(path)
                     _add(txn, blob.key, on_disk(blob.size))
-        except BaseException:  # the index takes no more: what it does not count must not stay
+        except BaseException:  # the index is full: a blob it does not count must not stay
             for path in named:
                 path.unlink(missing_ok=True)
             raise
@@ -261,7 +261,7 @@ class CacheFiles:
             raise OSError(errno.ENOSPC if full else errno.EIO, f"the cache's index: {error}") from error
 
     def _is_alone(self) -> bool:
-        """Whether no other process has the cache open; then nobody opens it until `LOCK_SH` is taken."""
+        """Return whether no other process has the cache open. If so, nobody can until `LOCK_SH` is taken."""
         try:
             fcntl.flock(self._users, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -269,7 +269,7 @@ class CacheFiles:
         return True
 
     def _make_index(self) -> None:
-        """Write the index anew from the files' sizes, without what nobody finished. Under the lock."""
+        """Rebuild the index from the files' sizes, without unfinished blobs. Under the lock."""
         (self.root / "index").unlink(missing_ok=True)
         shutil.rmtree(self.root.with_name("v2"), ignore_errors=True)  # of opd 0.2.0
         for path in (self.root / "new").iterdir():
@@ -298,20 +298,20 @@ class CacheFiles:
         return _number(txn, _USED) + need <= self.quota_bytes
 
     def _make_room(self, txn: lmdb.Transaction, need: int) -> bool:
-        """Evict the least recently used blobs until `need` bytes fit; return whether they do."""
+        """Evict the least recently used blobs until `need` bytes fit. Return whether they do."""
         scanned = False
         for _ in range(_SCANS):
             used_since = False
             while self._candidates and not self._fits(txn, need):
                 used_since |= self._evict(txn, *self._candidates.popleft())
             if self._fits(txn, need) or (scanned and not used_since):
-                break  # what is left is leased or being written
+                break  # the remaining blobs are leased or unfinished
             self._sweep(txn)
             self._candidates, scanned = self._by_last_use(txn), True
         return self._fits(txn, need)
 
     def _evict(self, txn: lmdb.Transaction, key: bytes, last_use: int) -> bool:
-        """Remove a candidate unless it is leased; return whether it stays because it was used since."""
+        """Remove a candidate unless it is leased. Return whether it stays because it was used since."""
         with self.leases.exclusive(key) as free, contextlib.suppress(FileNotFoundError):
             path = self.path(key)
             if path.lstat().st_mtime_ns != last_use:
@@ -323,7 +323,7 @@ class CacheFiles:
         return False
 
     def _by_last_use(self, txn: lmdb.Transaction) -> deque[tuple[bytes, int]]:
-        """Return what may be evicted, the oldest use first; files that somebody removed leave the index."""
+        """Return evictable blobs, the oldest use first. Files that somebody removed leave the index."""
         found, gone, now = [], [], time.time_ns()
         for key in _names(txn):
             if len(key) != KEY_BYTES:
@@ -340,7 +340,7 @@ class CacheFiles:
         return deque((key, used) for used, key in sorted(found))
 
     def _sweep(self, txn: lmdb.Transaction) -> None:
-        """Remove what dead writers left."""
+        """Remove files of dead writers."""
         for name in [name for name in _names(txn) if name.startswith(_WRITING)]:
             path = self.root / "new" / name.removeprefix(_WRITING).decode()
             with contextlib.suppress(FileNotFoundError):
@@ -368,7 +368,7 @@ def _number(txn: lmdb.Transaction, name: bytes) -> int:
 
 
 def _add(txn: lmdb.Transaction, name: bytes, size: int | None, key: bytes = b"") -> None:
-    """Set the bytes of disk that `name` takes, `None` for nothing more; their sum follows."""
+    """Set the bytes of disk that `name` takes, `None` to remove it, and update the sum."""
     before = _number(txn, name)
     if size is None:
         txn.delete(name)

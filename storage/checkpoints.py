@@ -1,12 +1,12 @@
 """Numbered checkpoints in one folder, of which the newest whole one is always found again.
 
     folder/step_40/
-        model.safetensors        one file per entry of `tensors`; of several ranks each writes what it has, to
+        model.safetensors        one file per entry of `tensors`; with several ranks each writes its own, to
         optimizer.safetensors    model-00002-of-00004.safetensors
         manifest.json            written last: step, owner, state, the sha256 of every file above, and its own
 
-A step's folder appears by one rename, after every byte of it is durable; the manifest's checksums catch what
-happens to it later.
+A step's folder appears by one rename, after every byte of it is durable; the manifest's checksums show later
+changes.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from opd.storage.tensors import TensorParts, TensorPiece
 
 Tensors = Mapping[str, Mapping[str, "Tensor | TensorPiece"]]
-"""By file and name."""
+"""Tensors by file and name."""
 Compare = Callable[[Path, Mapping[str, str], str, type[CheckpointError]], None]
-"""`check_files`, or how several ranks do it together."""
+"""`check_files`, or a version of it for several ranks."""
 
 _log = logging.getLogger(__name__)
 
@@ -44,17 +44,17 @@ _PART = re.compile(r"-\d{5}-of-\d{5}$")
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A checkpoint whose manifest has been read and whose files have been compared with it."""
+    """A checkpoint whose manifest has been read, and whose files match it."""
 
     folder: Path
     step: int
     state: dict[str, Any]
-    """What `save` was given beside the tensors: counters, cursor positions, generator states. JSON."""
+    """State passed to `save` with the tensors: counters, cursor positions, generator states. JSON."""
     seen: dict[str, tuple[int, ...]]
-    """File name without suffix -> what the system said of the file when it was compared."""
+    """File name without suffix -> state of the file when it was compared."""
 
     def load(self, name: str) -> TensorParts:
-        """The tensors saved under `name`, by whatever ranks; each is read when it is asked for. Raises
+        """Return the tensors saved under `name`, by any ranks. Each is read on first use. Raises
         `CheckpointError` if there are none, a part of one is missing, or a file has changed.
         """
         from opd.storage.tensors import TensorParts
@@ -74,10 +74,10 @@ class Checkpoint:
 
 
 class CheckpointStore:
-    """Saves every so many steps, keeps the newest `keep`, and finds the newest whole one after a crash."""
+    """Saves every so many steps, keeps the newest `keep`, and finds the newest complete one after a crash."""
 
     def __init__(self, folder: str | Path, keep: int = 2, owner: str = "") -> None:
-        """`owner`: the run and the stage; `latest` skips what another has saved."""
+        """`owner`: the run and the stage. `latest` skips checkpoints of another owner."""
         if keep < 1:
             raise ValueError(f"keep is {keep}; keep at least one checkpoint")
         self.folder = Path(folder)
@@ -87,9 +87,9 @@ class CheckpointStore:
     def save(self, step: int, tensors: Tensors, state: dict[str, Any]) -> None:
         """Write `tensors` (one file per entry) and `state` (JSON) as the checkpoint of `step`.
 
-        Replaces a checkpoint of the same step; afterwards drops all but the newest `keep` up to `step`, and
+        Replaces a checkpoint of the same step. Afterwards drops all but the newest `keep` up to `step`, and
         those of later steps, which a run resumed from before them has abandoned. Raises `CheckpointError` if
-        something cannot be written; the other checkpoints are then untouched.
+        something cannot be written. The other checkpoints are then untouched.
         """
         from opd.storage.tensors import write_files
 
@@ -98,8 +98,8 @@ class CheckpointStore:
 
     @contextlib.contextmanager
     def draft(self, step: int) -> Iterator[Path]:
-        """A folder that becomes the checkpoint of `step` when the block ends: see `save`. Every rank may
-        `write_files` into it; one has made it, and gives it its `seal` when all have.
+        """Yield a folder that becomes the checkpoint of `step` when the block ends, see `save`. Every rank
+        may `write_files` into it. One rank makes it, and writes its `seal` when all have finished.
         """
         final = self.folder / f"step_{step}"
         try:
@@ -125,13 +125,13 @@ class CheckpointStore:
             ) from error
 
     def latest(self, compare: Compare = check_files) -> Checkpoint | None:
-        """The newest checkpoint that is complete and whose bytes match its checksums, by `compare`, or None.
-        One that is skipped, corrupt or of another owner, is logged.
+        """Return the newest complete checkpoint that matches its checksums, by `compare`, or None. A skipped
+        one, corrupt or of another owner, is logged.
         """
         for step in sorted(self._steps(), reverse=True):
             folder = self.folder / f"step_{step}"
             if not (folder / _MANIFEST).exists():
-                continue  # incomplete: its manifest, written last, is not there
+                continue  # incomplete: its manifest, written last, is missing
             try:
                 return _read(folder, step, self.owner, compare)
             except CheckpointError as error:
@@ -153,7 +153,7 @@ class CheckpointStore:
 
 
 def _read(folder: Path, step: int, owner: str, compare: Compare) -> Checkpoint:
-    """The checkpoint in `folder`, with every digest compared. Raises `CheckpointError`."""
+    """Return the checkpoint in `folder`, with every digest compared. Raises `CheckpointError`."""
     path = folder / _MANIFEST
     manifest = read_sealed(path, _INSTEAD, CheckpointError)
     try:

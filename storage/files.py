@@ -1,14 +1,15 @@
-"""Files and folders that are whole or absent, known by their digests; a lock that a dead process cannot hold.
+"""Files and folders that are complete or absent, known by their digests, and a lock that a dead process
+cannot hold.
 
 Everything here is durable before it is visible: data is flushed (`fsync`) first, then renamed into place,
-then the folder that holds the new name is flushed. A reader never sees half of anything, and neither a
-`kill -9` nor a power cut leaves more than a temporary `.NAME.XXXX.tmp`, which the next writer removes.
+then the folder that holds the new name is flushed. A reader never sees half of anything, and neither a `kill
+-9` nor a power cut leaves more than a temporary `.NAME.XXXX.tmp`, which the next writer removes.
 
 `MappedFile` is a memory map that costs no file descriptor and cannot be used after its end.
 
-What was written with a digest is read with it. A sealed document is a JSON object whose entry `sha256` covers
-all its other entries, however they are laid out. It may hold the digests of files, among them other lists of
-digests: so one seal covers a whole tree, and large files are hashed once, when they are written or loaded.
+Data written with a digest is read with it. A sealed document is a JSON object whose entry `sha256` covers all
+its other entries, in any layout. It may hold the digests of files, among them other lists of digests. So one
+seal covers a whole tree, and large files are hashed once, when they are written or loaded.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from opd.foreign import POINTER, is_pointer, no_constant, object_path, read_docu
 
 
 def mend_of(path: Path, otherwise: str = "copy it again") -> str:
-    """Return how to mend the file at `path`, which cannot be read as what it should be."""
+    """Return the fix for the file at `path`, which cannot be read in its expected form."""
     try:
         with path.open("rb") as file:
             return POINTER if is_pointer(file.read(64)) else otherwise
@@ -47,10 +48,10 @@ def write_atomic(
     path: str | os.PathLike[str], data: bytes, *, durable: bool = True, sweep: bool = True
 ) -> None:
     """Replace the file at `path` by `data`, durably: afterwards `path` holds all of `data`, before it the old
-    content. Missing parent folders are made. Raises `OSError` (disk full, no permission); `path` is then
-    unchanged. What is not `durable` is whole for every reader too, and waits for no disk: a power cut may
-    take it, or leave half of it. With `sweep` what killed writers of `path` left beside it is removed, for
-    which the folder is listed.
+    content. Missing parent folders are made. Raises `OSError` (disk full, no permission), and `path` is then
+    unchanged. Without `durable` a reader still sees a complete file, but nothing waits for the disk: a power
+    cut may remove it, or leave half of it. With `sweep` the folder is listed, and temporary files of killed
+    writers of `path` are removed.
     """
     with atomic_file(path, durable=durable, sweep=sweep) as file:
         file.write(data)
@@ -60,8 +61,8 @@ def write_atomic(
 def atomic_file(
     path: str | os.PathLike[str], *, durable: bool = True, sweep: bool = True
 ) -> Iterator[BinaryIO]:
-    """Yield a temporary file that becomes `path`, durably, when the block ends without an error; for content
-    that is written piece by piece. Promises and errors are those of `write_atomic`.
+    """Yield a temporary file that becomes `path`, durably, when the block ends without an error: for content
+    written in pieces. Guarantees and errors are those of `write_atomic`.
     """
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -113,8 +114,8 @@ def atomic_folder(target: str | os.PathLike[str], *, replace: bool = False) -> I
 
 
 def permit_as(model: Path, folder: Path) -> None:
-    """Give `folder` and all below it the permissions that the file `model`, just written, was made with: some
-    libraries write files and folders that nobody else may read, whatever the user's umask says.
+    """Give `folder` and all below it the permissions of the new file `model`. Some libraries write files and
+    folders that nobody else may read, whatever the user's umask says.
     """
     mode = stat.S_IMODE(model.stat().st_mode)
     for path in [folder, *folder.rglob("*")]:
@@ -122,9 +123,9 @@ def permit_as(model: Path, folder: Path) -> None:
 
 
 def open_plain(path: str | os.PathLike[str], flags: int = os.O_RDONLY, *, follow: bool = False) -> int:
-    """A descriptor of the file at `path`, opened with `flags`, at once. Nothing elsewhere is read, written or
-    waited for: raises `OSError` with EISDIR if a folder is in the place of the file, and with ENXIO if a
-    link (unless `follow`), a pipe or a device is.
+    """Open the file at `path` with `flags` at once and return its descriptor. Nothing else is read, written
+    or waited for. Raises `OSError` with EISDIR for a folder in place of the file, and with ENXIO for a link
+    (unless `follow`), a pipe or a device.
     """
     still = os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
     try:
@@ -145,7 +146,7 @@ def _no_plain_file(number: int, path: str | os.PathLike[str]) -> OSError:
 
 
 def fill_from(descriptor: int, start: int, into: memoryview) -> None:
-    """Read `into`, of bytes, from byte `start` of an open file on. `EOFError` if it has not so many."""
+    """Read `into`, of bytes, from byte `start` of an open file on. `EOFError` if the file is too short."""
     done = 0
     while done < len(into):
         received = os.preadv(descriptor, [into[done:]], start + done)
@@ -163,13 +164,13 @@ def write_at(descriptor: int, start: int, data: bytes | memoryview) -> None:
 
 
 def read_plain(path: str | os.PathLike[str], *, follow: bool = False) -> bytes:
-    """The bytes of the file at `path`, opened as `open_plain` does."""
+    """Return the bytes of the file at `path`, opened as `open_plain` does."""
     with os.fdopen(open_plain(path, follow=follow), "rb") as file:
         return file.read()
 
 
 LINGERS = 5.0
-"""Seconds that what a killed process has left may hold its lock."""
+"""Seconds for which remains of a killed process may hold its lock."""
 
 
 class FileLock:
@@ -183,7 +184,7 @@ class FileLock:
         self._descriptor: int | None = None
 
     def acquire(self) -> None:
-        """Take the lock or raise `RunFolderError` naming the process that holds it: at once, if it lives."""
+        """Take the lock. If a living process holds it, raise `RunFolderError` naming the process at once."""
         if self._descriptor is not None:
             raise RunFolderError(f"{self.path} is locked by this process already; release it first")
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -199,7 +200,7 @@ class FileLock:
         self._descriptor = descriptor
 
     def refuse_held(self) -> None:
-        """Raise what `acquire` would while another process holds the lock; nothing is written."""
+        """Raise as `acquire` would while another process holds the lock. Nothing is written."""
         if not self.path.is_file():
             return
         descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
@@ -211,8 +212,8 @@ class FileLock:
             os.close(descriptor)
 
     def _take(self, descriptor: int, how: int) -> None:
-        """A process that its holder had just forked when it was killed has the lock until it begins its own
-        program: it is waited for.
+        """Lock the file, and wait for a child that a killed holder had just forked: it has the lock until it
+        begins its own program.
         """
         until = time.monotonic() + LINGERS
         while True:
@@ -226,7 +227,7 @@ class FileLock:
                 return
 
     def _is_left(self, descriptor: int) -> bool:
-        """Whether the process that took the lock is gone from this machine."""
+        """Return whether the process that took the lock is gone from this machine."""
         try:
             os.kill(int(self._holder(descriptor)), 0)
         except ProcessLookupError:
@@ -247,9 +248,9 @@ class FileLock:
         )
 
     def release(self) -> None:
-        """Give the lock back; does nothing if it is not held."""
+        """Release the lock. Does nothing if it is not held."""
         if self._descriptor is not None:
-            with contextlib.suppress(OSError):  # somebody has closed it, which gives it back too
+            with contextlib.suppress(OSError):  # somebody has closed it, which releases it too
                 os.ftruncate(self._descriptor, 0)
                 os.close(self._descriptor)
             self._descriptor = None
@@ -265,8 +266,8 @@ class FileLock:
 
 
 def remove_tree(folder: str | os.PathLike[str]) -> None:
-    """All of `folder`, whatever was made in it: folders are moved up to it, so that neither a path nor a
-    stack grows, and no link is followed. Nobody else may be writing to it. Raises `OSError`.
+    """Remove all of `folder`, whatever was made in it. Folders are moved up to it, so that neither a path nor
+    a stack grows, and no link is followed. Nobody else may be writing to it. Raises `OSError`.
     """
     moved, unlike_any, top = 0, secrets.token_hex(8), os.fspath(folder)
     os.chmod(top, 0o700)
@@ -332,7 +333,7 @@ def _open_temporary_folder(target: Path) -> tuple[Path, int]:
 
 
 def _claim(path: Path, descriptor: int) -> bool:
-    """Lock a fresh temporary entry; False if another writer's sweep took it away before the lock was held."""
+    """Lock a fresh temporary entry. False if another writer's sweep removed it before the lock."""
     fcntl.flock(descriptor, fcntl.LOCK_EX)
     if _is_open_at(path, descriptor):
         return True
@@ -348,7 +349,7 @@ def _is_open_at(path: Path, descriptor: int) -> bool:
 
 
 def _put_in_place(temporary: Path, target: Path, replace: bool) -> None:
-    """Rename `temporary` to `target`; an old `target` gets a temporary name first, which a sweep removes."""
+    """Rename `temporary` to `target`. An old `target` gets a temporary name first, which a sweep removes."""
     aside = _temporary_name(target)
     if replace and target.exists():
         os.rename(target, aside)
@@ -363,7 +364,7 @@ def _put_in_place(temporary: Path, target: Path, replace: bool) -> None:
 
 
 def _sweep(target: Path) -> None:
-    """Remove temporary entries of `target` whose writer is dead, that is, which nobody holds locked."""
+    """Remove temporary entries of `target` whose writer is dead: nobody holds them locked."""
     pattern_start, pattern_end = f".{target.name}.", ".tmp"
     for path in list(target.parent.iterdir()):
         name = path.name
@@ -377,7 +378,7 @@ def _sweep(target: Path) -> None:
             continue
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # The lock may have been waited out by its owner's rename: then the name is gone and is not ours.
+            # The owner's rename may have ended the wait for the lock: then the name is gone and is not ours.
             if _is_open_at(path, descriptor):
                 shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
         except OSError:
@@ -397,17 +398,17 @@ _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 class MappedFile:
-    """A map of a file; `np.asarray` of it is a `[B]` uint8 view that keeps it alive.
+    """A map of a file. `np.asarray` of it is a `[B]` uint8 view that keeps it alive.
 
-    Python's own `mmap` keeps a descriptor open for each map; thousands of them would exhaust the process's.
-    The map is private, so writing to it changes neither the file nor what anybody else sees; with `shared` it
-    cannot be written to, and takes none of the memory the system may promise, however large it is.
+    Python's own `mmap` keeps a descriptor open for each map. Thousands of them would exhaust the process's.
+    The map is private, so writing to it changes neither the file nor other maps. With `shared` it cannot be
+    written to, and takes none of the memory the system may promise, however large it is.
     """
 
     _unmap = staticmethod(_libc.munmap)
 
     def __init__(self, descriptor: int, size: int, *, shared: bool = False) -> None:
-        """`size` is at least 1. Raises `OSError` if the system has no room for another map."""
+        """Map `size` bytes, at least 1. Raises `OSError` if the system has no capacity for another map."""
         self._address = 0
         self.size = size
         self._shared = shared
@@ -420,16 +421,16 @@ class MappedFile:
         self._address = self.address = address
 
     def load(self, start: int = 0, stop: int | None = None) -> bool:
-        """Read every page that holds one of the bytes `start ... stop - 1`; False if the disk cannot, where
-        touching the page would end the process.
+        """Read every page that holds one of the bytes `start ... stop - 1`. Return False if the disk cannot
+        read it: touching the page would end the process.
         """
         if self._advise(_POPULATE_READ, start, stop) == 0:
             return True
         return ctypes.get_errno() not in (errno.EFAULT, errno.EIO)  # older systems know no such advice
 
     def forget(self, start: int = 0, stop: int | None = None) -> None:
-        """Give back the memory of those pages. They are read anew when they are touched again; what was
-        written to a private map is lost.
+        """Free the memory of those pages. They are read again when they are touched again. Changes to a
+        private map are lost.
         """
         self._advise(mmap.MADV_DONTNEED, start, stop)
 
@@ -450,17 +451,17 @@ class MappedFile:
 
 SEAL = "sha256"
 _MAX_BYTES = 256 * 2**20
-"""Of a JSON file; models' tokenizers are the largest."""
+"""Limit of a JSON file. Models' tokenizers are the largest."""
 FLOAT = "__float__"
-"""The key of what transformers writes in the place of a number that JSON lacks."""
+"""The key that transformers writes in place of a number that JSON lacks."""
 _SETTLED = 2.0
 """Seconds after which another change of a file shows in its time stamps, on every file system."""
 _known: dict[tuple[int, ...], str] = {}
-"""Digests of files this process has read, by what the system says when a file changes."""
+"""Digests of files this process has read, by the state that the system changes with a file."""
 
 
 def digest_of(value: Any) -> str:
-    """sha256 (hex) of a JSON value; the order of keys and white space do not count."""
+    """Return sha256 (hex) of a JSON value. The order of keys and white space do not count."""
     plain = json.loads(json.dumps(value, allow_nan=False))
     return hashlib.sha256(json.dumps(plain, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
@@ -468,17 +469,17 @@ def digest_of(value: Any) -> str:
 def write_sealed(path: str | os.PathLike[str], document: Mapping[str, Any]) -> None:
     """Replace the file at `path`, durably, by `document` and its digest.
 
-    Raises `ValueError` or `TypeError` for what JSON cannot hold, and `OSError`.
+    Raises `ValueError` or `TypeError` for values JSON cannot hold, and `OSError`.
     """
     sealed = {**document, SEAL: digest_of(document)}
     write_atomic(path, json_bytes(sealed))
 
 
 def json_bytes(document: Mapping[str, Any]) -> bytes:
-    """`document` as a file for people holds it. Half of a character, which UTF-8 cannot say, is an escape of
-    JSON's, and so comes back as it was.
+    """Return `document` as a readable file. Half of a character, which UTF-8 cannot hold, is a JSON escape,
+    and so comes back unchanged.
 
-    Raises `ValueError` or `TypeError` for what JSON cannot hold.
+    Raises `ValueError` or `TypeError` for values JSON cannot hold.
     """
     text = json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
     return text.encode(errors="backslashreplace")
@@ -490,8 +491,8 @@ def read_object(
     kind: type[OpdError] = RunFolderError,
     constant: Callable[[str], Any] | None = None,
 ) -> dict[str, Any]:
-    """The JSON object in the file `path`, sealed or not; raises `kind`, with the way out `mend`. `constant`:
-    see `read_document`.
+    """Return the JSON object in the file `path`, sealed or not. Raises `kind`, with the fix `mend`.
+    `constant`: see `read_document`.
     """
     try:
         data = read_document(read_plain(path, follow=True), _MAX_BYTES, constant)
@@ -505,8 +506,8 @@ def read_object(
 
 
 def read_description(path: Path, mend: str, kind: type[OpdError]) -> dict[str, Any]:
-    """As `read_object`, of a file that describes a model: infinity, which older releases of transformers
-    wrote bare, is there as newer ones write it, `{"__float__": "Infinity"}`.
+    """`read_object` a file that describes a model. Infinity, which older releases of transformers wrote bare,
+    reads as newer ones write it, `{"__float__": "Infinity"}`.
     """
     return read_object(path, mend, kind, _tagged)
 
@@ -518,9 +519,10 @@ def _tagged(constant: str) -> dict[str, str]:
 
 
 def read_sealed(path: Path, mend: str, kind: type[OpdError] = RunFolderError) -> dict[str, Any]:
-    """What `write_sealed` wrote to `path`, without the seal.
+    """Return the document that `write_sealed` wrote to `path`, without the seal.
 
-    Raises `kind`, with the way out `mend`, if it cannot be read, has no seal, or is not what was sealed.
+    Raises `kind`, with the fix `mend`, if it cannot be read, has no seal, or differs from the sealed
+    document.
     """
     return unsealed(path, read_object(path, mend, kind), mend, kind)
 
@@ -528,7 +530,7 @@ def read_sealed(path: Path, mend: str, kind: type[OpdError] = RunFolderError) ->
 def unsealed(
     path: Path, document: dict[str, Any], mend: str, kind: type[OpdError] = RunFolderError
 ) -> dict[str, Any]:
-    """`document`, read from `path`, without its seal; `kind` if that is missing or of another document."""
+    """Return `document`, read from `path`, without its seal. `kind` if the seal is missing or wrong."""
     found = dict(document)
     seal = found.pop(SEAL, None)
     if seal is None:
@@ -543,7 +545,8 @@ def unsealed(
 
 
 def file_digest(path: str | os.PathLike[str]) -> str:
-    """sha256 (hex) of a file's bytes; what this process has hashed and did not change is not read again.
+    """Return sha256 (hex) of a file's bytes. A file that this process has hashed and that has not changed is
+    not read again.
 
     Raises `OSError`.
     """
@@ -559,14 +562,14 @@ def file_digest(path: str | os.PathLike[str]) -> str:
 
 
 def digests_of(root: Path, paths: Iterable[Path]) -> dict[str, str]:
-    """sha256 of files below `root`, by their names from there."""
+    """Return sha256 of files below `root`, by their names from there."""
     return {path.relative_to(root).as_posix(): file_digest(path) for path in paths}
 
 
 def check_files(
     root: Path, digests: Mapping[str, str], mend: str, kind: type[OpdError] = RunFolderError
 ) -> None:
-    """Raise `kind`, naming the first file below `root` that is missing or not of the digest it had."""
+    """Raise `kind`, naming the first file below `root` that is missing or has another digest."""
     for name, expected in digests.items():
         try:
             path = root / object_path(name)
@@ -583,8 +586,8 @@ def check_files(
 
 
 def file_state(path: str | os.PathLike[str]) -> tuple[int, ...]:
-    """What the system says of the file at `path`, which is another once it changes: its device, number, size
-    and times; nothing if it cannot be looked at.
+    """Return the state of the file at `path`, which changes with the file: its device, number, size and
+    times. Return () if it cannot be read.
     """
     try:
         return _told(os.stat(path))

@@ -1,11 +1,11 @@
-"""One log of frames, for whoever must not lose what it acknowledged: the token log, the log of episodes.
+"""One log of frames, for data that must not be lost once acknowledged: the token log, the log of episodes.
 
     000000000007.wal         frames, appended; opening the log begins a new one
     000000000007.snapshot    in the place of every file up to that number
 
-A frame is a kind, a number and a payload of the owner's, checked. What a crash leaves of a write is dropped;
-what had been durable and is broken is damage, named with file and byte. Here: the bytes, which files make up
-a log, the calls of the system, and reading, which any process may do at any time. One process writes
+A frame is a kind, a number and a payload of the owner's, checked. A write cut short by a crash is dropped.
+Durable bytes that are broken are damage, named with file and byte. This module has the bytes, the files of a
+log, the system calls, and reading, which any process may do at any time. One process writes
 (`framed_log_writer.py`).
 
 File header, 64 bytes: magic (8), format (4), kind (4: 0 segment, 1 snapshot), identity of the log (16),
@@ -13,12 +13,12 @@ sequence (8), first LSN (8), time of writing (8, for people), reserved (4), CRC-
 
 Frame header, 40 bytes: magic (4), kind (2), reserved (2), payload bytes (4), count (4: the owner's, such as
 tokens), LSN (8), durable LSN (8), checksum of the payload (4), checksum of the 36 bytes before (4). These are
-the lower half of XXH3-64, and in files of format 1 CRC-32; both begin with the CRC-32 of the log's identity,
+the lower half of XXH3-64, and in files of format 1 CRC-32. Both begin with the CRC-32 of the log's identity,
 so that a frame of another log never fits. All little-endian, all lengths multiples of 8.
 
-The log sequence number (LSN) counts frames and grows by one. A frame's durable LSN says which frames were
-known to be on the disk when it was written: if a later frame proves that a broken one was, the bytes were
-damaged; if not, they are what a crash may leave of a write, and the log ends before them.
+The log sequence number (LSN) counts frames and grows by one. A frame's durable LSN is the last frame known to
+be on the disk when it was written. If a later frame proves that a broken one was on the disk, the bytes were
+damaged. If not, they are a write that a crash may leave, and the log ends before them.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ FRAME_MAGIC = 0xF57A_0D1E
 FRAME_BYTES = 40
 HEADER_BYTES = 64
 MAX_LSN = 1 << 62
-"""Of a file's first frame: no log comes near it, and what follows still has a number."""
+"""Limit of a file's first frame. No log comes near it, and later frames still have numbers."""
 MAX_PAYLOAD = (1 << 32) - 8
 END = 5
-"""The kind of a frame that nothing follows in its file: the log was closed, or the snapshot is complete. All
-other kinds are the owner's.
+"""The kind of the last frame of a file: the log was closed, or the snapshot is complete. All other kinds are
+the owner's.
 """
 
 _FILE = struct.Struct("<8sII16sQQdI")
@@ -63,7 +63,7 @@ _MAGIC_BYTES = _CRC.pack(FRAME_MAGIC)
 
 
 class Frame(NamedTuple):
-    """Where a whole, checked frame lies in its file."""
+    """Position of a complete, checked frame in its file."""
 
     kind: int
     count: int
@@ -79,11 +79,11 @@ class FileHeader:
 
     sequence: int
     first_lsn: int
-    """LSN of a segment's first frame. The frames of a snapshot count from 0; the log goes on with this."""
+    """LSN of a segment's first frame. The frames of a snapshot count from 0. The log goes on with this."""
     log_id: bytes
     is_snapshot: bool = False
     written_at: float = 0.0
-    """Seconds since 1970 by the writer's clock; nothing depends on it."""
+    """Seconds since 1970 by the writer's clock. Nothing depends on it."""
     format: int = FORMAT
 
     def encode(self) -> bytes:
@@ -101,7 +101,7 @@ class FileHeader:
 
     @classmethod
     def decode(cls, data: bytes | memoryview) -> FileHeader | None:
-        """The header at the start of `data`, of whatever format; `None` if the bytes are not one."""
+        """Return the header at the start of `data`, of any format, or `None` if the bytes are not one."""
         head = bytes(data[: _FILE.size])
         if len(data) < HEADER_BYTES or _CRC.unpack_from(data, _FILE.size)[0] != crc32(head):
             return None
@@ -119,12 +119,12 @@ _DIGESTS: dict[int, Callable[[bytes | memoryview, int], int]] = {1: crc32, FORMA
 
 
 def salt_of(log_id: bytes) -> int:
-    """Where every checksum of a log's frames starts from."""
+    """Return the start value of every checksum of a log's frames."""
     return crc32(log_id)
 
 
 def frame_header(kind: int, payload: Sequence, count: int, lsn: int, durable: int, salt: int) -> bytes:
-    """The 40 bytes before `payload`, given as objects of bytes that are written one after another."""
+    """Return the 40 bytes before `payload`, a sequence of byte objects that are written one after another."""
     if len(payload) == 1:
         (data,) = payload
         length, checksum = len(data), xxh3_64_intdigest(data, salt) & 0xFFFF_FFFF
@@ -139,8 +139,8 @@ def frame_header(kind: int, payload: Sequence, count: int, lsn: int, durable: in
 
 
 def scan(data: memoryview, start: int, first_lsn: int, header: FileHeader) -> Iterator[Frame]:
-    """Every frame of a file with `header` from `start` on, in order, up to the first one that is cut, broken
-    or out of sequence.
+    """Yield every frame of a file with `header` from `start` on, in order, up to the first one that is cut,
+    broken or out of sequence.
     """
     unpack, unpack_crc, lsn, size = _FRAME.unpack_from, _CRC.unpack_from, first_lsn, len(data)
     salt, digest = salt_of(header.log_id), _DIGESTS[header.format]
@@ -162,16 +162,16 @@ def scan(data: memoryview, start: int, first_lsn: int, header: FileHeader) -> It
 
 
 class Beyond(NamedTuple):
-    """What lies after the place where a log's frames stop making sense."""
+    """Frames after the position at which a log's frames stop making sense."""
 
     frames: int
-    """Whole frames with later sequence numbers."""
+    """Complete frames with later sequence numbers."""
     proves_loss: bool
-    """One of them says that the frame missing at that place had reached the disk."""
+    """Whether one of them says that the missing frame had reached the disk."""
 
 
 def look_beyond(data: memoryview, offset: int, lsn: int, header: FileHeader) -> Beyond:
-    """Look for whole frames after `offset`, where the frame numbered `lsn` was expected and not found."""
+    """Find complete frames after `offset`, where the frame numbered `lsn` was expected and not found."""
     rest, salt, digest = bytes(data[offset:]), salt_of(header.log_id), _DIGESTS[header.format]
     frames, proves, at = 0, False, rest.find(_MAGIC_BYTES)
     budget = 4 * len(rest)  # heads made to name the same payload again and again: that is damage
@@ -180,7 +180,7 @@ def look_beyond(data: memoryview, offset: int, lsn: int, header: FileHeader) -> 
         if at + FRAME_BYTES <= len(rest):
             _, _, _, length, _, found, _, _ = _FRAME.unpack_from(rest, at)
             sealed = _CRC.unpack_from(rest, at + FRAME_BYTES - 4)[0]
-            whole = at + FRAME_BYTES + length <= len(rest)  # of a frame cut short no payload is read
+            whole = at + FRAME_BYTES + length <= len(rest)  # no payload is read of a frame cut short
             if whole and sealed == digest(rest[at : at + FRAME_BYTES - 4], salt):
                 budget -= FRAME_BYTES + length
             if budget < 0:
@@ -195,10 +195,10 @@ def look_beyond(data: memoryview, offset: int, lsn: int, header: FileHeader) -> 
 
 
 class LogIO:
-    """The real one: files of the operating system. Every method raises `OSError` as the system does."""
+    """Files of the operating system: the real one. Every method raises `OSError` as the system does."""
 
     def lock(self, path: Path) -> FileLock:
-        """Become the only writer, or raise `StorageError` naming the process that is."""
+        """Become the only writer. Raises `StorageError` naming the process that is."""
         lock = FileLock(path)
         try:
             lock.acquire()
@@ -207,23 +207,23 @@ class LogIO:
         return lock
 
     def names(self, folder: Path) -> list[str]:
-        """The names of the files in `folder`, in no order."""
+        """Return the names of the files in `folder`, in no order."""
         return os.listdir(folder)
 
     def make_folder(self, folder: Path) -> None:
-        """Make `folder` and its parents, if they are not there, and flush their names."""
+        """Make `folder` and its parents, if they do not exist, and flush their names."""
         missing = [path for path in (folder, *folder.parents) if not path.exists()]
         folder.mkdir(parents=True, exist_ok=True)
         for path in missing:
             fsync_folder(path.parent)
 
     def read(self, path: Path) -> memoryview:
-        """A copy of the bytes of a file as they are now. Its writer may change its size meanwhile."""
+        """Copy the bytes of a file as they are now. Its writer may change its size meanwhile."""
         return memoryview(read_plain(path))
 
     def map(self, path: Path) -> memoryview:
-        """The bytes of a file whose size does not change any more, in pages that all processes share. Of a
-        file that its writer cuts, the bytes that are gone would end the process with SIGBUS.
+        """Map a file whose size does not change any more, in pages that all processes share. If a writer cuts
+        the file, reading the lost bytes would end the process with SIGBUS.
         """
         descriptor = open_plain(path)
         try:
@@ -238,13 +238,11 @@ class LogIO:
             os.close(descriptor)
 
     def create(self, path: Path) -> int:
-        """Open a new, empty file for appending; what a dead writer left under that name is emptied."""
+        """Open a new, empty file for appending. A dead writer's file of that name is emptied."""
         return open_plain(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
 
     def append(self, file: int, buffers: list) -> None:
-        """Write all of `buffers`, at most 1,024 objects of bytes, one after another behind what was appended
-        before.
-        """
+        """Write all of `buffers`, at most 1,024 byte objects, one after another at the end."""
         missing = sum([len(part) for part in buffers]) - os.writev(file, buffers)
         if missing:
             rest = memoryview(b"".join(buffers))[-missing:]
@@ -252,15 +250,15 @@ class LogIO:
                 rest = rest[os.write(file, rest) :]
 
     def reserve(self, file: int, start: int, count: int) -> None:
-        """Put zeros behind what was appended, from byte `start` on. Appending goes over them, and then a sync
-        has neither a new size nor new blocks of the file to write.
+        """Write zeros from byte `start` on, behind the appended bytes. Appending goes over them, and then a
+        sync has neither a new size nor new blocks of the file to write.
         """
         while count:
             written = os.pwrite(file, bytes(count), start)
             start, count = start + written, count - written
 
     def cut(self, file: int, size: int) -> None:
-        """Give back what was reserved and not used: the file ends after `size` bytes."""
+        """End the file after `size` bytes, to give back reserved bytes."""
         os.ftruncate(file, size)
 
     def sync(self, file: int) -> None:
@@ -281,7 +279,7 @@ class LogIO:
         fsync_folder(folder)
 
     def clock(self) -> float:
-        """Seconds since 1970, for people to read; nothing depends on it."""
+        """Return seconds since 1970, for people to read. Nothing depends on it."""
         return time.time()
 
 
@@ -305,13 +303,13 @@ class Layout:
     obsolete: list[str]
     """Unfinished files, and those that the newest snapshot replaces."""
     last_sequence: int
-    """The highest number of any file; 0 in an empty folder."""
+    """The highest number of any file, 0 in an empty folder."""
     damage: str | None = None
-    """One sentence on the first file that does not belong; it and those after it are not in `files`."""
+    """One sentence on the first file that does not belong. It and later files are not in `files`."""
 
 
 def file_name(sequence: int, *, snapshot: bool = False) -> str:
-    """`000000000007.wal`, or `.snapshot` for one that replaces every segment up to that one."""
+    """Return `000000000007.wal`, or `.snapshot` for one that replaces every segment up to that one."""
     return f"{sequence:012d}.{'snapshot' if snapshot else 'wal'}"
 
 
@@ -345,7 +343,7 @@ def read_layout(folder: Path, io: LogIO) -> Layout:
 
 
 def _fault(path: Path, header: FileHeader | None, sequence: int, layout: Layout) -> str | None:
-    """Why a file does not continue the log whose last file has the number `sequence`."""
+    """Return the reason why a file does not continue the log whose last file has the number `sequence`."""
     if header is None:
         return "the file's header is damaged"
     if header.format > FORMAT:
@@ -368,7 +366,7 @@ _ATTEMPTS = 20
 
 @dataclass(slots=True)
 class FrameReport:
-    """What was found on reading a log."""
+    """Results of reading a log."""
 
     folder: str
     files: list[str] = field(default_factory=list)
@@ -376,47 +374,47 @@ class FrameReport:
     stored_bytes: int = 0
     frames: int = 0
     clean: bool = True
-    """The last writer closed the log; False after a crash, or while a writer is at work."""
+    """The last writer closed the log. False after a crash, or while a writer is at work."""
     cut_file: str | None = None
-    """The file that ends in the middle of a write. What is cut off was not known to be on the disk."""
+    """The file that ends in the middle of a write. The bytes cut off were not known to be on the disk."""
     cut_offset: int = 0
     cut_bytes: int = 0
     cut_frames: int = 0
     """Whole frames after the cut: a power cut may keep later writes without earlier ones."""
     damage: str | None = None
-    """One sentence: where bytes that had been durable are broken or missing. Nothing after them is used."""
+    """One sentence on durable bytes that are broken or missing. Nothing after them is used."""
 
 
 class Replay(Protocol):
-    """What the frames of a log are given to, to be brought to where it was when they were written."""
+    """Consumes the frames of a log, to restore the state at which they were written."""
 
     @property
     def report(self) -> FrameReport: ...
 
     def take(self, frame: Frame, payload: memoryview) -> None:
-        """The next frame. What makes no sense raises `ValueError`, as `foreign.decoding` takes it."""
+        """Apply the next frame. Raises `ValueError` for nonsense, as `foreign.decoding` expects."""
         ...
 
     def end_file(self) -> None:
-        """The frames of one file have been given."""
+        """Note the end of one file's frames."""
         ...
 
 
 @dataclass(slots=True)
 class Recovered:
-    """What a writer needs to go on with a log."""
+    """State from which a writer goes on with a log."""
 
     report: FrameReport
     log_id: bytes | None = None
     last_sequence: int = 0
-    """The highest number of any file; the next segment's is one more."""
+    """The highest number of any file. The next segment's is one more."""
     durable_lsn: int = 0
-    """Frames up to this one are proven to be on the disk; the first frame of a log has number 1."""
+    """Frames up to this one are proven to be on the disk. The first frame of a log has number 1."""
     tail: bytes = b""
     """The frames after `durable_lsn` as they lie in the last file."""
     tail_frames: int = 0
     outdated: bool = False
-    """The last file is of an older format: its frames do not fit into a new one as they are."""
+    """The last file is of an older format: its frames do not fit into a new one unchanged."""
     obsolete: list[str] = field(default_factory=list)
     """Unfinished files, and those that the newest snapshot replaces."""
 
@@ -449,9 +447,8 @@ def recover(folder: Path, io: LogIO, replay: Replay) -> Recovered:
 def read_beside_writer(
     folder: str | os.PathLike[str], io: LogIO, begin: Callable[[], R]
 ) -> tuple[R, Recovered]:
-    """Read the log in `folder` while another process may write it; `begin` makes what frames are given to.
-    Damage is in the report. Raises `StorageError` if there is no log, it is of a newer format, or its files
-    cannot be read.
+    """Read the log in `folder` while another process may write it. `begin` makes the replay. Damage is in the
+    report. Raises `StorageError` if there is no log, it is of a newer format, or its files cannot be read.
     """
     place, told = Path(folder), None
     for attempt in range(_ATTEMPTS):
@@ -461,7 +458,7 @@ def read_beside_writer(
             found = recover(place, io, replay)
         except StorageError:
             raise
-        except FileNotFoundError as error:  # its writer has just put a snapshot in the place of this file
+        except FileNotFoundError as error:  # its writer has just replaced this file by a snapshot
             if last or not place.is_dir():
                 raise StorageError(
                     f"there is no log in {place} ({error.strerror}); check the path"
@@ -472,7 +469,7 @@ def read_beside_writer(
             raise StorageError(
                 f"the log in {place} cannot be read ({error.strerror or error}); {mend}"
             ) from error
-        # A frame may become whole while the bytes after it are looked at: damage is what stays.
+        # A frame may become complete while the bytes after it are examined: only lasting faults are damage.
         damage = found.report.damage
         if damage is None or (damage == told and before == sorted(io.names(place))):
             break
@@ -483,7 +480,7 @@ def read_beside_writer(
 
 
 def _read_file(file: LogFile, limit: int | None, found: Recovered, replay: Replay) -> None:
-    """Take in one file, up to the frame with which the file after it begins."""
+    """Replay one file, up to the first frame of the next file."""
     header, report = file.header, found.report
     report.files.append(file.path.name)
     report.stored_bytes += len(file.data)
@@ -526,8 +523,8 @@ def _no_log(file: LogFile, start: int, cause: str) -> StorageError:
 
 
 def _judge_end(file: LogFile, end: int, lsn: int, ended: bool, found: Recovered) -> None:
-    """Say whether the bytes after the last whole frame of the last file are a write cut short, or damage.
-    Zeros at the end are neither: they were reserved.
+    """Decide whether the bytes after the last complete frame of the last file are a write cut short, or
+    damage. Zeros at the end are neither, because they were reserved.
     """
     rest = len(bytes(file.data[end:]).rstrip(b"\0"))
     if rest == 0:
@@ -544,7 +541,7 @@ def _judge_end(file: LogFile, end: int, lsn: int, ended: bool, found: Recovered)
 
 
 def _keep_tail(file: LogFile, starts: array[int], stop: int, found: Recovered) -> None:
-    """Keep the frames not proven to be on the disk; `starts` is where each lies, `stop` their end."""
+    """Keep the frames not proven to be on the disk. `starts` are their offsets, `stop` is their end."""
     found.outdated = file.header.format < FORMAT
     first = found.durable_lsn + 1 - file.header.first_lsn
     if first < len(starts):

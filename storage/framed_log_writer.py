@@ -1,4 +1,4 @@
-"""The one writer of a log: frames go to its end, and one place knows which of them are on the disk."""
+"""The one writer of a log. It appends frames and knows which of them are on the disk."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ SyncPolicy = Literal["always", "interval", "os"]
 _LOCK = "LOCK"
 _SMALLEST_SEGMENT = 512
 _SMALL_FILES = 16
-"""More files than this, if they are mostly small, are put together when a log is opened."""
+"""More files than this are merged when a log is opened, if they are mostly small."""
 
 
 class Content(NamedTuple):
-    """One frame of a snapshot: `payload` is objects of bytes that are written one after another."""
+    """One frame of a snapshot. `payload` is byte objects that are written one after another."""
 
     kind: int
     payload: list
@@ -46,15 +46,15 @@ class Content(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LogPolicy:
-    """When a log waits for the disk; see `TokenWAL` for what each `fsync` promises."""
+    """Sync policy of a log, see `TokenWAL` for the promise of each `fsync`."""
 
     fsync: SyncPolicy
     interval_seconds: float = 0.2
     """For `"interval"`."""
     segment_bytes: int = 64 << 20
-    """About the most bytes of one file."""
+    """About the size limit of one file."""
     reserve: bool = False
-    """Put zeros ahead of the frames, which pays where every commit waits for the disk."""
+    """Write zeros ahead of the frames, which pays if every commit waits for the disk."""
 
     def __post_init__(self) -> None:
         if self.fsync not in ("always", "interval", "os"):
@@ -62,13 +62,14 @@ class LogPolicy:
 
 
 class WriteGuard:
-    """When something may be written, and why not: after the first failure every write is refused.
+    """Permits or refuses writes, with the reason. After the first failure it refuses every write.
 
-    Used as a context from the first byte written until memory agrees: whatever breaks that off ends the log.
+    Used as a context from the first byte written until memory agrees. An interruption of the block ends the
+    log.
     """
 
     def __init__(self, what: str) -> None:
-        """`what` is written: "the log in FOLDER"."""
+        """`what` names the written thing: "the log in FOLDER"."""
         self._what = what
         self._process = os.getpid()
         self._failure: str | None = None
@@ -78,12 +79,12 @@ class WriteGuard:
 
     @property
     def intact(self) -> bool:
-        """Nothing has failed, and this is the process that opened the log."""
+        """Whether nothing has failed and this process opened the log."""
         return self._failure is None and os.getpid() == self._process
 
     @property
     def untold(self) -> bool:
-        """Something failed in the background, and no call has said so yet."""
+        """Whether something failed in the background and no call has reported it yet."""
         return self._failure is not None and not self._told
 
     @property
@@ -118,7 +119,7 @@ class WriteGuard:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """End a write: memory agrees with the file, or nothing is written again."""
+        """End a write. Memory agrees with the file, or nothing is written again."""
         self._busy = False
         if isinstance(error, OSError):
             self._told = True
@@ -127,7 +128,7 @@ class WriteGuard:
             self._failure = f"a write to {self._what} was broken off by {kind.__name__}; open it again"
 
     def in_background(self, sync: Callable[[], None]) -> None:
-        """Run `sync`; a failure is told by the next write."""
+        """Run `sync`. The next write reports a failure."""
         if self._failure is None:
             try:
                 sync()
@@ -146,7 +147,7 @@ class WriteGuard:
 class Syncer:
     """Calls `sync` at most every `interval` seconds while there is something to do, until stopped.
 
-    Waiting is by the monotonic clock: setting the machine's time changes nothing.
+    It waits by the monotonic clock, so setting the machine's time changes nothing.
     """
 
     def __init__(self, sync: Callable[[], None], interval: float) -> None:
@@ -158,12 +159,12 @@ class Syncer:
         self._thread.start()
 
     def notify(self) -> None:
-        """Something was written."""
+        """Note that something was written."""
         if not self._work.is_set():
             self._work.set()
 
     def stop(self) -> None:
-        """Let a sync under way end, then end the thread; does not sync by itself."""
+        """Wait for a running sync, then end the thread. Does not sync by itself."""
         self._stopped.set()
         self._work.set()
         if threading.current_thread() is not self._thread:
@@ -179,16 +180,16 @@ class Syncer:
 
 
 RESERVE = 1 << 20
-"""Bytes of zeros put ahead of the frames of a log that waits for the disk: a sync then has no new size and no
-new blocks of the file to write, which takes a quarter of its time away or more.
+"""Bytes of zeros ahead of the frames of a log that waits for the disk. A sync then has no new size and no new
+blocks of the file to write, which saves a quarter of its time or more.
 """
 
 
 def _write_file(folder: Path, header: FileHeader, content: Iterable[list], io: LogIO) -> int:
-    """Write a whole file durably, then give it its name durably; returns it open for appending. `content`
-    gives lists of buffers, which are written one list after another.
+    """Write a file durably, then name it durably. Return it open for appending. `content` yields lists of
+    buffers, written one list after another.
 
-    A crash leaves a temporary file or the whole one: a file with a final name always has its header.
+    A crash leaves a temporary file or the complete one: a file with a final name always has its header.
     """
     name = file_name(header.sequence, snapshot=header.is_snapshot)
     path, temporary = folder / name, folder / (name + TEMPORARY)
@@ -207,8 +208,8 @@ def _write_file(folder: Path, header: FileHeader, content: Iterable[list], io: L
 
 
 def _write_snapshot(folder: Path, header: FileHeader, contents: Iterable[Content], io: LogIO) -> int:
-    """Write `contents` durably under the name of `header` and return the file's size. `header.first_lsn` is
-    the number with which the log goes on.
+    """Write `contents` durably under the name of `header` and return the file's size. The log goes on with
+    the number `header.first_lsn`.
     """
     size, salt = HEADER_BYTES, salt_of(header.log_id)
 
@@ -224,12 +225,12 @@ def _write_snapshot(folder: Path, header: FileHeader, contents: Iterable[Content
 
 
 class LogSegment:
-    """One open file of a log. `append` has one caller at a time; `sync` may be called beside it."""
+    """One open file of a log. `append` has one caller at a time. `sync` may be called concurrently."""
 
     def __init__(
         self, folder: Path, header: FileHeader, tail: bytes, tail_frames: int, io: LogIO, limit: int = 0
     ) -> None:
-        """Begin a segment with the frames of `tail`, which no other file is known to hold durably. Space is
+        """Begin a segment with the frames of `tail`, which no other file is known to hold durably. Bytes are
         reserved ahead of the frames, up to `limit` bytes of the file.
         """
         self._io = io
@@ -244,7 +245,7 @@ class LogSegment:
 
     @property
     def dirty(self) -> bool:
-        """Something was appended that is not known to be on the disk."""
+        """Whether a frame was appended that is not known to be on the disk."""
         return self.next_lsn - 1 > self.durable_lsn
 
     def append(self, kind: int, payload: bytes, count: int) -> None:
@@ -272,8 +273,8 @@ class LogSegment:
         self.size = size
 
     def _reserve(self, size: int) -> None:
-        """Reserve for the frames up to `size` and for more. Where there is no room the file just grows: the
-        append says so if it has none either.
+        """Reserve bytes for the frames up to `size` and more. If the disk is full the file just grows: the
+        append raises if it fails too.
         """
         assert self._file is not None
         end = min(size + RESERVE, self._limit)
@@ -284,7 +285,7 @@ class LogSegment:
             self._limit = 0
 
     def trim(self) -> None:
-        """Give back what was reserved and not used."""
+        """Give back reserved bytes that were not used."""
         with self._sync_lock:
             if self._file is not None and self._reserved > self.size:
                 self._io.cut(self._file, self.size)
@@ -299,7 +300,7 @@ class LogSegment:
                 self.durable_lsn = written
 
     def close(self) -> None:
-        """Close the file, as it is; safe to call twice."""
+        """Close the file, as it is. A second call does nothing."""
         with self._sync_lock:
             if self._file is not None:
                 file, self._file = self._file, None
@@ -307,10 +308,11 @@ class LogSegment:
 
 
 class FramedLog:
-    """Appends frames, begins a new segment when one is full, and puts a snapshot in the place of old ones.
+    """Appends frames, begins a new segment when one is full, and replaces old ones by a snapshot.
 
     No file is changed once another follows it, and none is ever cut: opening a log begins a new segment,
-    whose header says where the one before it ends. One thread at a time; `sync` may be called beside it.
+    whose header says where the previous one ends. One thread at a time, but `sync` may be called
+    concurrently.
     """
 
     def __init__(
@@ -322,9 +324,9 @@ class FramedLog:
         io: LogIO,
         contents: Callable[[], Iterable[Content]],
     ) -> None:
-        """Continue what `recover` found. What may not be on the disk yet is written again, into the new
-        segment: after a failed sync, the system's cache shows bytes that the disk does not have. `contents`:
-        the frames of a snapshot of what the log says now.
+        """Continue the log that `recover` returned. Frames that may not be on the disk are written again,
+        into the new segment: after a failed sync, the system's cache shows bytes that the disk does not have.
+        `contents` returns the frames of a snapshot of the current state.
         """
         self._folder, self._io, self._policy = folder, io, policy
         self._contents = contents
@@ -333,7 +335,7 @@ class FramedLog:
         self._log_id = found.log_id or os.urandom(16)
         self._older = list(found.report.files)
         self._older_bytes = found.report.stored_bytes
-        io.sync_folder(folder)  # the writer before may have died between a rename and its sync
+        io.sync_folder(folder)  # the previous writer may have died between a rename and its sync
         self._remove(found.obsolete)
         if found.report.damage is not None:
             self._replace(found.last_sequence + 1, found.next_lsn, keep_as=".damaged")
@@ -359,7 +361,7 @@ class FramedLog:
         self._segment.append(kind, payload, count)
 
     def commit(self) -> None:
-        """Do what the policy asks for before something is acknowledged."""
+        """Sync as the policy requires before an acknowledgement."""
         if self._syncer is not None:
             self._syncer.notify()
         elif self._policy.fsync == "always":
@@ -384,42 +386,42 @@ class FramedLog:
         self._segment.append_all(kind, payloads)
 
     def _is_full(self, more: int) -> bool:
-        """Whether `more` bytes are to begin a new segment; an empty one takes whatever comes."""
+        """Return whether `more` bytes need a new segment. An empty one takes any number."""
         size = self._segment.size
         return size > HEADER_BYTES and size + more > self._limit
 
     def sync(self) -> None:
-        """Return when everything appended is on the disk. May be called beside `append`."""
+        """Return when everything appended is on the disk. May run concurrently with `append`."""
         self._segment.sync()
 
     def end(self) -> None:
-        """Make everything durable, then say so in the file."""
+        """Make everything durable, then mark the end in the file."""
         self._segment.sync()
         self._segment.trim()
         self._segment.append(END, b"", 0)
         self._segment.sync()
 
     def close(self) -> None:
-        """End the background's work and close the file, as it is."""
+        """Stop the background thread and close the file, as it is."""
         if self._syncer is not None:
             self._syncer.stop()
         self._segment.close()
 
     def is_wasteful(self, live: int) -> bool:
-        """Whether a snapshot of `live` bytes frees a segment's worth at least, and half of the log."""
+        """Return whether a snapshot of `live` bytes frees a segment's size or more, and half of the log."""
         stored = self.stored_bytes
         return stored - live >= self._limit and 2 * live <= stored
 
     def rewrite(self) -> None:
-        """Put a snapshot in the place of every segment written so far."""
+        """Replace every segment written so far by a snapshot."""
         segment = self._segment
         self._older.append(file_name(segment.sequence))
         self._replace(segment.sequence, segment.next_lsn)
         segment.close()
 
     def _replace(self, sequence: int, next_lsn: int, keep_as: str | None = None) -> None:
-        """Snapshot first, then the segment that follows it, then the old files go: a crash in between leaves
-        the old files, or the snapshot, whole.
+        """Write the snapshot first, then the next segment, then remove the old files. A crash in between
+        leaves the old files, or the snapshot, complete.
         """
         header = self._header(sequence, next_lsn, snapshot=True)
         size = _write_snapshot(self._folder, header, self._contents(), self._io)
@@ -447,7 +449,7 @@ class FramedLog:
         self._older_bytes += full.size
 
     def _begin(self, sequence: int, next_lsn: int) -> LogSegment:
-        """A new segment without frames."""
+        """Return a new segment without frames."""
         return LogSegment(self._folder, self._header(sequence, next_lsn), b"", 0, self._io, self._reserve)
 
     def _many_small(self) -> bool:
@@ -463,18 +465,18 @@ class FramedLog:
 
 
 class LogWriter(ABC):
-    """The one writer of a log in a folder of its own. What frames mean is its subclass's affair, whose
-    methods may be called from several threads; the object does not survive a fork.
+    """The one writer of a log in a folder of its own. Its subclass defines the meaning of frames. Several
+    threads may call the subclass's methods. The object does not survive a fork.
     """
 
     def __init__(
         self, folder: Path, what: str, replay: Replay, policy: LogPolicy, io: LogIO, mend: str | None
     ) -> None:
-        """Give `replay` what is there, drop a write cut short, and go on in a new segment.
+        """Replay the existing frames, drop a write cut short, and go on in a new segment.
 
-        `what` is written: "the log". Raises `StorageError` if another process writes, the folder cannot be
-        written, or durable bytes are damaged; `mend` says what to do then beside restoring the file. Without
-        it what comes before the damage is kept, and the rest is given up.
+        `what` names the written thing: "the log". Raises `StorageError` if another process writes, the folder
+        cannot be written, or durable bytes are damaged. `mend` gives a fix for damage besides restoring the
+        file. Without it the frames before the damage are kept, and the rest is given up.
         """
         self.folder = folder
         self._io = io
@@ -502,7 +504,7 @@ class LogWriter(ABC):
 
     @abstractmethod
     def _contents(self) -> Iterator[Content]:
-        """The frames of a snapshot of what the log says now."""
+        """Yield the frames of a snapshot of the current state."""
 
     @property
     def stored_bytes(self) -> int:
@@ -510,22 +512,22 @@ class LogWriter(ABC):
         return self._files.stored_bytes
 
     def sync(self) -> None:
-        """Return when everything logged so far is on the disk, whatever the policy."""
+        """Return when everything logged so far is on the disk, under any policy."""
         with self._mutex:
             self._guard.check()
             with self._guard:
                 self._files.sync()
 
     def compact(self) -> None:
-        """Write what has not been retired into one snapshot and remove every segment before it."""
+        """Write all records that are not retired into one snapshot and remove every earlier segment."""
         with self._mutex:
             self._guard.check()
             with self._guard:
                 self._files.rewrite()
 
     def shutdown(self) -> None:
-        """Make everything durable, mark the end, and let another process write. Raises `StorageError` if what
-        was logged may not all be durable and no call has said so yet. Does nothing the second time.
+        """Make everything durable, mark the end, and let another process write. Raises `StorageError` if some
+        records may not be durable and no call has reported it yet. Does nothing the second time.
         """
         with self._mutex:
             if self._guard.closed:

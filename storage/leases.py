@@ -1,9 +1,9 @@
-"""Which entries of a folder are in use, known to every process of the node and forgotten when one dies.
+"""Leases of a folder's entries, visible to every process of the node and released when one dies.
 
-One empty file stands for all entries: an entry is the byte of that file whose offset is the head of its
-key, and using it means holding a read lock on that byte (Linux open file description locks). The kernel
-counts the readers over all processes and drops the locks of a dead one, so nothing has to be reclaimed, and
-any number of leases costs one file descriptor.
+One empty file stands for all entries: an entry is the byte of that file whose offset is the head of its key,
+and using it means holding a read lock on that byte (Linux open file description locks). The kernel counts the
+readers over all processes and drops the locks of a dead one, so nothing has to be reclaimed, and any number
+of leases costs one file descriptor.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from opd.storage.files import open_plain
 class LeaseTable:
     """Shared and exclusive holds on keys (bytes, at least 8). Safe for threads and across `fork`.
 
-    Where the system has no such locks, leases of other processes are not seen; the caller must then be safe
-    by other means, as files that are unlinked, and never overwritten, are.
+    If the system has no such locks, leases of other processes are not seen. Then the caller must be safe by
+    other means, as files that are unlinked, and never overwritten, are.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -36,7 +36,7 @@ class LeaseTable:
         self._open()
 
     def acquire(self, key: bytes) -> bool:
-        """Hold `key` shared; False while another process holds it exclusively."""
+        """Hold `key` shared. Return False while another process holds it exclusively."""
         self._after_fork()
         place = _place(key)
         with self._mutex:
@@ -47,7 +47,8 @@ class LeaseTable:
             return True
 
     def claim(self, key: bytes) -> bool:
-        """Hold `key` alone; False while anybody holds it, this process too. `release` gives it back.
+        """Hold `key` exclusively. Return False while anybody holds it, this process too. `release` gives it
+        back.
 
         For tables whose keys are claimed and never acquired.
         """
@@ -61,7 +62,7 @@ class LeaseTable:
             return True
 
     def release(self, key: bytes, owner: int) -> None:
-        """Give back one hold that process `owner` acquired; in another process it does nothing."""
+        """Release one hold that process `owner` acquired. Does nothing in another process."""
         if os.getpid() != owner:  # a copy made by fork: the hold is the parent's
             return
         with self._mutex:
@@ -69,7 +70,7 @@ class LeaseTable:
             self._settle()
 
     def drop(self, key: bytes, owner: int) -> None:
-        """`release` for finalisers, which may run while this very thread is inside the table: never waits."""
+        """`release` without ever waiting: for finalisers, which may run inside the table's own calls."""
         if os.getpid() != owner:
             return
         self._dropped.append(_place(key))
@@ -81,12 +82,12 @@ class LeaseTable:
 
     @contextlib.contextmanager
     def exclusive(self, key: bytes) -> Iterator[bool]:
-        """Yield whether nobody else holds `key`; if so, nobody can take it until the block ends."""
+        """Yield whether nobody else holds `key`. If so, nobody can take it until the block ends."""
         self._after_fork()
         place = _place(key)
         with self._mutex:
             self._settle()
-            # A lock of this table would be converted, not refused: its own holds are looked up first.
+            # A lock of this table would be converted, not refused, so its own holds are checked first.
             free = self._holds[place] == 0 and self._set(fcntl.F_WRLCK, place)
             try:
                 yield free
@@ -123,7 +124,7 @@ class LeaseTable:
             self._open()
 
     def _settle(self) -> None:
-        """Take back what has been dropped. Under the mutex."""
+        """Release dropped holds. Under the mutex."""
         while self._dropped:
             place = self._dropped.popleft()
             self._holds[place] -= 1
@@ -149,7 +150,7 @@ class LeaseTable:
 
 
 class Lease:
-    """One array of the cache in use: it stays in the cache until `release`, the `with` block or the last
+    """One array of the cache in use. It stays in the cache until `release`, the `with` block or the last
     reference ends. `rows` and arrays made from it stay readable, and right, even longer.
     """
 
@@ -164,18 +165,18 @@ class Lease:
 
     @property
     def rows(self) -> np.ndarray:
-        """[R, D] read-only view of the file's bytes; uint16 if `record.dtype` is bfloat16."""
+        """[R, D] read-only view of the file's bytes, as uint16 if `record.dtype` is bfloat16."""
         view = self._array.view()
         view.flags.writeable = False
         return view
 
     @property
     def private_rows(self) -> np.ndarray:
-        """[R, D] the same bytes, writable: what is written stays in this view's pages, never in the file."""
+        """[R, D] the same bytes, writable. Writes stay in this view's pages, never in the file."""
         return self._array
 
     def release(self) -> None:
-        """The cache may evict the array again; a second call does nothing."""
+        """Let the cache evict the array again. A second call does nothing."""
         table, self._table = self._table, None
         if table is not None:
             table.release(self._key, self._owner)
@@ -192,10 +193,10 @@ class Lease:
 
 
 def _place(key: bytes) -> int:
-    """Two keys with one place share a lock: the rarer and harmless case of a collision in 62 bits."""
+    """Return a key's lock offset. Keys with one offset share a lock: a harmless collision in 62 bits."""
     return int.from_bytes(key[:8], "little") >> 2
 
 
 def _flock(kind: int, place: int) -> bytes:
-    """`struct flock` for one byte; `l_pid` must be 0 for open file description locks."""
+    """Return `struct flock` for one byte. `l_pid` must be 0 for open file description locks."""
     return struct.pack("hhqqi0q", kind, os.SEEK_SET, place, 1, 0)

@@ -1,8 +1,8 @@
-"""A published model: where every byte of it lies, what it is, and how to tell that its bytes are right.
+"""A published model: the position of every byte, its description, and checksums of its bytes.
 
-A unit is what a streamed model loads at once: the embedding, one layer, the final norm, or the head. Its
-tensors stand one after another in one flat buffer, which is cut into blocks with a checksum each. Rank `r`
-of `W` owns a run of whole blocks. Shard file `r` of `N` holds, unit after unit, what rank `r` of `N` owns:
+A unit is loaded at once by a streamed model: the embedding, one layer, the final norm, or the head. Its
+tensors stand one after another in one flat buffer, which is cut into blocks with a checksum each. Rank `r` of
+`W` owns a run of whole blocks. Shard file `r` of `N` holds the blocks of rank `r` of `N`, unit after unit:
 one contiguous range a unit.
 """
 
@@ -22,7 +22,7 @@ from opd.errors import StorageError, reason_of
 from opd.foreign import depth_exceeds, read_document, shown, whole
 
 ALIGNMENT = 64
-"""Bytes; tensors in a unit and parts in a shard file start at multiples of it."""
+"""Bytes. Tensors in a unit and slices in a shard file start at multiples of it."""
 MAX_BLOCK_BYTES = 4 * 2**20
 CHECKSUM_BYTES = 16
 
@@ -35,7 +35,7 @@ DTYPE_BYTES = {
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """Where a tensor lies in its unit's buffer."""
+    """Position of a tensor in its unit's buffer."""
 
     dtype: str
     """As safetensors names it: "BF16", "F32", ..."""
@@ -56,7 +56,7 @@ class Unit:
     block_bytes: int
     """The last block may be shorter."""
     checksum: str
-    """xxh3-128 of the whole buffer, hex; does not depend on the blocks."""
+    """xxh3-128 of the whole buffer, hex, independent of the blocks."""
     blocks: bytes
     """xxh3-128 of every block, 16 bytes each."""
 
@@ -65,7 +65,7 @@ class Unit:
         return -(-self.nbytes // self.block_bytes)
 
     def block(self, index: int) -> tuple[int, int]:
-        """(start, stop) of a block in the buffer."""
+        """Return (start, stop) of a block in the buffer."""
         return index * self.block_bytes, min((index + 1) * self.block_bytes, self.nbytes)
 
     def block_checksum(self, index: int) -> bytes:
@@ -73,20 +73,20 @@ class Unit:
         return self.blocks[index * CHECKSUM_BYTES : (index + 1) * CHECKSUM_BYTES]
 
     def part_blocks(self, rank: int, world: int) -> tuple[int, int]:
-        """(first, one past the last) block that rank `rank` of `world` owns."""
+        """Return (first, one past the last) block that rank `rank` of `world` owns."""
         if not 0 <= rank < world:
             raise StorageError(f"there is no rank {rank} among {world}; ranks count from 0.")
         return rank * self.block_count // world, (rank + 1) * self.block_count // world
 
     def part(self, rank: int, world: int) -> tuple[int, int]:
-        """(start, stop) in the buffer of what rank `rank` of `world` owns."""
+        """Return (start, stop) in the buffer of the blocks that rank `rank` of `world` owns."""
         first, last = self.part_blocks(rank, world)
         return first * self.block_bytes, min(last * self.block_bytes, self.nbytes)
 
 
 @dataclass(frozen=True, slots=True)
 class ShardExtent:
-    """A contiguous piece of a unit in a shard file."""
+    """A contiguous slice of a unit in a shard file."""
 
     shard: int
     offset: int
@@ -97,29 +97,29 @@ class ShardExtent:
 
 
 def block_checksum(data: bytes | bytearray | memoryview) -> bytes:
-    """[16] bytes: xxh3-128, chosen by speed (beyond memory bandwidth; blake2b and sha256 reach 1-2 GB/s)."""
+    """Return [16] bytes of xxh3-128, for its speed (above memory bandwidth, blake2b and sha256 1-2 GB/s)."""
     return xxhash.xxh3_128(data).digest()
 
 
 def block_size(nbytes: int, shards: int) -> int:
-    """Bytes a block, so that every shard gets the same number of blocks, each at most `MAX_BLOCK_BYTES`."""
+    """Return the bytes of a block, at most `MAX_BLOCK_BYTES`, equally many for each shard."""
     per_shard = max(1, -(-nbytes // (shards * MAX_BLOCK_BYTES)))
     return aligned(max(1, -(-nbytes // (shards * per_shard))))
 
 
 def aligned(offset: int) -> int:
-    """The next multiple of `ALIGNMENT`."""
+    """Return the next multiple of `ALIGNMENT`."""
     return -(-offset // ALIGNMENT) * ALIGNMENT
 
 
 def shard_path(shard: int, shards: int) -> str:
-    """Name of a shard file below the version's folder."""
+    """Return the name of a shard file below the version's folder."""
     return f"shard-{shard:05d}-of-{shards:05d}.bin"
 
 
 def shard_offsets(units: Sequence[Unit], shard: int, shards: int) -> tuple[dict[str, int], int]:
-    """Where each unit's part starts in the shard file, and the file's size. A unit of the same bytes as one
-    before it, a tied head, lies where that does.
+    """Return the offset of each unit's slice in the shard file, and the file's size. A unit with the same
+    bytes as an earlier one, a tied head, has the same offset.
     """
     offsets: dict[str, int] = {}
     placed: dict[tuple[str, int, bytes], int] = {}
@@ -135,7 +135,7 @@ def shard_offsets(units: Sequence[Unit], shard: int, shards: int) -> tuple[dict[
 
 
 def unit_order(names: Iterable[str]) -> list[str]:
-    """ "embedding", the layers by number, "norm", "head"; only those among `names`."""
+    """Return "embedding", the layers by number, "norm", "head", restricted to `names`."""
     rank = {"embedding": -2, "norm": 10**9, "head": 10**9 + 1}
     return sorted(names, key=lambda name: rank[name] if name in rank else int(name.removeprefix("layer.")))
 
@@ -151,11 +151,11 @@ _FIXED = {
     "lm_head.": "head",
 }
 _BUFFERS = (".rotary_emb.inv_freq", ".masked_bias")
-"""Ends of names of buffers that old checkpoints hold and every loader computes anew."""
+"""Suffixes of buffers that old checkpoints hold and every loader computes again."""
 
 
 def unit_of(name: str) -> str | None:
-    """The unit the tensor `name` belongs to; `None` if it is not part of the weights.
+    """Return the unit of the tensor `name`, or `None` if it is not part of the weights.
 
     Knows the names of Hugging Face's plain decoders (Llama, Mistral, Qwen, Gemma, Granite, Cohere, Phi,
     OLMo). Raises `StorageError` for any other name.
@@ -177,9 +177,9 @@ def unit_of(name: str) -> str | None:
 
 
 def place(tensors: Iterable[tuple[str, str, Sequence[int]]]) -> tuple[dict[str, TensorEntry], int]:
-    """Put (name, dtype, shape) one after another, each aligned: the entries and the buffer's size.
+    """Lay (name, dtype, shape) out one after another, each aligned. Return the entries and the buffer's size.
 
-    Raises `StorageError` for a type of element that is not known.
+    Raises `StorageError` for an unknown element type.
     """
     entries, end = {}, 0
     for name, dtype, shape in tensors:
@@ -192,7 +192,7 @@ def place(tensors: Iterable[tuple[str, str, Sequence[int]]]) -> tuple[dict[str, 
 
 
 def extents(unit: Unit, rank: int, world: int, shards: int, offsets: Sequence[int]) -> Iterator[ShardExtent]:
-    """What to read, from which shard file, for rank `rank` of `world`; `offsets` are the unit's per shard.
+    """Yield the ranges of shard files that rank `rank` of `world` reads. `offsets` are the unit's per shard.
 
     One extent if `world` is the number of shards.
     """
@@ -222,9 +222,9 @@ MAX_MANIFEST_BYTES = 48 * 2**20
 MAX_TENSORS = 2**18
 MAX_LATEST_BYTES = 4096
 MAX_FILE_BYTES = 256 * 2**20
-"""Of a tokenizer's file."""
+"""Limit of a tokenizer's file."""
 _MAX_LENGTH = 2**40
-"""Of one dimension of a tensor."""
+"""Limit of one dimension of a tensor."""
 _MAX_DIMENSIONS = 8
 _MAX_SCALE = 1e30
 _MAX_CONFIG_DEPTH = 16
@@ -244,9 +244,9 @@ class HeadEntry:
     bias: bool
     """Whether the unit "head" holds `lm_head.bias`."""
     tied: bool
-    """Whether the weight is the embedding's; its bytes are then published once."""
+    """Whether the weight is the embedding's. Its bytes are then published once."""
     vocabulary: int
-    """Rows of the weight; may exceed the tokenizer's."""
+    """Rows of the weight. They may exceed the tokenizer's vocabulary."""
     hidden: int
 
 
@@ -260,17 +260,17 @@ class FileEntry:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """Everything known of a published model without reading its weights."""
+    """Complete description of a published model, without its weights."""
 
     digest: str
-    """sha256, hex: identity of weights, configuration, head and tokenizer; the same for any `shards`."""
+    """sha256, hex: identity of weights, configuration, head and tokenizer, the same for any `shards`."""
     shards: int
     config: Mapping[str, Any]
     """The Hugging Face config.json."""
     generation_config: Mapping[str, Any] | None
     head: HeadEntry
     fingerprint: Mapping[str, Any] | None
-    """Of the tokenizer's vocabulary, special ids and chat template."""
+    """Fingerprint of the tokenizer's vocabulary, special ids and chat template."""
     tokenizer: Mapping[str, FileEntry]
     """Name -> entry of the tokenizer's files."""
     units: Mapping[str, Unit]
@@ -297,32 +297,32 @@ class Manifest:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of all tensors, by name."""
+        """Shapes of all tensors, by name."""
         return {name: entry.shape for unit in self.units.values() for name, entry in unit.tensors.items()}
 
     def unit(self, name: str) -> Unit:
-        """`StorageError` naming the known ones if there is no unit `name`."""
+        """Return the unit `name`. Raises `StorageError` naming the known ones if there is none."""
         if name not in self.units:
             known = ", ".join(self.units)
             raise StorageError(f"the published model has no unit {name}; it has {known}.")
         return self.units[name]
 
     def shard_path(self, shard: int) -> str:
-        """Below the URL the model was published under."""
+        """Return the path of a shard file below the URL the model was published under."""
         return f"{self.version}/{shard_path(shard, self.shards)}"
 
     def shard_offset(self, unit: str, shard: int) -> int:
-        """Where the part of `unit` starts in a shard file."""
+        """Return the offset of the slice of `unit` in a shard file."""
         return self._offsets[shard][unit]
 
     def extents(self, unit: str, rank: int, world: int) -> list[ShardExtent]:
-        """What rank `rank` of `world` reads of `unit`, in the order of the unit's buffer."""
+        """Return the ranges that rank `rank` of `world` reads of `unit`, in the unit buffer's order."""
         offsets = [self._offsets[shard][unit] for shard in range(self.shards)]
         return list(extents(self.unit(unit), rank, world, self.shards, offsets))
 
 
 def identity(manifest: Mapping[str, Any]) -> str:
-    """The digest: sha256 over everything that can change what the model computes or reads, not its blocks."""
+    """Return the digest: sha256 over all that changes the model's results or inputs, not its blocks."""
     described = {key: manifest[key] for key in ("config", "generation_config", "head", "tokenizer")}
     units = [
         [name, unit["nbytes"], unit["checksum"], unit["tensors"]] for name, unit in manifest["units"].items()
@@ -331,7 +331,7 @@ def identity(manifest: Mapping[str, Any]) -> str:
 
 
 def to_document(manifest: Manifest) -> dict[str, Any]:
-    """The manifest as JSON data, without its seal."""
+    """Return the manifest as JSON data, without its seal."""
     units = {
         name: {
             "nbytes": unit.nbytes,
@@ -361,10 +361,10 @@ def to_document(manifest: Manifest) -> dict[str, Any]:
 
 
 def from_document(document: Mapping[str, Any]) -> Manifest:
-    """The inverse of `to_document`; `KeyError`, `TypeError` or `ValueError` for anything else.
+    """Parse the result of `to_document`. Raises `KeyError`, `TypeError` or `ValueError` for anything else.
 
-    Only what follows from few numbers is believed: where tensors and blocks lie is computed again, the files
-    are those that `publish` writes, and the digest is that of the content.
+    Few numbers are trusted. Offsets of tensors and blocks are computed again, the files are those that
+    `publish` writes, and the digest is that of the content.
     """
     shards = whole(document["shards"], 1, MAX_SHARDS, "shards")
     units = _units(document["order"], document["units"], shards)
@@ -398,7 +398,7 @@ def _units(order: Any, entries: Any, shards: int) -> dict[str, Unit]:
 
 
 def _unit(name: str, entry: Any, shards: int) -> Unit:
-    """One unit, all places in it computed from the tensors' types and shapes."""
+    """Parse one unit. All its offsets are computed from the tensors' types and shapes."""
     described = []
     for key, (dtype, shape, _, _) in sorted(entry["tensors"].items()):
         if unit_of(key) != name:
@@ -459,15 +459,14 @@ def _matching(value: Any, pattern: re.Pattern[str], what: str) -> str:
 
 
 def seal(document: Mapping[str, Any]) -> bytes:
-    """JSON in its one canonical form, with a sha256 over the rest, so that no changed byte goes unnoticed."""
+    """Return JSON in its one canonical form, with a sha256 over the rest, to detect any change."""
     return _canonical({**document, "sha256": hashlib.sha256(_canonical(document)).hexdigest()})
 
 
 def unseal(data: bytes, where: str, most: int = MAX_MANIFEST_BYTES) -> dict[str, Any]:
-    """The document of at most `most` bytes that `data` seals.
+    """Return the document of at most `most` bytes that `data` seals.
 
-    Raises `StorageError` naming `where` if a byte differs from what was written, or if it was written by a
-    newer release.
+    Raises `StorageError` naming `where` if a byte has changed, or if a newer release wrote it.
     """
     broken = f"{where} is incomplete or corrupt; publish the model again."
     try:
@@ -488,7 +487,7 @@ def unseal(data: bytes, where: str, most: int = MAX_MANIFEST_BYTES) -> dict[str,
 
 
 def parse_manifest(data: bytes, where: str) -> Manifest:
-    """The manifest in `data`; `StorageError` naming `where` if it cannot be trusted."""
+    """Parse the manifest in `data`. Raises `StorageError` naming `where` if it cannot be trusted."""
     document = unseal(data, where)
     try:
         manifest = from_document(document)
@@ -501,7 +500,7 @@ def parse_manifest(data: bytes, where: str) -> Manifest:
 
 
 def parse_latest(data: bytes, where: str) -> str:
-    """Name of the version that `latest` points to; `StorageError` naming `where` if it cannot be trusted."""
+    """Return the version in `latest`. Raises `StorageError` naming `where` if it cannot be trusted."""
     document = unseal(data, where, MAX_LATEST_BYTES)
     try:
         return _matching(document["version"], _VERSION, "the version")
@@ -510,7 +509,7 @@ def parse_latest(data: bytes, where: str) -> str:
 
 
 def is_version(name: str) -> bool:
-    """Whether `name` is one that a version's folder may have."""
+    """Return whether `name` is a valid name of a version's folder."""
     return _VERSION.fullmatch(name) is not None
 
 

@@ -1,7 +1,7 @@
-"""A node's cache: arrays that were computed or fetched once, mapped by every process that needs them again.
+"""A node's cache: arrays computed or fetched once, and mapped by every process that needs them again.
 
-A key names how an array came about (teacher, tokens, rows; a block of a model), its value is a file that
-describes and checks itself (`blobs.py`, `cache_files.py`). Wrong bytes are a miss, never an answer.
+A key identifies the origin of an array (teacher, tokens, rows, or a block of a model). Its value is a file
+that describes and checks itself (`blobs.py`, `cache_files.py`). Wrong bytes count as a miss.
 """
 
 from __future__ import annotations
@@ -42,45 +42,45 @@ __all__ = ["CacheCounters", "CacheRecord", "Lease", "NodeCache", "RowsWriter", "
 _log = logging.getLogger(__name__)
 
 _GROUP = 16
-"""Arrays that `put_many` begins and publishes together."""
+"""Number of arrays that `put_many` begins and publishes as one batch."""
 
 Item = tuple[bytes, np.ndarray, CacheRecord]
-"""Key, rows `[R, D]`, and what is known of them."""
+"""Key, rows `[R, D]`, and their record."""
 
 
 @dataclass(slots=True)
 class CacheCounters:
-    """What this process did with the cache since the counters were last taken."""
+    """This process's use of the cache since the counters were last taken."""
 
     hits: int = 0
     misses: int = 0
     """Lookups without an answer, corrupt blobs included."""
     bytes_read: int = 0
-    """Of rows handed out."""
+    """Bytes of rows handed out."""
     bytes_written: int = 0
-    """Of rows put in."""
+    """Bytes of rows put in."""
     evictions: int = 0
     corrupt: int = 0
     """Blobs that failed a check and were removed."""
     rejected: int = 0
-    """Rows not kept: quota all leased, or disk full."""
+    """Rows not cached: the quota is all leased, or the disk is full."""
 
 
 class NodeCache:
     """Arrays by key within a byte quota, least recently used out first, shared by all processes of a node.
 
     Safe for threads, for processes that open the same folder, and across `fork`. A process may be killed at
-    any point: what `put` acknowledged is there, its leases end, and its leftovers are swept at the next open.
-    Nothing is flushed: a power cut may cost blobs, which their checksums then show.
+    any point: arrays that `put` acknowledged are there, its leases end, and the next open removes its
+    leftovers. Nothing is flushed: a power cut may cost blobs, and their checksums then show it.
 
     Args:
-        folder: On a local disk or in memory (tmpfs); made if missing.
+        folder: On a local disk or in memory (tmpfs). Made if missing.
         quota_bytes: Most bytes of disk, in blocks of 4 KiB. The smallest quota of those who share it counts.
-        verify: `always` compares the checksum on every `get`; `first` only when this process first maps a
-            blob, so that damage done to it later goes unseen.
-        kept_since: What was used after this (Unix time in ns) is never evicted: a put that would need its
-            room is turned down. A cache that is read in circles, and is too small for the circle, would else
-            always have evicted what comes next.
+        verify: `always` compares the checksum on every `get`. `first` compares only when this process first
+            maps a blob, so later damage goes unseen.
+        kept_since: Blobs used after this (Unix time in ns) are never evicted, and a put that would need their
+            capacity is refused. Otherwise a cache that is read in circles, and too small for the circle,
+            would always have evicted the next blob.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class NodeCache:
         verify: Literal["always", "first"] = "always",
         kept_since: int | None = None,
     ) -> None:
-        """Raises `StorageError` if the folder cannot be used."""
+        """Open the cache. Raises `StorageError` if the folder cannot be used."""
         if quota_bytes < 1 or verify not in ("always", "first"):
             raise ValueError(
                 f"quota_bytes={quota_bytes}, verify={verify!r}: give a positive quota, always or first"
@@ -108,8 +108,8 @@ class NodeCache:
             self._files = CacheFiles(self.folder, quota_bytes, kept_since)
 
     def get(self, key: bytes) -> Lease | None:
-        """Return the array put under `key`, held until its lease is released; `None` if it is not here or was
-        damaged.
+        """Return the array put under `key`, held until its lease is released, or `None` if it is missing or
+        was damaged.
 
         Raises `StorageError` if the system refuses (permissions, no more files or maps).
         """
@@ -130,10 +130,10 @@ class NodeCache:
         return lease
 
     def read_into(self, key: bytes, into: memoryview, checksum: bytes) -> bool:
-        """Fill `into` with the bytes of the array put under `key`; return whether it is here, as long as
-        `into`, and has this xxh3-128 (16 bytes). What has not is removed and counted as corrupt.
+        """Fill `into` with the bytes of the array put under `key`. Return whether it is here, as long as
+        `into`, and has this xxh3-128 (16 bytes). A blob without these is removed and counted as corrupt.
 
-        Nothing is mapped, and what is compared are the bytes in `into`. Raises as `get` does.
+        Nothing is mapped, and the comparison covers the bytes in `into`. Raises as `get` does.
         """
         check_key(key)
         found = False
@@ -148,11 +148,11 @@ class NodeCache:
         return found
 
     def put(self, key: bytes, rows: np.ndarray, record: CacheRecord) -> bool:
-        """Keep `rows` (`[R, D]`: float32, float16, uint8, or uint16 holding bfloat16) under `key`.
+        """Store `rows` (`[R, D]`: float32, float16, uint8, or uint16 holding bfloat16) under `key`.
 
-        Returns whether the cache now has an array under `key`. One that is there already is kept, since equal
-        keys mean equal rows. `False` if quota and leases, or the disk, leave no room. `uid`, `teacher` and
-        `version` of `record` are kept, the rest is filled in. Raises `StorageError` if the disk fails.
+        Return whether the cache now has an array under `key`. An existing one stays, since equal keys mean
+        equal rows. `False` if quota and leases, or the disk, leave no capacity. `uid`, `teacher` and
+        `version` of `record` are stored, the rest is filled in. Raises `StorageError` if the disk fails.
         """
         return self.put_many([(key, rows, record)])[0]
 
@@ -165,9 +165,9 @@ class NodeCache:
         return kept
 
     def open_rows(self, key: bytes, like: np.ndarray, count: int, record: CacheRecord) -> RowsWriter | None:
-        """Begin an array of `count` rows of the width and dtype of `like` (`[1, D]`), written in pieces.
+        """Begin an array of `count` rows of the width and dtype of `like` (`[1, D]`), written in chunks.
 
-        `None` if quota and leases, or the disk, leave no room. See `put` for the rest.
+        Return `None` if quota and leases, or the disk, leave no capacity. See `put` for the rest.
         """
         check_key(key)
         whole = replace(describe(like, record), rows=count, checksum="00" * 16)
@@ -190,7 +190,7 @@ class NodeCache:
 
     @property
     def counters(self) -> CacheCounters:
-        """What this process did since `take_counters` was last called."""
+        """This process's use of the cache since the last call of `take_counters`."""
         return replace(self._counters, evictions=self._files.evictions - self._evictions_taken)
 
     def take_counters(self) -> dict[str, float]:
@@ -227,7 +227,7 @@ class NodeCache:
         return Lease(self._files.leases, key, array, record)
 
     def _checked(self, key: bytes, descriptor: int) -> tuple[np.ndarray, CacheRecord]:
-        """Map a blob and compare its checksums; with `first`, of one that is known the header's alone."""
+        """Map a blob and compare its checksums. With `first`, check only the header of a known blob."""
         found = os.fstat(descriptor)
         if not found.st_size:
             raise CorruptBlobError("it is empty")
@@ -263,7 +263,7 @@ class NodeCache:
         self._count(corrupt=1)
 
     def _put_group(self, items: Sequence[Item]) -> list[bool]:
-        """Write arrays and give them their names together; after an error none of them is acknowledged."""
+        """Write arrays and name them as one batch. After an error none of them is acknowledged."""
         kept, parts = [], {}
         for index, (key, rows, record) in enumerate(items):
             check_key(key)
@@ -320,10 +320,10 @@ class NodeCache:
 
 
 class RowsWriter:
-    """Rows `[R, D]` under one key, appended in order; made by `NodeCache.open_rows`.
+    """Rows `[R, D]` under one key, appended in order, made by `NodeCache.open_rows`.
 
-    The bytes go to the file and its checksum as they come, so that no more than a piece is in memory. Nothing
-    has a name before `finish`: a killed writer leaves what the next open of the cache sweeps.
+    The bytes go to the file and its checksum as they come, so no more than a chunk is in memory. Nothing has
+    a name before `finish`. If the writer is killed, the next open of the cache removes its file.
     """
 
     def __init__(
@@ -333,7 +333,7 @@ class RowsWriter:
         record: CacheRecord,
         reporting: Callable[[str], AbstractContextManager[None]],
     ) -> None:
-        """`record` says rows, width and dtype already; `blob` has room for them and a header."""
+        """`record` has rows, width and dtype already. `blob` has capacity for them and a header."""
         self._files, self._blob, self._record, self._reporting = files, blob, record, reporting
         self._checksum = xxhash.xxh3_128()
         self._begin = len(self._header())
@@ -341,9 +341,9 @@ class RowsWriter:
         self._open = True
 
     def append(self, rows: np.ndarray) -> bool:
-        """Add `rows` `[r, D]`; `False` if the disk is full: then nothing of them counts, see `give_up`.
+        """Add `rows` `[r, D]`. Return `False` if the disk is full: then none of them counts, see `give_up`.
 
-        Raises `StorageError` if the disk fails, `ValueError` if there are more rows than were announced.
+        Raises `StorageError` if the disk fails, `ValueError` if there are more rows than announced.
         """
         data = bytes_of(np.ascontiguousarray(rows))
         if self._offset + len(data) > self._blob.size:
@@ -361,7 +361,7 @@ class RowsWriter:
         return True
 
     def finish(self) -> int:
-        """Give the array its name; return its bytes. Raises `ValueError` if rows are missing."""
+        """Give the array its name and return its bytes. Raises `ValueError` if rows are missing."""
         if self._offset != self._blob.size:
             self._discard()
             raise ValueError(f"fewer than the {self._record.rows} rows announced; append all of them")
@@ -375,7 +375,7 @@ class RowsWriter:
         return self._offset - self._begin
 
     def give_up(self) -> np.ndarray:
-        """Take back the bytes `[n]` uint8 of all rows appended so far; the cache's room is free again."""
+        """Read back the bytes `[n]` uint8 of all rows so far, and free their capacity in the cache."""
         with self._reporting("read"):
             taken = np.empty(self._offset - self._begin, np.uint8)
             try:
@@ -386,7 +386,7 @@ class RowsWriter:
         return taken
 
     def close(self) -> None:
-        """Drop what was not finished."""
+        """Drop an unfinished array."""
         self._discard()
 
     def _header(self) -> bytes:

@@ -1,6 +1,6 @@
-"""A store of objects below one URL: ranged reads into a buffer, whole or absent writes; what a store may do
-wrong, and for how long it is asked again. A folder is one, and so is any store that fsspec knows; the S3
-store (`s3_store.py`) replaces the reading and writing of these by faster ways.
+"""A store of objects below one URL: ranged reads into a buffer, complete or absent writes, faults and
+retries. A folder is a store, and so is any store that fsspec knows. The S3 store (`s3_store.py`) replaces
+reading and writing by faster ways.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ class StoreOptions:
     """Time-outs, retries and sizes of requests. The defaults outlast a store that is away for ten seconds."""
 
     retry: Retry = STORES
-    """Of one request."""
+    """Retries of one request."""
     connect_seconds: float = 5.0
     stall_seconds: float = 10.0
-    """A transfer that moves fewer than `least_bytes_per_second` for so long has failed."""
+    """A transfer slower than `least_bytes_per_second` for this long has failed."""
     least_bytes_per_second: int = 16 * 1024
     write_seconds: float = 60.0
     """Longest time an upload of one part (16 MiB) or a request about an object may take."""
@@ -45,17 +45,17 @@ class StoreOptions:
     threads: int = 4
     """Ranges read at the same time."""
     rereads: int = 3
-    """How often a block with a wrong checksum is read again."""
+    """Number of times a block with a wrong checksum is read again."""
     endpoint: str | None = None
-    """Of an S3 server; default: AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL or the AWS configuration, else AWS."""
+    """S3 endpoint. Default: AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL or the AWS configuration, else AWS."""
 
 
 class TransientError(Exception):
-    """A fault that may pass by itself; its text is the cause, in a few words."""
+    """A fault that may pass by itself. Its text is the cause, in a few words."""
 
 
 def with_retries(options: StoreOptions, what: str, attempt: Callable[[], T]) -> T:
-    """The result of `attempt`, which is called again while it raises `TransientError`.
+    """Return the result of `attempt`, which is called again while it raises `TransientError`.
 
     Raises `StorageError` ("WHAT: cause; ...") when the attempts are used up.
     """
@@ -70,7 +70,7 @@ def with_retries(options: StoreOptions, what: str, attempt: Callable[[], T]) -> 
 
 
 MAX_GAP = 64 * 1024
-"""Bytes between two ranges of one object that are rather read and dropped than skipped by a new request."""
+"""Bytes between two ranges of one object that are read and dropped rather than skipped by a new request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +106,7 @@ class RangeRequest:
         return self.ranges[-1].stop
 
     def views(self) -> list[memoryview]:
-        """Where the bytes `start ... stop - 1` go, gaps into memory nobody looks at."""
+        """Return targets of the bytes `start ... stop - 1`. Gaps go into unused memory."""
         found, at = [], self.start
         for wanted in self.ranges:
             if wanted.start > at:
@@ -117,13 +117,13 @@ class RangeRequest:
 
 
 def join(ranges: Sequence[Range], size: int) -> list[RangeRequest]:
-    """`ranges`, in their order, as requests of about `size` bytes where they are neighbours.
+    """Merge neighbours among `ranges`, in their order, into requests of about `size` bytes.
 
-    A run of neighbours is cut where ranges end, as near as can be to every multiple of `size`: its requests
-    are equally large, and as many as `size` asks for.
+    A run of neighbours is cut at ends of ranges, as near as possible to every multiple of `size`. So its
+    requests are equally large, and as many as `size` needs.
     """
     groups: list[list[Range]] = []
-    edge = 0  # where the last request should end
+    edge = 0  # target end of the last request
     for wanted in ranges:
         middle = (wanted.start + wanted.stop) // 2
         before = groups[-1][-1] if groups else None
@@ -139,7 +139,7 @@ def join(ranges: Sequence[Range], size: int) -> list[RangeRequest]:
 
 
 def rest(views: Sequence[memoryview], done: int) -> list[memoryview]:
-    """`views` without their first `done` bytes."""
+    """Return `views` without their first `done` bytes."""
     left = []
     for view in views:
         if done < len(view):
@@ -149,14 +149,14 @@ def rest(views: Sequence[memoryview], done: int) -> list[memoryview]:
 
 
 LEAST_BYTES = 2 * MIB
-"""Of one request, where more are wanted: below, requests cost more than their bytes."""
+"""Least bytes of one request, if more are wanted. Below this, requests cost more than their bytes."""
 
 Chunks = Callable[[], Iterator[bytes | memoryview]]
-"""Makes the content of an object anew at every call, piece by piece, so that a write can be repeated."""
+"""Yields the content of an object again at every call, in chunks, so that a write can be repeated."""
 
 
 def folder_of(url: str | Path) -> Path | None:
-    """Return the folder that `url` names, a path or `file://`; `None` where it names a store elsewhere.
+    """Return the folder of `url`, a path or `file://`, or `None` if it names another store.
 
     In `file://` URLs `%20` is a blank, as `Path.as_uri` writes it.
     """
@@ -165,7 +165,7 @@ def folder_of(url: str | Path) -> Path | None:
 
 
 class ObjectStore(ABC):
-    """Objects below `url`; paths are relative to it, with `/` between their parts. Safe between threads.
+    """Objects below `url`. Paths are relative to it, with `/` between their parts. Safe between threads.
 
     No path leads anywhere else: stores pass each through `foreign.object_path`. Every method raises
     `StorageError` in one sentence with object, range and cause. Faults that may pass (unreachable, reset,
@@ -173,7 +173,7 @@ class ObjectStore(ABC):
     """
 
     near: ClassVar[bool] = False
-    """Whether its objects are files of this machine, so that a copy of them saves nothing."""
+    """Whether its objects are files of this machine, so that copying them saves nothing."""
 
     def __init__(self, url: str, options: StoreOptions) -> None:
         self.url = url.rstrip("/")
@@ -184,10 +184,11 @@ class ObjectStore(ABC):
 
     @staticmethod
     def open(url: str | Path, *, options: StoreOptions | None = None) -> ObjectStore:
-        """The store at `url`: a path, `file://`, `s3://` (extra `s3`), or any other protocol of fsspec.
+        """Return the store at `url`: a path, `file://`, `s3://` (extra `s3`), or any other protocol of
+        fsspec.
 
-        S3 takes endpoint, credentials and region from the usual AWS variables and files. Nothing is read
-        yet. Raises `StorageError` for an unknown protocol, `MissingExtraError` without s3fs.
+        S3 takes endpoint, credentials and region from the usual AWS variables and files. Nothing is read yet.
+        Raises `StorageError` for an unknown protocol, `MissingExtraError` without s3fs.
         """
         text, folder = str(url), folder_of(url)
         if folder is not None:
@@ -204,35 +205,35 @@ class ObjectStore(ABC):
 
     @property
     def bytes_read(self) -> int:
-        """Bytes of objects received so far, those read again included."""
+        """Bytes of objects received so far, including bytes read again."""
         return self._bytes_read
 
     def name(self, path: str) -> str:
-        """The full address of `path`, as errors give it."""
+        """Return the full address of `path`, as errors give it."""
         return f"{self.url}/{path}" if path else self.url
 
     @abstractmethod
     def size(self, path: str) -> int:
-        """Bytes of the object; `StorageError` if there is none."""
+        """Return the bytes of the object. Raises `StorageError` if there is none."""
 
     @abstractmethod
     def exists(self, path: str) -> bool:
-        """Whether the object is there and whole."""
+        """Return whether the object exists and is complete."""
 
     @abstractmethod
     def delete(self, path: str) -> None:
-        """Remove the object; does nothing if it is not there."""
+        """Remove the object. Does nothing if it does not exist."""
 
     @abstractmethod
     def put(self, path: str, data: bytes | Chunks) -> None:
-        """Write the object, replacing an old one. Afterwards it is durable; before, nobody sees it."""
+        """Write the object, replacing an old one. Afterwards it is durable. Before, nobody sees it."""
 
     @abstractmethod
     def _read(self, request: RangeRequest) -> None:
         """Fill the ranges of `request`, with retries."""
 
     def get(self, path: str, most: int | None = None) -> bytes:
-        """The whole object. With `most`, `StorageError` if it has more bytes, before any is read."""
+        """Return the full object. With `most`, raise `StorageError` if it has more, before reading."""
         size = self.size(path)
         if most is not None and size > most:
             raise StorageError(
@@ -243,35 +244,35 @@ class ObjectStore(ABC):
         return self.get_range(path, 0, size)
 
     def get_range(self, path: str, start: int, stop: int) -> bytes:
-        """Bytes `start ... stop - 1` of the object."""
+        """Return bytes `start ... stop - 1` of the object."""
         buffer = bytearray(stop - start)
         self.read_into(path, start, memoryview(buffer))
         return bytes(buffer)
 
     def read_into(self, path: str, start: int, into: memoryview) -> None:
-        """Fill `into` with the object's bytes from `start` on; large reads are split and run in parallel."""
+        """Fill `into` with the object's bytes from `start` on. Large reads are split and run in parallel."""
         step = self.request_bytes(len(into))
         self.read_ranges(
             [Range(path, start + at, into[at : at + step]) for at in range(0, len(into), step)], None
         )
 
     def request_bytes(self, wanted: int) -> int:
-        """How large requests should be, so that `wanted` bytes keep every thread busy to the end."""
+        """Return the request size with which `wanted` bytes keep every thread busy to the end."""
         threads = self.options.threads
         rounds = max(1, -(-wanted // (threads * self.options.chunk_bytes)))
         return max(LEAST_BYTES, -(-wanted // (threads * rounds)))
 
     def read_range(self, wanted: Range) -> None:
-        """Fill one range by one request, in the calling thread: also from inside `arrived`, below."""
+        """Fill one range by one request, in the calling thread. `arrived`, below, may call it."""
         self._read(RangeRequest([wanted]))
 
     def read_ranges(self, ranges: Sequence[Range], arrived: Callable[[Range], None] | None) -> None:
-        """Read all `ranges`, by `options.threads` requests at a time; neighbours share a request.
+        """Read all `ranges`, by `options.threads` requests at a time. Neighbours share a request.
 
-        `arrived` is called with each range that is complete, in the thread that read it, so that checksums
-        are computed while others are still under way; it must not wait for another `read_ranges` or
-        `read_into`, whose threads may all be waiting like it. When it raises, or a read fails, the first
-        error is raised after all running reads have ended: nothing writes into the buffers afterwards.
+        `arrived` is called with each complete range, in the thread that read it, so that checksums are
+        computed while others are still under way. It must not wait for another `read_ranges` or `read_into`,
+        whose threads may all be waiting like it. If it raises, or a read fails, the first error is raised
+        after all running reads have ended: nothing writes into the buffers afterwards.
         """
 
         def read(request: RangeRequest) -> None:
@@ -298,7 +299,7 @@ class ObjectStore(ABC):
                 future.result()
 
     def close(self) -> None:
-        """Give back threads and connections. The store can be used again."""
+        """Close threads and connections. The store can be used again."""
         with self._lock:
             pool, self._pool = self._pool, None
         if pool is not None:
@@ -330,7 +331,7 @@ class ObjectStore(ABC):
 
 
 def chunks_of(data: bytes | Chunks) -> Iterator[bytes | memoryview]:
-    """The pieces of `data`, once."""
+    """Return an iterator over the chunks of `data`, once."""
     return iter((data,)) if isinstance(data, bytes) else data()
 
 
@@ -339,7 +340,8 @@ _MAX_VIEWS = 1024
 
 
 def folder_threads() -> int:
-    """How many ranges of files to read at the same time: half of this rank's share of the processor, 4 to 16.
+    """Return the number of file ranges to read concurrently: half of this rank's share of the processor, 4 to
+    16.
 
     A file in the page cache is read as fast as cores copy it and compute its checksums.
     """
@@ -348,7 +350,7 @@ def folder_threads() -> int:
 
 
 class LocalStore(ObjectStore):
-    """Objects as files below `folder`; reads go by `preadv` straight into the caller's buffer."""
+    """Objects as files below `folder`. `preadv` reads straight into the caller's buffer."""
 
     near = True
 
@@ -397,7 +399,7 @@ class LocalStore(ObjectStore):
     def _pread(self, request: RangeRequest) -> None:
         target = self._at(request.path)
         try:
-            descriptor = open_plain(target, follow=True)  # a pipe put in its place would be waited for
+            descriptor = open_plain(target, follow=True)  # a pipe put in its place would block
         except OSError as error:
             raise self._refusal(request.path, error) from error
         try:
@@ -422,7 +424,7 @@ class LocalStore(ObjectStore):
         return self.folder / object_path(path)
 
     def _inside(self, path: str) -> Path:
-        """Where `path` is written. Raises `StorageError` if a link would take it out of the store."""
+        """Return the path to write. Raises `StorageError` if a link would lead out of the store."""
         target = self._at(path)
         if not target.parent.resolve().is_relative_to(self.folder.resolve()):
             raise StorageError(
@@ -457,12 +459,12 @@ class FsspecStore(ObjectStore):
         self._making = threading.Lock()
 
     def connect(self) -> None:
-        """Make the file system now; `StorageError` if there is none for this protocol."""
+        """Make the file system now. Raises `StorageError` if there is none for this protocol."""
         self._root = self.fs._strip_protocol(self.url).rstrip("/")
 
     @property
     def fs(self) -> Any:
-        """The file system, made when it is first needed."""
+        """The file system, made on first use."""
         with self._making:
             if self._made is None:
                 self._made = self._make_filesystem()
@@ -520,7 +522,7 @@ class FsspecStore(ObjectStore):
         return f"{self._root}/{path}" if self._root else path
 
     def _ask(self, path: str, what: str, request: Callable[[], T]) -> T:
-        """The result of `request`, repeated while it fails in a way that may pass."""
+        """Return the result of `request`, repeated while it fails in a way that may pass."""
         where = f"{self.name(path)} cannot be {what}"
 
         def attempt() -> T:
@@ -553,15 +555,15 @@ class FsspecStore(ObjectStore):
     def _make_filesystem(self) -> Any:
         import fsspec
 
-        # Stores of objects have no folders; on a disk they are made as they are needed.
+        # Stores of objects have no folders. On a disk they are made as they are needed.
         folders = {"auto_mkdir": True} if self.url.startswith(("local://", "file://")) else {}
         try:
             return fsspec.core.url_to_fs(self.url, **folders)[0]
-        except Exception as error:  # some are reached as they are made, each by a library of its own
+        except Exception as error:  # some connect when they are made, each by a library of its own
             raise StorageError(
                 f"{self.url} cannot be opened ({_cause(error)}); check it and the store, or {_ELSEWHERE}."
             ) from error
 
     def _transient(self) -> tuple[type[BaseException], ...]:
-        """What else, beside `OSError`, the file system raises for faults that may pass."""
+        """Return further errors, besides `OSError`, that the file system raises for faults that may pass."""
         return ()

@@ -1,9 +1,9 @@
 """Publishing: a Hugging Face folder becomes shard files and a manifest in an object store.
 
-Two passes over the checkpoint, each in constant memory: the first computes every checksum and so the digest
-that names the version; the second writes the shard files, then the small files, then `manifest.json`, then
-`latest`. Until the manifest is there nothing looks like a model. Tensors are read as byte ranges of their
-safetensors files, so nothing is loaded whole.
+Two passes over the checkpoint, each in constant memory. The first computes every checksum and so the digest
+that names the version. The second writes the shard files, then the small files, then `manifest.json`, then
+`latest`. Until the manifest exists nothing looks like a model. Tensors are read as byte ranges of their
+safetensors files, so nothing is loaded as a whole.
 """
 
 from __future__ import annotations
@@ -61,13 +61,13 @@ MEND = "copy the folder again."
 class UnitSource:
     """The flat buffer of one unit, read from the checkpoint range by range.
 
-    Safe between threads; close it, or use `with`.
+    Safe between threads. Close it, or use `with`.
     """
 
     def __init__(
         self, entries: Mapping[str, TensorEntry], sources: Mapping[str, TensorSource], nbytes: int
     ) -> None:
-        """`sources` holds, under the names of `entries`, where each tensor's bytes come from."""
+        """`sources` holds the bytes of each tensor, under the names of `entries`."""
         self.nbytes = nbytes
         self._entries = entries
         self._pieces = [(entry, sources[name]) for name, entry in entries.items()]
@@ -75,7 +75,7 @@ class UnitSource:
         self._opening = threading.Lock()
 
     def read(self, start: int, stop: int) -> bytearray:
-        """Bytes `start ... stop - 1` of the buffer; gaps between tensors are zero."""
+        """Return bytes `start ... stop - 1` of the buffer. Gaps between tensors are zero."""
         buffer = bytearray(stop - start)
         view = memoryview(buffer)
         for entry, source in self._pieces:
@@ -119,25 +119,25 @@ class UnitSource:
 
 @dataclass(frozen=True, slots=True)
 class ModelForm:
-    """What the configuration says of head and tokenizer; storage does not interpret configurations."""
+    """Settings of head and tokenizer in the configuration, which storage does not interpret."""
 
     scale: float = 1.0
     softcap: float | None = None
     tied: bool = False
     """Whether a missing `lm_head.weight` is the embedding."""
     layers: int | None = None
-    """How many layers there must be; `None` trusts the checkpoint."""
+    """Number of layers there must be. `None` trusts the checkpoint."""
     fingerprint: Mapping[str, Any] | None = None
-    """Of the tokenizer; JSON-able."""
+    """Fingerprint of the tokenizer, JSON-able."""
 
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """What `publish` did."""
+    """Result of `publish`."""
 
     manifest: Manifest
     written: bool
-    """False where the same bytes had been published already."""
+    """False if the same bytes had been published already."""
 
 
 def publish(
@@ -150,10 +150,10 @@ def publish(
 ) -> Published:
     """Publish the Hugging Face folder `checkpoint` in `store` for `shards` ranks.
 
-    Does nothing if the same model was published whole with as many shards, except that `latest` then names
-    it. `progress` is called with ("checksums" or "upload", bytes done, bytes in all). Raises `StorageError`
-    if the checkpoint is incomplete, holds tensors of no known place, changes meanwhile, or the store fails;
-    running it again mends whatever an interruption left.
+    Does nothing if the same model is completely published with as many shards, except that `latest` then
+    names it. `progress` is called with ("checksums" or "upload", bytes done, bytes in all). Raises
+    `StorageError` if the checkpoint is incomplete, holds tensors of unknown position, changes meanwhile, or
+    the store fails. A second call repairs the remains of an interruption.
     """
     if not 1 <= shards <= MAX_SHARDS:
         raise StorageError(f"a model cannot be published in {shards} shards; choose 1 to {MAX_SHARDS}.")
@@ -180,7 +180,7 @@ def publish(
 
 
 def units_of(folder: Path, form: ModelForm) -> tuple[dict[str, Unit], dict[str, TensorSource]]:
-    """The checkpoint's units, without checksums, and where each tensor comes from."""
+    """Return the checkpoint's units, without checksums, and the source of each tensor."""
     sources = read_headers(folder)
     for absent, held in ((HEAD_WEIGHT, EMBEDDING_WEIGHT), (EMBEDDING_WEIGHT, HEAD_WEIGHT)):
         if form.tied and absent not in sources and held in sources:
@@ -257,14 +257,14 @@ def _describe(folder: Path, form: ModelForm, units: dict[str, Unit], shards: int
     )
     try:
         described = replace(manifest, digest=identity(to_document(manifest)))
-        from_document(to_document(described))  # whatever a reader would refuse is refused here
+        from_document(to_document(described))  # refuses here anything that a reader would refuse
     except ValueError as error:
         raise StorageError(f"{folder} cannot be published: {error}; check its files.") from error
     return described
 
 
 def _is_whole(store: ObjectStore, manifest: Manifest) -> bool:
-    """Whether this very version is there: its manifest intact, every file of the right size."""
+    """Return whether this very version exists: its manifest intact, every file of the right size."""
     path = f"{manifest.version}/{MANIFEST}"
     if not store.exists(path):
         return False
@@ -308,7 +308,7 @@ def _upload_shards(
 
 
 def _shard_chunks(manifest: Manifest, readers: Mapping[str, UnitSource], shard: int) -> Iterator[bytes]:
-    """The content of a shard file, block by block, each compared with the first pass."""
+    """Yield the content of a shard file, block by block, each compared with the first pass."""
     end = 0
     for name, unit in manifest.units.items():
         offset = manifest.shard_offset(name, shard)

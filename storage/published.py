@@ -1,4 +1,4 @@
-"""Reading a published model: each rank its part of each unit, straight into a buffer, verified."""
+"""Read a published model: each rank its slice of each unit, straight into a buffer, verified."""
 
 from __future__ import annotations
 
@@ -36,42 +36,42 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _PROBED = 16
-"""Shard files whose size is asked for when a model is opened; of more, each before it is first read."""
+"""Shard files whose size is checked when a model is opened. Others are checked on first use."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockPiece(Range):
-    """A block of a unit: where it lies in the store, and where it is wanted."""
+    """A block of a unit: its position in the store, and its target."""
 
     unit: Unit
     index: int
-    """Of the block in its unit."""
+    """Index of the block in its unit."""
 
     @property
     def checksum(self) -> bytes:
-        """[16] bytes, which the block must have."""
+        """[16] bytes, the expected checksum of the block."""
         return self.unit.block_checksum(self.index)
 
 
 class PublishedModel:
-    """A model in an object store. Safe between threads; close it, or use `with`."""
+    """A model in an object store. Safe between threads. Close it, or use `with`."""
 
     def __init__(
         self, store: ObjectStore, manifest: Manifest, folder: str, cache: ShardCache | None = None
     ) -> None:
-        """`folder` is where the version lies in `store`: "" if the store's URL is the version's own. A store
-        that is near needs no `cache`.
+        """`folder` is the version's folder in `store`: "" if the store's URL is the version's own. A store on
+        this machine needs no `cache`.
         """
         self.store = store
         self.cached_bytes = 0
-        """Bytes taken from `cache` so far, in the place of the store."""
+        """Bytes taken from `cache` so far, instead of the store."""
         self._cache = None if store.near else cache
         self._counting = threading.Lock()
         self.manifest = manifest
         self._folder = folder
         self._sized: set[int] = set()
         self._proven: set[str] = set()
-        """Units whose bytes once had the checksum that the digest covers; the blocks' are then right too."""
+        """Units whose bytes had the checksum that the digest covers. Their blocks' are then right too."""
 
     @classmethod
     def open(
@@ -81,12 +81,12 @@ class PublishedModel:
         options: StoreOptions | None = None,
         cache: ShardCache | None = None,
     ) -> PublishedModel:
-        """The model at a URL, path or store: its latest version, or the version whose own folder it is.
+        """Open the model at a URL, path or store: its latest version, or the version whose own folder it is.
 
-        Reads `latest` and the manifest alone, and asks for the sizes of shard files. Raises `StorageError` if
-        there is no published model, or if its manifest is incomplete, corrupt, of a newer format, or speaks
-        of other files than are there. Parts of units are looked for in `cache` first, and kept there, unless
-        the store is a folder.
+        Reads `latest` and the manifest alone, and checks the sizes of shard files. Raises `StorageError` if
+        there is no published model, or if its manifest is incomplete, corrupt, of a newer format, or does not
+        match its files. Slices of units are read from `cache` first, and stored there, unless the store is a
+        folder.
         """
         if isinstance(source, ObjectStore):
             return cls(source, *_find(source), cache)._probed()
@@ -103,33 +103,33 @@ class PublishedModel:
         return self.store.bytes_read
 
     def part(self, unit: str, rank: int, world: int) -> tuple[int, int]:
-        """(start, stop) in the unit's buffer of what rank `rank` of `world` owns; empty for tiny units."""
+        """Return (start, stop) in the unit's buffer of rank `rank` of `world`, empty for tiny units."""
         return self.manifest.unit(unit).part(rank, world)
 
     def part_bytes(self, unit: str, world: int) -> int:
-        """Bytes of the largest part, for a gather of equal sizes."""
+        """Return the bytes of the largest slice, for a gather of equal sizes."""
         parts = [self.part(unit, rank, world) for rank in range(world)]
         return max(stop - start for start, stop in parts)
 
     def require_memory(self, unit: str) -> None:
-        """Raise `StorageError` if this machine cannot hold all of `unit`, before room is made for it."""
+        """Raise `StorageError` if this machine cannot hold all of `unit`, before allocating it."""
         require_memory(self.manifest.unit(unit).nbytes, f"{unit} of {self.store.url}")
 
     def read_part(self, unit: str, rank: int, world: int, into: memoryview) -> None:
-        """Fill `into[: stop - start]` with the part of rank `rank` of `world`; every block is verified.
+        """Fill `into[: stop - start]` with the slice of rank `rank` of `world`. Every block is verified.
 
-        `into` is writable and contiguous, of any item type; bytes beyond the part are left alone. A block
+        `into` is writable and contiguous, of any item type. Bytes beyond the slice are left alone. A block
         with a wrong checksum is read again `StoreOptions.rereads` times. Raises `StorageError` naming object,
         range and cause, or if `into` is too small. After an error the content of `into` is undefined.
         """
         self.read_parts([unit], rank, world, [into])
 
     def read_parts(self, units: Sequence[str], rank: int, world: int, into: Sequence[memoryview]) -> None:
-        """`read_part` of several units at once, which keeps every connection busy also for small parts."""
+        """`read_part` several units at once, which keeps every connection busy also for small slices."""
         pieces: list[BlockPiece] = []
         for name, buffer in zip(units, into, strict=True):
             pieces += self._pieces(name, rank, world, buffer)
-        # Units' parts lie side by side in a shard file: in its order they share requests.
+        # Slices of units lie side by side in a shard file: in its order they share requests.
         pieces.sort(key=lambda piece: (piece.path, piece.start))
         if self._cache is None:
             self._fetch(pieces)
@@ -142,15 +142,15 @@ class PublishedModel:
                 self._prove(name, buffer)
 
     def read_unit(self, unit: str, into: memoryview) -> None:
-        """Fill `into[: nbytes]` with the whole unit: `read_part` for a world of one."""
+        """Fill `into[: nbytes]` with the full unit: `read_part` for a world of one."""
         self.read_part(unit, 0, 1, into)
 
     def tokenizer_files(self) -> dict[str, bytes]:
-        """Name -> content of the tokenizer's files; `StorageError` if one differs from what was published."""
+        """Return name -> content of the tokenizer's files. Raises `StorageError` if one has changed."""
         return {name: self._file(name) for name in self.manifest.tokenizer}
 
     def close(self) -> None:
-        """Give back the store's threads and connections."""
+        """Close the store's threads and connections."""
         self.store.close()
 
     def __enter__(self) -> PublishedModel:
@@ -165,7 +165,7 @@ class PublishedModel:
         return below_url if self._folder else below_url.partition("/")[2]
 
     def _fetch(self, pieces: Sequence[BlockPiece], kept: Callable[[BlockPiece], None] | None = None) -> None:
-        """Read `pieces` from the store, and tell `kept` of each that was verified."""
+        """Read `pieces` from the store, and call `kept` with each verified one."""
 
         def arrived(piece: Range) -> None:
             assert isinstance(piece, BlockPiece)
@@ -176,7 +176,7 @@ class PublishedModel:
         self.store.read_ranges(pieces, arrived)
 
     def _pieces(self, name: str, rank: int, world: int, into: memoryview) -> Iterator[BlockPiece]:
-        """What to read, block by block."""
+        """Yield the blocks to read."""
         unit = self.manifest.unit(name)
         start, stop = unit.part(rank, world)
         buffer = _as_bytes(into)
@@ -194,7 +194,7 @@ class PublishedModel:
                 yield BlockPiece(path, at, buffer[low - start : high - start], unit, index)
 
     def _verify(self, block: BlockPiece) -> None:
-        """Read a block with a wrong checksum again, a few times."""
+        """Verify a block. One with a wrong checksum is read again, a few times."""
         if block_checksum(block.into) == block.checksum:
             return
         for _ in range(self.store.options.rereads):
@@ -216,7 +216,7 @@ class PublishedModel:
         return self
 
     def _require_size(self, shard: int) -> None:
-        """Raise `StorageError` unless a shard file is as large as the manifest says."""
+        """Raise `StorageError` unless a shard file has the size in the manifest."""
         if shard in self._sized:
             return
         path = self._path(self.manifest.shard_path(shard))
@@ -229,7 +229,7 @@ class PublishedModel:
         self._sized.add(shard)
 
     def _prove(self, name: str, into: memoryview) -> None:
-        """Compare a unit that was read whole with the checksum in the digest, once."""
+        """Compare a unit that was read as a whole with the checksum in the digest, once."""
         unit = self.manifest.unit(name)
         if name in self._proven:
             return
@@ -262,7 +262,7 @@ def _as_bytes(into: memoryview) -> memoryview:
 
 
 def _find(store: ObjectStore) -> tuple[Manifest, str]:
-    """The manifest below `store` and the folder it lies in."""
+    """Return the manifest below `store` and its folder."""
     if store.exists(LATEST):
         folder = parse_latest(store.get(LATEST, most=MAX_LATEST_BYTES), store.name(LATEST))
         path, due = f"{folder}/{MANIFEST}", folder

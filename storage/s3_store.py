@@ -1,7 +1,7 @@
 """The store on S3: ranged GETs over kept-alive connections into the caller's buffer, the rest through s3fs.
 
 s3fs reads through asyncio and copies every body at least twice, which costs several times the CPU of the
-transfer itself. Here a body goes from the socket into the buffer it is wanted in.
+transfer itself. Here a body goes from the socket straight into its buffer.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ _WAITS = sys.platform == "linux"
 
 
 class ResponseBody:
-    """What is left of a response, from its buffer first and then from the socket itself.
+    """The rest of a response, from its buffer first and then from the socket itself.
 
-    A plain socket fills a whole block in one call of the system, which waits in the kernel: woken for every
-    few packets, this thread would take turns with all others for each. TLS gives a record at a time.
+    A plain socket fills a full block in one system call, which waits in the kernel. If this thread woke up
+    for every few packets, it would compete with all others for each. TLS gives a record at a time.
     """
 
     def __init__(self, connection: http.client.HTTPConnection, response: http.client.HTTPResponse) -> None:
@@ -53,12 +53,12 @@ class ResponseBody:
         self._direct = False
 
     def read_into(self, view: memoryview) -> int:
-        """Fill `view`, or some of it; 0 where the body ends. Raises `OSError` if nothing comes in time."""
+        """Fill `view`, or some of it. Return 0 at the end of the body. `OSError` on a time-out."""
         if self._direct:
             return self._wait_for(view)
         received = self._file.readinto1(view)
         if self._socket is not None and received < len(view):  # the buffer is empty
-            self._socket.settimeout(None)  # the kernel keeps the time from here on
+            self._socket.settimeout(None)  # the kernel measures the time from here on
             self._direct = True
         return received
 
@@ -73,14 +73,14 @@ class ResponseBody:
                     raise TimeoutError from None
 
     def end(self) -> None:
-        """Leave the socket as it was."""
+        """Restore the socket's time-out."""
         if self._direct:
             assert self._socket is not None
             self._socket.settimeout(self._timeout)
 
 
 def limit_waits(connection: socket.socket, seconds: float) -> None:
-    """Let reads that wait in the kernel come back with what they have, to see how fast it comes."""
+    """Let reads that wait in the kernel return their bytes so far, to measure the speed."""
     if _WAITS:
         whole, millionths = divmod(max(1000, int(seconds * 1e6)), 1_000_000)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", whole, millionths))
@@ -92,10 +92,10 @@ _STALE = ("ExpiredToken", "TokenRefreshRequired", "RequestExpired", "InvalidToke
 
 
 class S3Requests:
-    """Requests that read from one bucket. Safe between threads; `close` gives the connections back."""
+    """Requests that read from one bucket. Safe between threads. `close` closes the connections."""
 
     def __init__(self, bucket: str, endpoint: str | None, region: str, options: StoreOptions) -> None:
-        """`endpoint` is an `http(s)://` URL, addressed by path; `None` is AWS, addressed by host."""
+        """`endpoint` is an `http(s)://` URL, addressed by path. `None` is AWS, addressed by host."""
         self.options = options
         host = f"https://{bucket}.s3.{region}.amazonaws.com"
         self._base = f"{endpoint.rstrip('/')}/{bucket}" if endpoint else host
@@ -127,7 +127,7 @@ class S3Requests:
                 connection.close()
 
     def size(self, key: str) -> int:
-        """Bytes of the object. Raises as `read` does."""
+        """Return the bytes of the object. Raises as `read` does."""
         connection, response = self._response("HEAD", key, {})
         done = False
         try:
@@ -146,12 +146,12 @@ class S3Requests:
                 connection.close()
 
     def forget_credentials(self) -> None:
-        """Look the credentials up anew at the next request."""
+        """Load the credentials again at the next request."""
         with self._lock:
             self._session = None
 
     def close(self) -> None:
-        """Close the idle connections; later requests open new ones."""
+        """Close the idle connections. Later requests open new ones."""
         with self._lock:
             idle = self._idle[:]
             self._idle.clear()
@@ -204,7 +204,7 @@ class S3Requests:
             return session.get_credentials()
 
     def _accept(self, response: http.client.HTTPResponse, start: int, length: int) -> None:
-        """Raise unless the response's body is the range that was asked for."""
+        """Raise unless the response's body is the requested range."""
         if response.status == 206:
             found = re.fullmatch(r"bytes (\d+)-(\d+)/(\d+|\*)", response.headers.get("Content-Range", ""))
             if found is None or int(found[1]) != start:
@@ -241,7 +241,7 @@ class S3Requests:
         into: Sequence[memoryview],
         length: int,
     ) -> None:
-        """Read the body; `BrokenError`, with what came, if it breaks off or nearly stops."""
+        """Read the body. Raises `BrokenError`, with the bytes so far, if it breaks off or nearly stops."""
         body = ResponseBody(connection, response)
         done = mark = 0
         since = time.monotonic()
@@ -265,7 +265,7 @@ class S3Requests:
         response.read()  # at the end: lets the connection take the next request
 
     def _connection(self) -> tuple[http.client.HTTPConnection, bool]:
-        """A connection, and whether it has served before."""
+        """Return a connection, and whether it has served before."""
         with self._lock:
             if self._idle:
                 return self._idle.pop(), True
@@ -286,7 +286,7 @@ class S3Requests:
 
 
 class ExpiredError(Exception):
-    """The credentials were right once; asking for them again may help."""
+    """The credentials were right once. Loading them again may help."""
 
 
 class BrokenError(TransientError):
@@ -298,7 +298,7 @@ class BrokenError(TransientError):
 
 
 def _error_code(response: http.client.HTTPResponse) -> str:
-    """`<Code>` of S3's error body."""
+    """Return `<Code>` of S3's error body."""
     try:
         body = response.read(4096)
     except (OSError, http.client.HTTPException):
@@ -322,13 +322,13 @@ def _close_all(connections: list[http.client.HTTPConnection]) -> None:
 T = TypeVar("T")
 MAX_PARTS = 10_000
 PART_BYTES = 16 * MIB
-"""Of a multipart upload: 10,000 parts, S3's limit, are 156 GiB an object."""
+"""Bytes of a part of a multipart upload: 10,000 parts, S3's limit, are 156 GiB an object."""
 
 
 class S3Store(FsspecStore):
     """Objects below `s3://BUCKET/PREFIX`.
 
-    Endpoint, region and credentials come from where every AWS client looks: AWS_ENDPOINT_URL, AWS_REGION,
+    Endpoint, region and credentials come from the sources of every AWS client: AWS_ENDPOINT_URL, AWS_REGION,
     AWS_ACCESS_KEY_ID, the configuration files, the machine's role. Without credentials requests are
     anonymous. HTTP proxies are not used. Needs the extra `s3`.
     """
@@ -442,7 +442,7 @@ class S3Store(FsspecStore):
         with_retries(self.options, where, lambda: self._explained(request.path, where, attempt))
 
     def _renewing(self, request: Callable[[], T]) -> Callable[[], T]:
-        """`request`, which looks the credentials up anew, twice at most, when they have expired."""
+        """Wrap `request`: it loads expired credentials again, twice at most."""
         refreshed = 0
 
         def attempt() -> T:
@@ -508,7 +508,7 @@ def _endpoint(session: Any) -> str | None:
 
 
 def _parts(data: bytes | Chunks) -> Iterator[bytes]:
-    """`data` in pieces of `PART_BYTES`; the last may be shorter."""
+    """Yield `data` in chunks of `PART_BYTES`. The last may be shorter."""
     buffer = bytearray()
     for chunk in chunks_of(data):
         buffer += chunk

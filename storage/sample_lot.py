@@ -1,4 +1,4 @@
-"""Samples on disk: a lot is a file that is written once, whole, and read a block at a time.
+"""Samples on disk: a lot is a file that is written once, atomically, and read a block at a time.
 
 A lot is safetensors, which other programs open too:
 
@@ -39,10 +39,10 @@ FIELDS = {
     "policy_versions": np.dtype("<i4"),
     "loss_mask": np.dtype(np.bool_),
 }
-"""What a `Sample` holds of each token: of prompt and response the first, of the response the others."""
+"""Fields of a `Sample` with a row per token: prompt and response in the first, response in the others."""
 TOKEN_BYTES = sum(dtype.itemsize for dtype in FIELDS.values())
 BLOCK_BYTES = 1 << 20
-"""Under one digest."""
+"""Bytes under one digest."""
 _FORMAT = 1
 _DTYPES = {
     "F64": np.dtype("<f8"),
@@ -52,21 +52,21 @@ _DTYPES = {
     "U8": np.dtype("u1"),
     "BOOL": np.dtype(np.bool_),
 }
-"""By the names safetensors gives them."""
+"""dtypes by safetensors' names."""
 _MAX_TEXT = 16 << 20
-"""Bytes of a text in the header."""
+"""Limit of a text in the header, in bytes."""
 _NAMES = {*FIELDS, *(f"{name}.digests" for name in FIELDS), *SampleTable.of([]).arrays()[0]}
 
 
 SampleItem = tuple[SampleRecord, Mapping[str, np.ndarray]]
-"""A sample's record, and the fields it has: `[R]`, dtypes of `FIELDS`."""
+"""A sample's record, and its fields: `[R]`, dtypes of `FIELDS`."""
 
 
 def encode_lot(items: Sequence[SampleItem], drops: Sequence[str], file: str) -> bytes:
     """Return the lot of samples that becomes `file`.
 
-    `drops`: uids that earlier lots give up. Raises `ValueError` for a field of another length or dtype, and
-    `StorageError` for what JSON cannot hold.
+    `drops`: uids of earlier lots to remove. Raises `ValueError` for a field of another length or dtype, and
+    `StorageError` for values JSON cannot hold.
     """
     written: list[int] = []
     for record, values in items:
@@ -100,20 +100,20 @@ def _rows(name: str, prompt_tokens: Any, response_tokens: Any) -> Any:
 
 
 def rows_written(table: SampleTable, name: str) -> np.ndarray:
-    """[n] int64: how many rows of field `name` were written of each sample."""
+    """Return [n] int64: the number of rows of field `name` written for each sample."""
     written = table.fields >> list(FIELDS).index(name) & 1
     return _rows(name, table.prompt_tokens, table.response_tokens) * written
 
 
 def _digests(data: np.ndarray) -> np.ndarray:
-    """[blocks, 16] uint8: of each block of `data` ([B] uint8)."""
+    """Return [blocks, 16] uint8: the digest of each block of `data` ([B] uint8)."""
     starts = range(0, len(data), BLOCK_BYTES)
     each = b"".join(xxhash.xxh3_128_digest(data[start : start + BLOCK_BYTES].data) for start in starts)
     return np.frombuffer(each, np.uint8).reshape(-1, 16)
 
 
 def _digest(light: Mapping[str, np.ndarray], said: Mapping[str, str]) -> str:
-    """The digest of everything in a lot but its fields, which have digests of their own there."""
+    """Return the digest of everything in a lot but its fields, which have digests of their own there."""
     found = xxhash.xxh3_128()
     for name in sorted(light):
         array = np.ascontiguousarray(light[name])
@@ -124,14 +124,14 @@ def _digest(light: Mapping[str, np.ndarray], said: Mapping[str, str]) -> str:
 
 
 class ReadCounters:
-    """What was read of fields. Safe for threads."""
+    """Counts of field bytes read. Safe for threads."""
 
     def __init__(self) -> None:
         self._mutex = threading.Lock()
         self.bytes_read = 0
-        """Of rows handed out."""
+        """Bytes of rows handed out."""
         self.bytes_checked = 0
-        """Of blocks whose digest was compared."""
+        """Bytes of blocks whose digest was compared."""
 
     def add(self, read: int = 0, checked: int = 0) -> None:
         """Count bytes."""
@@ -141,7 +141,7 @@ class ReadCounters:
 
 
 class SampleLot:
-    """A lot that is mapped: it stays readable when its file has been unlinked. Safe for threads."""
+    """A mapped lot. It stays readable when its file has been unlinked. Safe for threads."""
 
     def __init__(self, path: Path, counters: ReadCounters) -> None:
         """Read and check all but the fields. Raises `FileNotFoundError`, `OSError`, and `StorageError` if the
@@ -202,12 +202,12 @@ class SampleLot:
         return bool(written) or not self.length(row, name)
 
     def length(self, row: int, name: str) -> int:
-        """Return how many rows field `name` of sample `row` has, written or not."""
+        """Return the number of rows of field `name` of sample `row`, written or not."""
         return int(_rows(name, self.table.prompt_tokens[row], self.table.response_tokens[row]))
 
     def read(self, row: int, name: str, start: int, stop: int) -> np.ndarray:
-        """Return rows `start ... stop - 1` of a field that sample `row` has: a read-only view of the file's
-        pages. Blocks that were not read before are compared with their digests first; raises `StorageError`
+        """Return rows `start ... stop - 1` of a written field of sample `row`: a read-only view of the file's
+        pages. Blocks that were not read before are compared with their digests first. Raises `StorageError`
         for a wrong one.
         """
         begin, end = self._bytes(row, name, start, stop)
@@ -219,7 +219,7 @@ class SampleLot:
         return np.asarray(self._map)[place + begin : place + end].view(FIELDS[name])
 
     def forget(self, row: int, name: str) -> None:
-        """Give back the memory of a field of a sample; views of it stay right and take it again."""
+        """Free the memory of a field of a sample. Views of it stay right and take it again."""
         if self.has(row, name):
             begin, end = self._bytes(row, name, 0, self.length(row, name))
             place = self._source[name].start
@@ -235,14 +235,14 @@ class SampleLot:
         end = min(begin + BLOCK_BYTES, source.start + source.nbytes)
         self._load(begin, end)
         found = xxhash.xxh3_128_digest(np.asarray(self._map)[begin:end].data)
-        self._map.forget(begin, end)  # it may belong to other samples for the most part
+        self._map.forget(begin, end)  # most of it may belong to other samples
         self._counters.add(checked=end - begin)
         if found != self._expected[name][block].tobytes():
             raise self._refusal(f"bytes {begin}-{end} do not have their digest")
         self._right[name].add(block)
 
     def _load(self, begin: int, end: int) -> None:
-        """Have these bytes in memory: touching what a file has no longer would end the process."""
+        """Load these bytes into memory: touching bytes that a file has no longer would end the process."""
         if not self._map.load(begin, end):
             raise self._refusal(f"the disk cannot read bytes {begin}-{end}")
 

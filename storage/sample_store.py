@@ -29,7 +29,7 @@ from opd.types import Sample
 Rows = Sequence[int] | np.ndarray
 _NAME = re.compile(r"([0-9]{8})-([0-9]{8})\.safetensors")
 BATCHES = 10**8
-"""So many batches have names, and so many lots."""
+"""Limit of batches and of lots that have names."""
 
 
 @contextlib.contextmanager
@@ -59,8 +59,8 @@ class SampleWriter:
     """The one process that writes a folder of samples. Safe for threads.
 
     Args:
-        folder: Made if it is not there; what a killed writer left half is removed.
-        durable: Whether a lot is on the disk when `put` returns, so that a power cut does not take it.
+        folder: Made if missing. Half-written files of a killed writer are removed.
+        durable: Whether a lot is on the disk when `put` returns, so that a power cut does not remove it.
 
     Raises `StorageError` if another process writes the folder, or the disk refuses.
     """
@@ -88,8 +88,8 @@ class SampleWriter:
                 raise
 
     def put(self, items: Sequence[SampleItem], batch: int = 0, drops: Sequence[str] = ()) -> None:
-        """Write samples as a lot of `batch`. In their place are given up those of the batch that have their
-        uids, or are named by `drops`: all of it or nothing.
+        """Write samples as a lot of `batch`. They replace samples of the batch that have their uids, or are
+        named by `drops`, atomically.
 
         Raises `StorageError` if the disk is full.
         """
@@ -113,7 +113,7 @@ class SampleWriter:
                 raise
 
     def retire_before(self, batch: int) -> None:
-        """Give up every batch before number `batch`, and its disk."""
+        """Remove every batch before number `batch` from the disk."""
         with self._mutex, _reporting(self.folder, "removed"):
             for own, _, path in _lots_of(self.folder):
                 if own < batch:
@@ -136,9 +136,9 @@ class SampleWriter:
 
 
 class SampleStore:
-    """A reader of folders: what was in them when it was opened, also when their writers give it up.
+    """A reader of folders: their contents at opening, even if their writers remove them later.
 
-    `table` has the samples of the first folder, then those of the second, and so on; a uid may be in several
+    `table` has the samples of the first folder, then those of the second, and so on. A uid may be in several
     folders and batches. Opening reads not one byte of a field.
     """
 
@@ -158,17 +158,17 @@ class SampleStore:
             places.append(alive + np.array([len(self._lots), 0]))
             self._lots += [lot for _, lot in folder]
         self.table = SampleTable.join(tables)
-        """What is known of every sample; rows of it are what `lease` takes."""
+        """The record of every sample. `lease` takes its row numbers."""
         self.batch = np.concatenate([np.zeros(0, np.int64), *batches])
-        """[n] int64: the batch that each was written in."""
+        """[n] int64: the batch of each sample."""
         self.starts = np.array(starts, np.int64)
         """[S + 1] int64: the rows of folder `s` are `starts[s] ... starts[s + 1] - 1`."""
         self._places = np.concatenate(places)
-        """[n, 2] int64: the number of the lot that each is in, and its row there."""
+        """[n, 2] int64: the lot number of each sample, and its row there."""
 
     @classmethod
     def open(cls, folders: Iterable[Path], batch: int | None = None) -> SampleStore:
-        """Open what is in `folders`, of one `batch` or of all.
+        """Open the samples in `folders`, of one `batch` or of all.
 
         Raises `StorageError` if a folder is missing, or a file damaged or of a newer format.
         """
@@ -183,18 +183,18 @@ class SampleStore:
                 raise StorageError(f"{folder} cannot be read ({error.strerror}); check the path") from error
             for own, _, path in named:
                 if batch is None or own == batch:
-                    with _reporting(folder, "read"), contextlib.suppress(FileNotFoundError):  # given up
+                    with _reporting(folder, "read"), contextlib.suppress(FileNotFoundError):  # removed
                         lots.append((own, SampleLot(path, counters)))
             found.append(lots)
         return cls(found, counters)
 
     def heavy_bytes(self) -> np.ndarray:
-        """[n] int64: bytes of the fields that each sample has."""
+        """Return [n] int64: bytes of the written fields of each sample."""
         each = [rows_written(self.table, name) * dtype.itemsize for name, dtype in FIELDS.items()]
         return np.sum(each, axis=0)
 
     def lease(self, rows: Rows) -> SampleBatch:
-        """The samples in these rows of `table`, to be read until they are released."""
+        """Return the samples in these rows of `table`, readable until they are released."""
         return SampleBatch(self.table, {row: self._place(row) for row in np.asarray(rows, np.int64).tolist()})
 
     def _place(self, row: int) -> tuple[SampleLot, int]:
@@ -204,10 +204,10 @@ class SampleStore:
     def batches(
         self, plan: Iterable[Rows], fields: Sequence[str], *, ahead: bool = True
     ) -> Iterator[SampleBatch]:
-        """Lease the mini-batches of `plan` one after another; each is released when the next is asked for.
+        """Lease the mini-batches of `plan` one after another. Each is released when the next is requested.
 
-        With `ahead` the `fields` of the next one are read and checked by a thread while this one is used: two
-        are in memory, else one.
+        With `ahead` a thread reads and checks the `fields` of the next one while this one is used: two are in
+        memory, else one.
         """
         if not ahead:
             for rows in plan:
@@ -246,9 +246,7 @@ def _used(future: Future[SampleBatch]) -> Iterator[SampleBatch]:
 
 
 def _alive(lots: Sequence[tuple[int, SampleLot]]) -> list[tuple[int, int]]:
-    """Return number of the lot and row of each sample that no later lot of its batch has given up or written
-    again.
-    """
+    """Return lot number and row of each sample that no later lot of its batch has removed or rewritten."""
     alive: dict[tuple[int, str], tuple[int, int]] = {}
     for number, (batch, lot) in enumerate(lots):
         for uid in lot.drops:
@@ -258,7 +256,7 @@ def _alive(lots: Sequence[tuple[int, SampleLot]]) -> list[tuple[int, int]]:
 
 
 class SampleBatch:
-    """The fields of some samples. Nothing is read until it is asked for; memory goes on `release`.
+    """The fields of some samples. Each is read on first use, and `release` frees the memory.
 
     Arrays handed out stay readable, and right, after `release`, but reading them then takes memory again.
     Made by `SampleStore.lease`.
@@ -279,7 +277,7 @@ class SampleBatch:
         """Return rows `start ... stop - 1` (default: all) of field `name` of sample `row`, `[R]`.
 
         A read-only view of the file's pages, shared with every process that reads them. Raises `StorageError`
-        if the sample has no such field or its bytes are wrong; `ValueError` for rows that are not there.
+        if the sample has no such field or its bytes are wrong, and `ValueError` for rows that do not exist.
         """
         lot, own = self._place(row)
         length = lot.length(own, name)
@@ -294,7 +292,7 @@ class SampleBatch:
         return lot.read(own, name, start, end)
 
     def load(self, fields: Sequence[str]) -> SampleBatch:
-        """Read and check all rows of `fields` now, where samples have them; returns itself."""
+        """Read and check all rows of `fields` now, if samples have them. Return itself."""
         for row in self.rows:
             for name in fields:
                 if self.has(row, name):
@@ -302,7 +300,7 @@ class SampleBatch:
         return self
 
     def sample(self, row: int) -> Sample:
-        """Return the sample in `row`, whose arrays are views; fields it has not are empty.
+        """Return the sample in `row`, whose arrays are views. Missing fields are empty.
 
         Raises `StorageError` if it was written without tokens.
         """
@@ -329,7 +327,7 @@ class SampleBatch:
         )
 
     def release(self) -> None:
-        """Give the memory back; a second call does nothing."""
+        """Free the memory. A second call does nothing."""
         read, self._read = self._read, set()
         places, self._places = self._places, {}
         for row, name in read:
@@ -350,7 +348,7 @@ class SampleBatch:
 
 
 def record_of(sample: Sample) -> SampleRecord:
-    """Return what the table says of a sample that has ended."""
+    """Return the table's record of a sample that has ended."""
     versions = sample.policy_versions
     extra = {
         "reward_parts": sample.reward_parts,

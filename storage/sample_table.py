@@ -1,4 +1,4 @@
-"""`SampleTable`: what is known of samples without their tokens, column by column.
+"""`SampleTable`: the records of samples without their tokens, column by column.
 
 Shapes: `n` samples, `B` bytes.
 """
@@ -36,7 +36,7 @@ class Strings:
 
     @classmethod
     def join(cls, columns: Sequence[Strings]) -> Strings:
-        """All of `columns`, one after another."""
+        """Concatenate `columns`."""
         if not columns:
             return cls.of(())
         lengths = np.concatenate([np.diff(column.offsets) for column in columns])
@@ -44,14 +44,14 @@ class Strings:
         return cls(_ends(lengths), np.concatenate(heaps))
 
     def take(self, rows: np.ndarray) -> Strings:
-        """The strings number `rows` (`[k]` integers)."""
+        """Return the strings number `rows` (`[k]` integers)."""
         starts, lengths = self.offsets[rows], np.diff(self.offsets)[rows]
         offsets = _ends(lengths)
         places = np.arange(offsets[-1]) + np.repeat(starts - offsets[:-1], lengths)
         return Strings(offsets, self.heap[places])
 
     def check(self) -> None:
-        """Raise `ValueError` if these arrays hold no strings: they were read from a file."""
+        """Raise `ValueError` if these arrays, read from a file, hold no strings."""
         offsets, heap = self.offsets, self.heap
         # The bounds first: differences of the largest numbers are wrong.
         outside = not len(offsets) or ((offsets < 0) | (offsets > len(heap))).any()
@@ -80,7 +80,7 @@ class Strings:
 
 
 class Category:
-    """An immutable column of strings of which few differ: `names[codes[i]]` is number `i`."""
+    """An immutable column of strings with few different values: `names[codes[i]]` is number `i`."""
 
     __slots__ = ("codes", "names")
 
@@ -97,7 +97,7 @@ class Category:
 
     @classmethod
     def join(cls, columns: Sequence[Category]) -> Category:
-        """All of `columns`, one after another, with one list of names."""
+        """Concatenate `columns`, with one list of names."""
         places: dict[str, int] = {}
         parts = []
         for column in columns:
@@ -106,7 +106,7 @@ class Category:
         return cls(tuple(places), np.concatenate(parts) if parts else np.zeros(0, np.int32))
 
     def check(self) -> None:
-        """Raise `ValueError` if a code has no name: it was read from a file."""
+        """Raise `ValueError` if a code, read from a file, has no name."""
         if not all(isinstance(name, str) for name in self.names):
             raise ValueError("names that are no strings")
         if ((self.codes < 0) | (self.codes >= len(self.names))).any():
@@ -116,7 +116,7 @@ class Category:
         return Category(self.names, self.codes[rows])
 
     def equals(self, name: str) -> np.ndarray:
-        """[n] bool: which rows are `name`."""
+        """Return [n] bool: True for rows that are `name`."""
         if name not in self.names:
             return np.zeros(len(self.codes), dtype=bool)
         return self.codes == self.names.index(name)
@@ -137,12 +137,12 @@ def _ends(lengths: Sequence[int] | np.ndarray) -> np.ndarray:
 
 STATUSES = tuple(Status)
 _MOST = 1 << 48
-"""Bytes of a file, or tokens."""
+"""Limit of bytes of a file, or tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class SampleRecord:
-    """What is known of one sample when it has ended."""
+    """The record of one sample that has ended."""
 
     uid: str
     prompt_tokens: int
@@ -151,7 +151,7 @@ class SampleRecord:
     domain: str = ""
     teacher: str = ""
     reward: float = float("nan")
-    """NaN where there is none yet."""
+    """NaN if there is none yet."""
     status: Status = Status.COMPLETED
     trainable_tokens: int = 0
     """Response tokens the loss counts."""
@@ -159,7 +159,7 @@ class SampleRecord:
     last_version: int = 0
     """Oldest and newest policy that wrote one of its tokens."""
     extra: Mapping[str, Any] = field(default_factory=dict)
-    """Whatever else is small; JSON-able."""
+    """Other small values, JSON-able."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,9 +179,9 @@ class SampleTable:
     trainable_tokens: np.ndarray
     """[n] int64."""
     reward: np.ndarray
-    """[n] float64; NaN where there is none."""
+    """[n] float64, NaN if there is none."""
     status: np.ndarray
-    """[n] uint8: a place in `STATUSES`."""
+    """[n] uint8: an index into `STATUSES`."""
     first_version: np.ndarray
     """[n] int32."""
     last_version: np.ndarray
@@ -191,7 +191,7 @@ class SampleTable:
 
     @classmethod
     def of(cls, records: Sequence[SampleRecord], written: Sequence[int] = ()) -> SampleTable:
-        """Make the table of `records`, of which the `fields` are `written` (default: none)."""
+        """Make the table of `records`, whose `fields` are `written` (default: none)."""
 
         def numbers(name: str, dtype: str) -> np.ndarray:
             return np.array([getattr(record, name) for record in records], dtype=dtype)
@@ -220,7 +220,7 @@ class SampleTable:
         return cls(**{column.name: _joined([getattr(t, column.name) for t in tables]) for column in _COLUMNS})
 
     def check(self) -> None:
-        """Raise `ValueError` if this cannot be a table: it was read from a file."""
+        """Raise `ValueError` if this, read from a file, cannot be a table."""
         if any(len(getattr(self, column.name)) != len(self) for column in _COLUMNS):
             raise ValueError("columns of different lengths")
         for column in (self.uid, self.group_uid, self.extra, self.domain, self.teacher):
@@ -232,13 +232,13 @@ class SampleTable:
             raise ValueError("a status that there is not")
 
     def take(self, rows: np.ndarray) -> SampleTable:
-        """Rows number `rows` (`[k]` integers), or those where `rows` (`[n]` bool) is true."""
+        """Return rows number `rows` (`[k]` integers), or the rows at which `rows` (`[n]` bool) is true."""
         if rows.dtype == bool:
             rows = np.flatnonzero(rows)
         return SampleTable(**{c.name: _taken(getattr(self, c.name), rows) for c in _COLUMNS})
 
     def record(self, row: int) -> SampleRecord:
-        """Everything known of row `row`."""
+        """Return the record of row `row`."""
         return SampleRecord(
             uid=self.uid[row],
             prompt_tokens=int(self.prompt_tokens[row]),
@@ -278,7 +278,7 @@ class SampleTable:
 
     @classmethod
     def from_arrays(cls, arrays: Mapping[str, np.ndarray], names: Mapping[str, Sequence[str]]) -> SampleTable:
-        """Return the table of which `arrays` returned these; others raise `ValueError` or `KeyError`."""
+        """Return the table for which `arrays` returned these. Others raise `ValueError` or `KeyError`."""
         due, _ = _EMPTY.arrays()
         if wrong := [n for n in due if (arrays[n].dtype, arrays[n].ndim) != (due[n].dtype, due[n].ndim)]:
             raise ValueError(f"column {wrong[0]} is of another kind")
@@ -301,7 +301,7 @@ class SampleTable:
         return self.prompt_tokens + self.response_tokens
 
     def has_status(self, *wanted: Status) -> np.ndarray:
-        """[n] bool: which samples ended in one of these ways."""
+        """Return [n] bool: True for samples that ended with one of these statuses."""
         return np.isin(self.status, [STATUSES.index(status) for status in wanted])
 
     def __len__(self) -> int:

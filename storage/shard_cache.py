@@ -1,10 +1,9 @@
 """A node's copies of published weights: an object store is read once per node and run.
 
-Kept are the blocks of a model's manifest, in the checkpoint's dtype, as arrays of a node's cache
-(`node_cache.py`). The manifest alone is believed: a block is here if its bytes, where they are
-wanted, have the checksum that the manifest gives. Of what is missing each process claims what nobody else is
-fetching, reads and keeps that, and waits for what others fetch; a claim is a lock of the kernel's and ends
-with its process.
+The cache holds the blocks of a model's manifest, in the checkpoint's dtype, as arrays of a node's cache
+(`node_cache.py`). Only the manifest is trusted: a block is a hit if its bytes, in the target buffer, have the
+checksum in the manifest. Each process claims missing blocks that nobody else is fetching, reads and stores
+them, and waits for blocks that others fetch. A claim is a kernel lock and ends with its process.
 """
 
 from __future__ import annotations
@@ -34,27 +33,27 @@ _log = logging.getLogger(__name__)
 
 _UNLIMITED = 1 << 62
 _LOT = 128
-"""Pieces that are claimed at a time, so that processes which want the same share the reading of it."""
+"""Blocks claimed at a time, so that processes which want the same share the reading of it."""
 _PATIENCE = 30.0
-"""Seconds without a piece from the others after which theirs are read here too."""
+"""Seconds without a block from other processes after which theirs are read here too."""
 _LOOK = 0.02
-"""Seconds between two looks at what others are fetching."""
+"""Seconds between two checks for blocks that others are fetching."""
 
 Fetch = Callable[[Sequence["BlockPiece"], Callable[["BlockPiece"], None]], None]
-"""Fills and verifies pieces, and calls the function with each of them, in any thread. May raise."""
+"""Fills and verifies blocks, and calls the function with each of them, in any thread. May raise."""
 _Named = tuple[bytes, "BlockPiece"]
 
 
 class ShardCache:
     """Blocks of published models on a disk of this node, for all processes and threads given its folder.
 
-    Nothing is made before a block is asked for. Where the folder cannot be used, or not any more, one warning
-    says so and everything comes from the store; so does what has no room.
+    Nothing is made before a block is requested. If the folder cannot be used, now or later, one warning says
+    so and everything comes from the store. Blocks for which there is no capacity come from the store too.
 
     Args:
-        folder: This user's own, or not there yet. What is in it may be damaged, or of anybody's making.
-        budget_bytes: Most bytes of disk; `None`: as many as are asked for. What was not used for longest goes
-            first, what was used since this object was made stays.
+        folder: This user's own, or not yet existing. Its content may be damaged, or of anybody's making.
+        budget_bytes: Most bytes of disk. `None`: as many as are requested. The least recently used blocks go
+            first. Blocks used since this object was made stay.
     """
 
     def __init__(self, folder: str | Path, budget_bytes: int | None = None) -> None:
@@ -69,9 +68,9 @@ class ShardCache:
         self._told: set[str] = set()
 
     def fill(self, digest: str, pieces: Sequence[BlockPiece], fetch: Fetch) -> int:
-        """Fill all `pieces` of the model of that digest; returns how many bytes came from here.
+        """Fill all `pieces` of the model of that digest. Return the bytes that came from here.
 
-        What is not here is read by `fetch`, and kept. Raises what `fetch` raises.
+        Missing blocks are read by `fetch`, and stored. Raises as `fetch` raises.
         """
         self._open()
         left = self._missing([(_key(digest, piece), piece) for piece in pieces])
@@ -83,7 +82,7 @@ class ShardCache:
             left = self._missing(others)
             if mine or len(left) < len(others):
                 since = time.monotonic()
-            elif time.monotonic() - since > _PATIENCE:  # who fetches them hangs
+            elif time.monotonic() - since > _PATIENCE:  # the process that fetches them hangs
                 fetched += self._read(left, fetch)
                 break
             else:
@@ -91,7 +90,7 @@ class ShardCache:
         return sum(len(piece.into) for piece in pieces) - fetched
 
     def close(self) -> None:
-        """Let the folder go; from now on everything comes from the store."""
+        """Close the folder. From now on everything comes from the store."""
         with self._opening:
             self._tried, self._files, self._claims = True, None, None
             self._held.close()
@@ -112,7 +111,7 @@ class ShardCache:
                 self._give_up(error)
 
     def _missing(self, named: Sequence[_Named]) -> list[_Named]:
-        """Those of `named` that are not here; the others are filled."""
+        """Fill the blocks of `named` that are here, and return the others."""
         return [(key, piece) for key, piece in named if not self._take(key, piece)]
 
     def _take(self, key: bytes, piece: BlockPiece) -> bool:
@@ -131,7 +130,7 @@ class ShardCache:
     def _claimed(
         self, named: Sequence[_Named], claims: LeaseTable | None
     ) -> tuple[list[_Named], list[_Named]]:
-        """A lot of `named` that nobody else fetches from now on, and the rest of them."""
+        """Claim a batch of `named` that nobody else fetches, and return it and the rest."""
         mine: list[_Named] = []
         others: list[_Named] = []
         for key, piece in named:
@@ -144,7 +143,7 @@ class ShardCache:
         return mine, others
 
     def _fetch(self, mine: Sequence[_Named], claims: LeaseTable | None, fetch: Fetch) -> int:
-        """Read what was claimed, unless it has come since, and let others claim it; returns its bytes."""
+        """Read the claimed blocks, unless present by now, and release the claims. Return their bytes."""
         try:
             return self._read(self._missing(mine), fetch)
         finally:
@@ -186,7 +185,7 @@ class ShardCache:
 
 
 def _key(digest: str, piece: BlockPiece) -> bytes:
-    """The 32-byte name of a block's bytes. A tied head is the embedding's, and has its name."""
+    """Return the 32-byte key of a block's bytes. A tied head is the embedding's, and has its key."""
     unit, (start, stop) = piece.unit, piece.unit.block(piece.index)
     name = hashlib.blake2b(digest_size=KEY_BYTES, person=b"opd.weights.1")
     name.update(f"{digest} {unit.checksum} {start} {stop} ".encode() + piece.checksum)
@@ -194,7 +193,7 @@ def _key(digest: str, piece: BlockPiece) -> bytes:
 
 
 def _make_own(folder: Path) -> None:
-    """Make `folder` unless it is there. Raises `StorageError` if it is not this user's alone."""
+    """Make `folder` unless it exists. Raises `StorageError` if it is not this user's alone."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700)

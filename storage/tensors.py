@@ -1,8 +1,8 @@
-"""Named tensors in safetensors files, with a sha256; whole, or in pieces of which each process has some; and
-the cache's arrays as tensors.
+"""Named tensors in safetensors files, with a sha256: complete, or split over processes. Also the cache's
+arrays as tensors.
 
-A file of pieces holds each as `[n]` elements, and in its metadata `pieces`: `{name: [shape, first]}`, the
-shape of the whole tensor and the number of the piece's first element in row-major order.
+A file of slices holds each as `[n]` elements, and in its metadata `pieces`: `{name: [shape, first]}`, the
+shape of the full tensor and the number of the slice's first element in row-major order.
 
 The only file of `storage/` that needs torch.
 """
@@ -40,31 +40,31 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-"""By the names safetensors gives them."""
+"""dtypes by safetensors' names."""
 COPIED_BYTES = 4 << 20
-"""Read at a time, on the way to where elements are wanted."""
+"""Bytes read at a time, on the way to the target."""
 
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()} | {torch.int16: "I16", torch.int8: "I8"}
 _WRITTEN_BYTES = 8 << 20
-"""Hashed and written at a time."""
+"""Bytes hashed and written at a time."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorPiece:
-    """What one process has of a tensor."""
+    """One process's slice of a tensor."""
 
     values: Tensor
     """[n] elements, in row-major order."""
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Shape of the full tensor."""
     first: int
-    """Number of the first of them."""
+    """Number of the first element."""
 
 
 def copied(values: Tensor, shape: Sequence[int], first: int) -> Tensor | TensorPiece:
-    """A copy in the host's memory of the elements `values` from number `first` on of a tensor of `shape`: in
-    that shape if these are all.
+    """Copy to the host's memory the elements `values` from number `first` on of a tensor of `shape`. If these
+    are all, the copy has that shape.
     """
     found = values.detach().reshape(-1).to("cpu", copy=True)
     return (
@@ -75,8 +75,8 @@ def copied(values: Tensor, shape: Sequence[int], first: int) -> Tensor | TensorP
 
 
 def save_tensors(path: str | os.PathLike[str], tensors: Mapping[str, Tensor | TensorPiece]) -> str:
-    """Write `tensors` (any shapes, devices; dtypes of `DTYPES`) to `path`, atomically; return the file's
-    sha256 in hex. Beside them a few MiB are in memory.
+    """Write `tensors` (any shapes, devices, dtypes of `DTYPES`) to `path`, atomically. Return the file's
+    sha256 in hex. Needs a few MiB of memory beyond the tensors.
 
     Raises `OSError` if the file cannot be written, for example on a full disk.
     """
@@ -100,9 +100,10 @@ def save_tensors(path: str | os.PathLike[str], tensors: Mapping[str, Tensor | Te
 def write_files(
     draft: Path, tensors: Mapping[str, Mapping[str, Tensor | TensorPiece]], rank: int = 0, ranks: int = 1
 ) -> dict[str, str]:
-    """Write what `rank` of `ranks` has into `draft`; returns the sha256 of each file by name without suffix.
+    """Write the tensors of `rank` of `ranks` into `draft`. Return the sha256 of each file by name without
+    suffix.
 
-    Raises `CheckpointError` for a name that leads elsewhere, `OSError` for what cannot be written.
+    Raises `CheckpointError` for a name that leads elsewhere, `OSError` for a failed write.
     """
     digests = {}
     for name, values in tensors.items():
@@ -118,12 +119,12 @@ def _pieces_of(tensors: Mapping[str, Tensor | TensorPiece]) -> dict[str, list[An
 
 
 def _header(values: Mapping[str, Tensor], pieces: Mapping[str, list[Any]]) -> bytes:
-    """How a safetensors file of these begins."""
+    """Return the header of a safetensors file of these."""
     return header_of(values, {"pieces": json.dumps(pieces)} if pieces else {})
 
 
 def header_of(values: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
-    """How a safetensors file of these begins, whose bytes follow each other; they may be on no device."""
+    """Return the header of a safetensors file of these, back to back. They may be on no device."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
     for name, tensor in values.items():
@@ -139,7 +140,7 @@ def header_of(values: Mapping[str, Tensor], metadata: Mapping[str, str]) -> byte
 
 
 def load_tensors(path: str | os.PathLike[str], expected_digest: str | None = None) -> dict[str, Tensor]:
-    """Read the tensors of `path` onto the CPU; with `expected_digest`, only if the file's sha256 is that.
+    """Read the tensors of `path` onto the CPU. With `expected_digest`, the file's sha256 must be that.
 
     Raises `CheckpointError` naming `path` if it is missing, truncated, no safetensors, or has another digest.
     """
@@ -176,14 +177,14 @@ class _Stored:
 
 
 class TensorParts(Mapping[str, Tensor]):
-    """Tensors of safetensors `paths` by name, of which nothing is read before it is asked for, and no more.
+    """Tensors of safetensors `paths` by name. Only requested elements are read, when they are requested.
 
-    As a mapping it gives whole tensors, each read anew. Digests are the caller's to compare, before.
+    As a mapping it returns full tensors, each read again. The caller must compare digests before.
     """
 
     def __init__(self, paths: Iterable[Path]) -> None:
         """Raises `StorageError` naming a file that is missing, truncated or no safetensors, `CheckpointError`
-        if pieces of a tensor are missing.
+        if slices of a tensor are missing.
         """
         self._stored: dict[str, list[_Stored]] = {}
         for path in paths:
@@ -205,11 +206,11 @@ class TensorParts(Mapping[str, Tensor]):
         return len(self._stored)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of the whole tensor."""
+        """Return the shape of the full tensor."""
         return self._stored[name][0].shape
 
     def dtype(self, name: str) -> torch.dtype:
-        """As it is stored. Raises `CheckpointError` for a type of elements that is not read here."""
+        """Return the stored dtype. Raises `CheckpointError` for an element type that is not read here."""
         source = self._stored[name][0].source
         if source.dtype not in DTYPES:
             raise CheckpointError(
@@ -245,7 +246,7 @@ def require_numbers(folder: Path, tensors: Iterable[tuple[str, Tensor]]) -> None
 
 
 def part_of(saved: Mapping[str, Tensor], name: str, start: int, into: Tensor) -> None:
-    """`TensorParts.read`, also of tensors that are in memory."""
+    """`TensorParts.read`, also for tensors in memory."""
     if isinstance(saved, TensorParts):
         saved.read(name, start, into)
     else:
@@ -253,18 +254,18 @@ def part_of(saved: Mapping[str, Tensor], name: str, start: int, into: Tensor) ->
 
 
 def shape_of(saved: Mapping[str, Tensor], name: str) -> tuple[int, ...]:
-    """Of a tensor, which is not read for it."""
+    """Return the shape of a tensor without reading it."""
     return saved.shape(name) if isinstance(saved, TensorParts) else tuple(saved[name].shape)
 
 
 State = Mapping[str, Mapping[str, Tensor | TensorPiece]]
-"""The files of a checkpoint, by name, and what this rank has of each."""
+"""The files of a checkpoint, by name, with this rank's tensors in each."""
 Saved = Mapping[str, Mapping[str, Tensor]]
-"""A checkpoint, of which tensors are read when they are asked for."""
+"""A checkpoint whose tensors are read on first use."""
 
 
 class Fields(Mapping[str, Tensor]):
-    """The optimiser's state of one parameter in a checkpoint, read when it is asked for."""
+    """The optimiser's state of one parameter in a checkpoint, read on first use."""
 
     def __init__(self, saved: Mapping[str, Tensor], name: str, fields: Sequence[str]) -> None:
         self.saved, self._name, self._fields = saved, name, fields
@@ -280,7 +281,7 @@ class Fields(Mapping[str, Tensor]):
 
 
 def optimizer_fields(saved: Mapping[str, Tensor], known: Mapping[str, object]) -> dict[str, Fields]:
-    """The entries `NAME/FIELD` of a checkpoint by name of the parameter.
+    """Group the entries `NAME/FIELD` of a checkpoint by parameter.
 
     Raises `CheckpointError` for a name that is not `known`.
     """
@@ -298,9 +299,7 @@ def optimizer_fields(saved: Mapping[str, Tensor], known: Mapping[str, object]) -
 
 
 def check_tensors(saved: Mapping[str, Tensor], own: Mapping[str, Sequence[int]], model: str) -> None:
-    """`CheckpointError` unless a checkpoint has `saved` exactly the tensors that `model` has, in the shapes
-    `own`.
-    """
+    """Raise `CheckpointError` unless `saved` has exactly the tensors of `model`, in the shapes `own`."""
     shapes = {name: shape_of(saved, name) for name in saved}
     different = sorted(name for name in saved.keys() | own.keys() if shapes.get(name) != own.get(name))
     if different:
@@ -332,7 +331,7 @@ def _stored_in(path: Path) -> Iterator[tuple[str, _Stored]]:
 
 
 def _require_all(name: str, pieces: list[_Stored]) -> None:
-    """`CheckpointError` unless `pieces`, in order, are a whole tensor."""
+    """Raise `CheckpointError` unless `pieces`, in order, are a full tensor."""
     end, first = 0, pieces[0]
     for piece in pieces:
         if (piece.first, piece.shape, piece.source.dtype) != (end, first.shape, first.source.dtype):
@@ -350,8 +349,8 @@ def _require_all(name: str, pieces: list[_Stored]) -> None:
 def _copy_elements(path: Path, place: int, dtype: torch.dtype, into: Tensor) -> None:
     """Fill `into` [n] with elements of `dtype` from byte `place` of a file on.
 
-    A few MiB at a time, also where these could be read straight into it: torch can never again give memory
-    back that numpy has looked at.
+    It reads a few MiB at a time, even if these could be read straight into it: torch can never free memory
+    again that numpy has viewed.
     """
     room = torch.empty(min(into.numel(), COPIED_BYTES // dtype.itemsize), dtype=dtype)
     for part in into.split(max(1, len(room))):
@@ -367,7 +366,7 @@ def _read_bytes(path: Path, place: int, into: Tensor) -> None:
 
 
 def rows_tensor(lease: Lease) -> Tensor:
-    """[R, D] the leased rows on the CPU, in their own dtype, without a copy.
+    """Return [R, D] the leased rows on the CPU, in their own dtype, without a copy.
 
     The tensor stays readable after the lease has ended. Writing to it changes the tensor, not the cache.
     """
@@ -376,7 +375,7 @@ def rows_tensor(lease: Lease) -> Tensor:
 
 
 def rows_array(rows: Tensor) -> np.ndarray:
-    """`rows` (`[R, D]` bfloat16, float16 or float32) as `NodeCache.put` takes them: bfloat16 as its
+    """Return `rows` (`[R, D]` bfloat16, float16 or float32) as `NodeCache.put` takes them: bfloat16 as its
     uint16 bit pattern. Shares memory with a contiguous tensor on the CPU.
     """
     plain = rows.detach().cpu().contiguous()

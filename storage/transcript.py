@@ -1,4 +1,4 @@
-"""What requests have been given so far: tokens by request, put together from chunks without per-token work.
+"""Tokens generated so far by request, collected from chunks without per-token work.
 
 Shapes: `B` tokens of a chunk, `R` response tokens of a request.
 """
@@ -14,14 +14,14 @@ from opd.errors import RolloutError
 from opd.types import Chunk, LoggedRequest, RolloutRequest
 
 FOLD_AT = 1 << 16
-"""Tokens that wait to be put together by request, at most."""
+"""Most tokens that wait to be sorted by request."""
 
 _NOTHING = tuple(np.zeros(0, dtype=dtype) for dtype in (np.int32, np.float32, np.int32))
 
 
 @dataclass(slots=True)
 class Tokens:
-    """Columns about consecutive tokens of one or more requests, all of one length."""
+    """Columns for consecutive tokens of one or more requests, all of one length."""
 
     token_ids: np.ndarray
     """[R] int32."""
@@ -32,17 +32,17 @@ class Tokens:
 
     @classmethod
     def empty(cls) -> Tokens:
-        """No tokens."""
+        """Return no tokens."""
         return cls(*_NOTHING)
 
     @classmethod
     def logged(cls, request: LoggedRequest) -> Tokens:
-        """Everything a log holds of `request`."""
+        """Return all tokens of a logged `request`."""
         return cls(request.token_ids, request.logprobs, request.policy_versions)
 
     @classmethod
     def prefix(cls, request: RolloutRequest, version: int = 0) -> Tokens:
-        """What `request` begins with, of which only the ids are known."""
+        """Return the prefix of `request`, of which only the ids are known."""
         count = len(request.prefix_ids)
         if not count:
             return cls.empty()
@@ -51,7 +51,7 @@ class Tokens:
 
     @classmethod
     def join(cls, parts: list[Tokens]) -> Tokens:
-        """`parts` one after another."""
+        """Concatenate `parts`."""
         if len(parts) == 1:
             return parts[0]
         if not parts:
@@ -64,7 +64,7 @@ class Tokens:
         return self.token_ids, self.logprobs, self.policy_versions
 
     def cut(self, rows: slice | np.ndarray) -> Tokens:
-        """Some of the tokens, by index."""
+        """Return some of the tokens, by index."""
         return Tokens(*(column[rows] for column in self.columns))
 
     def __len__(self) -> int:
@@ -81,8 +81,8 @@ class _TokenBuffer:
         self.length = len(tokens)
 
     def append(self, new: Tokens) -> int:
-        """Take over `new`; what was given out before stays as it is. Returns how many tokens were copied
-        because the buffers were full.
+        """Append `new` without changing tokens handed out before. Return the number of tokens copied because
+        the buffers were full.
         """
         start, end, moved = self.length, self.length + len(new), 0
         self.length = end
@@ -117,8 +117,8 @@ class MisplacedTokenError(RolloutError):
 
 
 class Transcript:
-    """Tokens by request. A request's are put together when somebody asks for them; all are when there are
-    many, so that no chunk costs work per request. Not safe for several threads: its owner locks.
+    """Tokens by request. One request's are sorted out when somebody reads them, and all of them when there
+    are many, so that no chunk costs work per request. Not safe for several threads: its owner locks.
     """
 
     def __init__(self, known: Mapping[str, Tokens] | None = None) -> None:
@@ -128,25 +128,25 @@ class Transcript:
         self._due = np.zeros(0, np.int64)
         """By number of a request: the position of its next token."""
         self._waiting, self._owner, self._size = Tokens.empty(), np.zeros(0, np.int64), 0
-        """Tokens that are not put together yet, and the numbers of their requests; -1 of those that are."""
+        """Tokens not sorted by request yet, and the numbers of their requests, or -1 for sorted ones."""
         self._uids: list[str] = []
-        """Of the newest chunk. The next one mostly names the same requests: those are looked up once."""
+        """Requests of the newest chunk. The next one mostly names the same, so they are looked up once."""
         self._chunk_owner = self._before = np.zeros(0, np.int64)
-        """[B]: the number of the request of each of `_uids`, and how many of its tokens come before it."""
+        """[B]: the request number of each of `_uids`, and the number of its tokens before it in the chunk."""
         self.moved = 0
         """Tokens copied so far because a buffer was full."""
         self.begin(known or {})
 
     def begin(self, known: Mapping[str, Tokens]) -> None:
-        """More requests, with the tokens they have already."""
+        """Add requests, with the tokens they have already."""
         self._requests |= {uid: _TokenBuffer(tokens) for uid, tokens in known.items()}
         self._numbers |= zip(known, range(len(self._due), len(self._due) + len(known)), strict=True)
         self._due = np.append(self._due, np.array([len(tokens) for tokens in known.values()], np.int64))
         self._uids = []
 
     def add(self, step: Chunk) -> None:
-        """Take one chunk. Raises `MisplacedTokenError` and takes nothing if a position is missing or comes
-        twice, or a token is of a request that there is not.
+        """Add one chunk. Raises `MisplacedTokenError` and adds nothing if a position is missing or comes
+        twice, or a token is of an unknown request.
         """
         self.check(step)
         self.take(step)
@@ -164,7 +164,7 @@ class Transcript:
             raise MisplacedTokenError(step.uids[row], int(step.positions[row]), int(due[row]))
 
     def take(self, step: Chunk) -> None:
-        """Take the chunk that was checked last."""
+        """Add the chunk that was checked last."""
         count = len(step.uids)
         if not count:
             return
@@ -183,17 +183,17 @@ class Transcript:
         self._size += count
 
     def extend(self, uid: str, tokens: Tokens) -> None:
-        """Take the next tokens of one request."""
+        """Add the next tokens of one request."""
         self.tokens(uid)
         self.moved += self._requests[uid].append(tokens)
         self._due[self._numbers[uid]] += len(tokens)
 
     def due(self, uid: str) -> int:
-        """How many tokens a request has: the position of its next one."""
+        """Return the number of tokens of a request, the position of its next one."""
         return int(self._due[self._numbers[uid]])
 
     def tokens(self, uid: str) -> Tokens:
-        """All tokens of a request so far, in order; later ones do not change them."""
+        """Return all tokens of a request so far, in order. Later ones do not change them."""
         rows = np.flatnonzero(self._owner[: self._size] == self._numbers[uid])
         if len(rows):
             self._owner[rows] = -1
@@ -201,11 +201,11 @@ class Transcript:
         return self._requests[uid].tokens()
 
     def count(self) -> int:
-        """Tokens of all requests."""
+        """Return the number of tokens of all requests."""
         return int(self._due[list(self._numbers.values())].sum())
 
     def end(self, uids: Iterable[str]) -> None:
-        """Nobody will ask for `uids`."""
+        """Drop `uids`, because nobody will read them."""
         for uid in uids:
             self._requests.pop(uid, None)
             self._numbers.pop(uid, None)
@@ -226,7 +226,7 @@ class Transcript:
         self._chunk_owner, self._uids = owner, list(step.uids)
 
     def _fold(self, coming: int) -> None:
-        """Put all that wait together, number the requests anew, and make room for so many tokens."""
+        """Sort all waiting tokens by request, number the requests again, and allocate `coming` more."""
         owner = self._owner[: self._size]
         order = np.argsort(owner, kind="stable")
         columns, owner = self._waiting.cut(order), owner[order]

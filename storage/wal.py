@@ -1,4 +1,4 @@
-"""`TokenWAL`, a write-ahead log of tokens, and `read_log`. See `storage/WAL.md` for what it promises."""
+"""`TokenWAL`, a write-ahead log of tokens, and `read_log`. See `storage/WAL.md` for its guarantees."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ from opd.storage.wal_table import (
 from opd.types import Chunk, LoggedRequest, RolloutRequest, Status
 
 _TOKENS_AT_ONCE = 1 << 18
-"""Tokens that wait, as views of the file, to be sorted together."""
+"""Tokens that wait, as views of the file, to be sorted in one batch."""
 
 
 @dataclass(slots=True)
 class LogReport(FrameReport):
-    """What was found on reading a log of tokens."""
+    """Results of reading a log of tokens."""
 
     requests: int = 0
     tokens: int = 0
@@ -53,7 +53,7 @@ class LogReport(FrameReport):
 
 
 class LogReplay:
-    """Brings the table to where it was when the frames were written, one frame after another."""
+    """Restores the table to the state at which the frames were written, one frame after another."""
 
     def __init__(self, folder: Path) -> None:
         self.table = RequestTable()
@@ -90,29 +90,29 @@ class LogReplay:
         self.report.tokens = self.table.transcript.count()
 
     def _sort(self) -> None:
-        """Give the tokens that wait to their requests."""
+        """Give the waiting tokens to their requests."""
         if self._tokens:
             self.table.add_read(np.frombuffer(b"".join(self._tokens), dtype=TOKEN))
             self._tokens, self._waiting = [], 0
 
 
 class LogContents:
-    """What a log held at one moment: a prefix of what its writer had acknowledged or was about to."""
+    """The content of a log at one moment: a prefix of the writes acknowledged or about to be."""
 
     def __init__(self, table: RequestTable, report: LogReport) -> None:
         self._table = table
         self.report = report
 
     def uids(self) -> list[str]:
-        """The requests that have not been retired, in the order in which they were opened."""
+        """Return the requests that have not been retired, in the order in which they were opened."""
         return list(self._table)
 
     def find(self, uid: str) -> LoggedRequest | None:
-        """What is known of a request; `None` if it is not in the log."""
+        """Return the logged state of a request, or `None` if it is not in the log."""
         return self._table.find(uid)
 
     def requests(self) -> dict[str, LoggedRequest]:
-        """Every request that has not been retired, by uid."""
+        """Return every request that has not been retired, by uid."""
         return {uid: logged for uid in self._table if (logged := self._table.find(uid)) is not None}
 
 
@@ -126,23 +126,23 @@ def read_log(folder: str | os.PathLike[str], *, io: LogIO | None = None) -> LogC
 
 
 _TOKENS_PER_FRAME = 1 << 20
-"""Of a snapshot."""
+"""Limit of a snapshot's frame."""
 
 
 class TokenWAL(LogWriter):
     """A write-ahead log of tokens, in a folder of its own (`opd.protocols.TokenLog`).
 
-    What a returned call promises, by `fsync`:
+    Guarantees of a returned call, by `fsync`:
 
-    - `"always"`: the bytes are on the disk. Neither the death of the process nor a power cut takes them.
+    - `"always"`: the bytes are on the disk. Neither the death of the process nor a power cut removes them.
     - `"interval"`: the bytes are with the operating system and survive any death of the process. A thread
-      syncs them within `interval_seconds` and the time a sync takes; a power cut takes at most what was
-      written since, and always the newest: what remains is a prefix.
-    - `"os"`: as `"interval"`, but synced only when a segment is full, on `retire` that compacts, on `sync()`
-      and on `shutdown()`; a power cut may take everything since.
+      syncs them within `interval_seconds` and the time a sync takes. A power cut removes at most
+      the writes since then, and always the newest: the rest is a prefix.
+    - `"os"`: as `"interval"`, but synced only when a segment is full, on `retire` that compacts, on
+      `sync()` and on `shutdown()`. A power cut may remove everything since.
 
-    One process writes; any number may read (`read_log`). A call that raises because the disk failed has
-    acknowledged nothing, and every later write raises too: open the log anew. Misuse (an unknown request, a
+    One process writes. Any number may read (`read_log`). A call that raises because the disk failed has
+    acknowledged nothing, and every later write raises too: open the log again. Misuse (an unknown request, a
     position that does not follow on) raises `StorageError` as well, writes nothing and leaves the log usable.
 
     Requests that have not been retired are held in memory, 12 to 24 bytes a token.
@@ -158,12 +158,12 @@ class TokenWAL(LogWriter):
         repair: bool = False,
         io: LogIO | None = None,
     ) -> None:
-        """Read what is there, drop a write cut short, and go on in a new segment of at most about
+        """Replay the existing log, drop a write cut short, and go on in a new segment of at most about
         `segment_bytes`.
 
         Raises `StorageError` if another process writes, the folder cannot be written, or durable bytes are
-        damaged; with `repair` the whole requests and tokens before the damage are kept, and the rest is given
-        up.
+        damaged. With `repair` the complete requests and tokens before the damage are kept, and the rest is
+        given up.
         """
         policy = LogPolicy(fsync, interval_seconds, segment_bytes, reserve=fsync == "always")
         place = Path(folder)
@@ -174,7 +174,7 @@ class TokenWAL(LogWriter):
         super().__init__(place, "the log", replay, policy, io or LogIO(), mend)
 
     def _contents(self) -> Iterator[Content]:
-        """A snapshot: the requests that have not been retired."""
+        """Yield a snapshot of the requests that have not been retired."""
         for uid in self._table:
             entry = self._table.entry(uid)
             assert entry is not None
@@ -187,7 +187,7 @@ class TokenWAL(LogWriter):
                 yield Content(FrameKind.CLOSE, [encode_close(entry.number, entry.status, entry.failure)])
 
     def open(self, request: RolloutRequest, metadata: Mapping[str, Any]) -> None:
-        """Log a new request. `StorageError` if its uid is in the log already or it has a prefix."""
+        """Log a new request. Raises `StorageError` if its uid is in the log already or it has a prefix."""
         self.open_many([(request, metadata)])
 
     def open_many(self, requests: Iterable[tuple[RolloutRequest, Mapping[str, Any]]]) -> None:
@@ -240,23 +240,23 @@ class TokenWAL(LogWriter):
                 self._table.close(closing)
 
     def find(self, uid: str) -> LoggedRequest | None:
-        """What is known of a request; `None` if it is not in the log."""
+        """Return the logged state of a request, or `None` if it is not in the log."""
         with self._mutex:
             return self._table.find(uid)
 
     def uids(self) -> list[str]:
-        """The requests that have not been retired, in the order in which they were opened."""
+        """Return the requests that have not been retired, in the order in which they were opened."""
         with self._mutex:
             return list(self._table)
 
     def requests(self) -> dict[str, LoggedRequest]:
-        """Every request that has not been retired, by uid."""
+        """Return every request that has not been retired, by uid."""
         with self._mutex:
             return {uid: logged for uid in self._table if (logged := self._table.find(uid)) is not None}
 
     def retire(self, uids: Iterable[str]) -> None:
-        """Forget requests; those that are not in the log are passed over. Frees files when half of the log is
-        forgotten and that is a segment's worth.
+        """Forget requests, ignoring unknown ones. Frees files if half of the log is forgotten and that is at
+        least one segment's size.
         """
         with self._mutex:
             self._guard.check()

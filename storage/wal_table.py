@@ -1,4 +1,4 @@
-"""What a log of tokens says: the payloads of its frames, and the requests and tokens that they add up to.
+"""The content of a log of tokens: its frames' payloads, and the requests and tokens that they add up to.
 
 Every payload is a multiple of 8 bytes. A request is known by a number that its `OPEN` frame gives it.
 Appending a chunk costs a few vectorised operations. Memory: 12 to 24 bytes a token of every request that has
@@ -24,7 +24,7 @@ from opd.types import Chunk, LoggedRequest, RolloutRequest, SamplingParams, Stat
 
 
 class FrameKind(IntEnum):
-    """What a frame's payload holds."""
+    """The kind of a frame's payload."""
 
     OPEN = 1
     STEP = 2
@@ -42,8 +42,7 @@ TOKEN = np.dtype(
         ("flags", "<u4"),
     ]
 )
-"""One token, 24 bytes: its request's number, position in the response, id, log-probability, version and
-flags, of which none has a meaning."""
+"""One token, 24 bytes: request number, response position, id, log-probability, version, unused flags."""
 RAW = np.dtype("V24")
 """The same 24 bytes without fields: numpy moves these ten times faster."""
 END_OF_REQUEST = np.dtype([("request", "<u4"), ("status", "<u4")])
@@ -74,8 +73,8 @@ class Closing(NamedTuple):
 
 
 def encode_open(number: int, request: RolloutRequest, metadata: Mapping[str, Any]) -> bytes:
-    """Number and prompt of a request in binary, the rest as JSON. Raises `StorageError` for what JSON cannot
-    hold.
+    """Encode number and prompt of a request in binary, the rest as JSON. Raises `StorageError` for values
+    JSON cannot hold.
     """
     try:
         own = f'"uid":{_JSON.encode(request.uid)},"seed":{int(request.seed)},"metadata":{_document(metadata)}'
@@ -90,7 +89,7 @@ def encode_open(number: int, request: RolloutRequest, metadata: Mapping[str, Any
 
 
 def _document(metadata: Mapping[str, Any]) -> str:
-    """As JSON; mostly the requests of a batch share it."""
+    """Return `metadata` as JSON. The requests of a batch mostly share it."""
     if all(type(key) is type(value) is str for key, value in metadata.items()):
         return _words(tuple(metadata.items()))
     return _JSON.encode(dict(metadata))
@@ -103,7 +102,7 @@ def _words(pairs: tuple[tuple[str, str], ...]) -> str:
 
 @lru_cache(maxsize=64)
 def _sampling_text(sampling: SamplingParams) -> str:
-    """As JSON; the requests of a batch share it."""
+    """Return `sampling` as JSON. The requests of a batch share it."""
     return _JSON.encode(
         {
             "temperature": float(sampling.temperature),
@@ -116,7 +115,7 @@ def _sampling_text(sampling: SamplingParams) -> str:
 
 
 def decode_open(payload: memoryview) -> Opening:
-    """What `encode_open` wrote."""
+    """Decode the result of `encode_open`."""
     number, text_bytes, prompt_tokens, _ = _OPEN.unpack_from(payload)
     prompt_at = _OPEN.size + _round_up(text_bytes)
     document = json.loads(bytes(payload[_OPEN.size : _OPEN.size + text_bytes]))
@@ -135,14 +134,14 @@ def decode_open(payload: memoryview) -> Opening:
 
 
 def encode_close(number: int, status: Status, reason: str | None) -> bytes:
-    """How a request ended outside a chunk, and why."""
+    """Encode the end of a request outside a chunk, and its reason."""
     text = b"" if reason is None else reason.encode("utf-8", "surrogatepass")
     length = _NO_REASON if reason is None else len(text)
     return _CLOSE.pack(number, STATUS_CODES[status], length, 0) + _padded(text)
 
 
 def decode_close(payload: memoryview) -> Closing:
-    """What `encode_close` wrote."""
+    """Decode the result of `encode_close`."""
     number, code, length, _ = _CLOSE.unpack_from(payload)
     reason = None
     if length != _NO_REASON:
@@ -151,13 +150,13 @@ def decode_close(payload: memoryview) -> Closing:
 
 
 def encode_retire(numbers: list[int]) -> bytes:
-    """The numbers of requests that the log may forget; an odd count is filled up by repeating the last."""
+    """Encode the numbers of requests that the log may forget. An odd count repeats the last."""
     even = numbers + numbers[-1:] * (len(numbers) % 2)
     return np.array(even, dtype="<u4").tobytes()
 
 
 def decode_retire(payload: memoryview) -> list[int]:
-    """What `encode_retire` wrote, perhaps with the last number twice."""
+    """Decode the result of `encode_retire`, perhaps with the last number twice."""
     return np.frombuffer(payload, dtype="<u4").tolist()
 
 
@@ -171,7 +170,7 @@ def _padded(data: bytes) -> bytes:
 
 @dataclass(slots=True)
 class Entry:
-    """One request that has not been retired, but for its tokens."""
+    """One request that has not been retired, without its tokens."""
 
     number: int
     request: RolloutRequest
@@ -181,9 +180,7 @@ class Entry:
 
 
 class RequestTable:
-    """Requests by uid and by number, and what they have been given. Not safe for several threads: its owner
-    locks.
-    """
+    """Requests by uid and by number, with their tokens. Not safe for several threads: its owner locks."""
 
     def __init__(self) -> None:
         self.transcript = Transcript()
@@ -206,11 +203,11 @@ class RequestTable:
 
     @property
     def live_bytes(self) -> int:
-        """About what a snapshot of the table takes."""
+        """About the bytes of a snapshot of the table."""
         return self.transcript.count() * TOKEN.itemsize + self._prompt_bytes + 512 * len(self._by_uid)
 
     def open(self, openings: Sequence[Opening]) -> None:
-        """Add requests without tokens. Raises `StorageError` if a uid is there already."""
+        """Add requests without tokens. Raises `StorageError` if a uid exists already."""
         for number, request, metadata in openings:
             uid = request.uid
             if uid in self._by_uid:
@@ -225,13 +222,13 @@ class RequestTable:
         self.transcript.begin({opening.request.uid: Tokens.empty() for opening in openings})
 
     def close(self, closing: Closing) -> None:
-        """End a request; one that has been retired is passed over."""
+        """End a request. A retired one is ignored."""
         entry = self._by_number.get(closing.number)
         if entry is not None:
             entry.status, entry.failure = closing.status, closing.reason
 
     def retire(self, numbers: Iterable[int]) -> None:
-        """Forget requests; those not there are passed over."""
+        """Forget requests. Unknown ones are ignored."""
         entries = [self._by_number[n] for n in dict.fromkeys(numbers) if n in self._by_number]
         for entry in entries:
             del self._by_uid[entry.request.uid], self._by_number[entry.number]
@@ -239,8 +236,8 @@ class RequestTable:
         self.transcript.end([entry.request.uid for entry in entries])
 
     def add_read(self, records: np.ndarray) -> None:
-        """Take over `[B]` of `TOKEN` read from a file, of any requests; those of retired ones are passed
-        over. Raises `StorageError` if positions do not follow on.
+        """Add `[B]` of `TOKEN` read from a file, of any requests. Tokens of retired ones are ignored. Raises
+        `StorageError` if positions do not follow on.
         """
         order = np.argsort(records["request"], kind="stable")
         records = records.view(RAW)[order].view(TOKEN)
@@ -259,7 +256,7 @@ class RequestTable:
             self.transcript.extend(uid, tokens.cut(rows))
 
     def records(self, uid: str) -> np.ndarray:
-        """[R] of `TOKEN`: the tokens of a request as a file holds them."""
+        """Return [R] of `TOKEN`: the tokens of a request in the file's form."""
         tokens = self.transcript.tokens(uid)
         records = np.zeros(len(tokens), TOKEN)
         records["request"], records["position"] = self._by_uid[uid].number, np.arange(len(tokens))
@@ -267,7 +264,7 @@ class RequestTable:
         return records
 
     def find(self, uid: str) -> LoggedRequest | None:
-        """All that is known of a request. Later tokens do not change it."""
+        """Return the state of a request. Later tokens do not change it."""
         entry = self._by_uid.get(uid)
         if entry is None:
             return None
@@ -281,20 +278,20 @@ class RequestTable:
 
 
 class StepEncoder:
-    """Checks chunks against a table, and makes the bytes of those that continue it."""
+    """Checks chunks against a table, and encodes those that continue it."""
 
     def __init__(self, table: RequestTable) -> None:
         self._table = table
         self._uids: list[str] | None = None
         self._template = np.zeros(0, TOKEN)
-        """[B]: what chunks of the requests `_uids` share."""
+        """[B]: the shared part of chunks of the requests `_uids`."""
 
     def forget(self) -> None:
-        """A request was opened, ended or retired."""
+        """Forget the template, because a request was opened, ended or retired."""
         self._uids = None
 
     def records(self, step: Chunk) -> np.ndarray:
-        """Make `[B]` of `TOKEN`: a chunk as a file holds it. Raises `StorageError` if it cannot follow."""
+        """Make `[B]` of `TOKEN`: a chunk in the file's form. Raises `StorageError` if it cannot follow."""
         for name in ("positions", "token_ids", "logprobs"):
             given = len(getattr(step, name))
             if given != len(step.uids):
@@ -320,14 +317,14 @@ class StepEncoder:
         return records
 
     def closings(self, step: Chunk) -> list[Closing]:
-        """How the requests ended that the chunk finishes. Raises `StorageError` if that cannot be."""
+        """Return the ends of requests that the chunk finishes. `StorageError` for an impossible one."""
         for uid, status in step.finished.items():
             if Status(status) is Status.PENDING:
                 raise StorageError(f"request {uid} cannot end as pending; say how it ended")
         return [Closing(self.open_number(uid), Status(status), None) for uid, status in step.finished.items()]
 
     def open_number(self, uid: str) -> int:
-        """The number of a request that may still take tokens."""
+        """Return the number of a request that may still take tokens."""
         entry = self._table.entry(uid)
         if entry is None:
             raise StorageError(f"request {uid} is not in the log; open it first")
@@ -337,6 +334,6 @@ class StepEncoder:
 
 
 def encode_step(records: np.ndarray, closings: Sequence[Closing]) -> bytes:
-    """The tokens `[B]` of `TOKEN` of a chunk and the requests it ends."""
+    """Encode the tokens `[B]` of `TOKEN` of a chunk and the requests it ends."""
     ends = [(closing.number, STATUS_CODES[closing.status]) for closing in closings]
     return records.tobytes() + np.array(ends, dtype=END_OF_REQUEST).tobytes()

@@ -1,8 +1,8 @@
-"""A folder of safetensors: which of its files hold the model's weights, and where in them each tensor lies.
+"""A folder of safetensors: the files with the model's weights, and the position of each tensor.
 
-Whoever reads such a folder asks here, so that all of them read the same. Where two programs could take
-different files or values for the weights, the folder is refused: an index beside other weights, a tensor that
-stands in two files or in another than the index says, files that nothing names.
+All readers of such a folder use this module, so that all of them read the same. If two programs could take
+different files or values for the weights, the folder is refused: an index beside other weights, a tensor in
+two files or in another than the index says, files that nothing names.
 """
 
 from __future__ import annotations
@@ -26,15 +26,14 @@ INDEX = "model.safetensors.index.json"
 FOLLOWING = re.compile(r"(rotary_emb\.inv_freq|\.(attn|attention)\.(masked_)?bias|(^|\.)position_ids)$")
 """Names of buffers that older releases saved and that follow from the configuration: no weights."""
 _OTHER_PROGRAMS = re.compile(r"consolidated[-.\w]*\.safetensors")
-"""The same weights as Mistral's own programs read them, which publishes both in one folder."""
+"""The same weights for Mistral's own programs. Mistral publishes both in one folder."""
 _MAX_HEADER = 100 * 2**20
 
 
 def weight_files(folder: Path) -> list[str]:
-    """Names of the files that hold the weights in `folder`, in order; none where it has neither `INDEX` nor
-    `SINGLE`.
+    """Return the files of the weights in `folder`, in order, or none if it has neither `INDEX` nor `SINGLE`.
 
-    Raises `CheckpointError` for an index that is none, and where other safetensors lie beside these files.
+    Raises `CheckpointError` for an invalid index, and if other safetensors lie beside these files.
     """
     present = {path.name for path in folder.glob("*.safetensors")}
     if (folder / INDEX).is_file():
@@ -67,7 +66,7 @@ def _not_of(whose: str) -> str:
 
 
 def _named(path: Path) -> list[str]:
-    """The files that an index names."""
+    """Return the files that an index names."""
     index = read_object(path, "copy it again from its source.", CheckpointError)
     try:
         return indexed_files(index)
@@ -79,7 +78,7 @@ def _named(path: Path) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class TensorSource:
-    """Where a tensor lies in a safetensors file."""
+    """Position of a tensor in a safetensors file."""
 
     path: Path
     dtype: str
@@ -90,7 +89,7 @@ class TensorSource:
 
 @contextmanager
 def reading(path: Path, kind: type[OpdError]) -> Iterator[None]:
-    """What goes wrong while `path` of a model is opened and read is a `kind` of error."""
+    """Convert errors of opening and reading `path` of a model to `kind`."""
     try:
         yield
     except OpdError:
@@ -103,7 +102,7 @@ def reading(path: Path, kind: type[OpdError]) -> Iterator[None]:
 
 
 def read_header(path: Path, metadata: dict[str, Any] | None = None) -> dict[str, TensorSource]:
-    """Every tensor of one safetensors file, by name; what the file says beside is added to `metadata`. Raises
+    """Return every tensor of one safetensors file, by name, and add the file's metadata to `metadata`. Raises
     `StorageError` naming a file that is missing, truncated or not safetensors.
     """
     try:
@@ -119,8 +118,8 @@ def read_header(path: Path, metadata: dict[str, Any] | None = None) -> dict[str,
 
 
 def sources_in(file: BinaryIO, path: Path, metadata: dict[str, Any] | None = None) -> dict[str, TensorSource]:
-    """Do what `read_header` does for an open file. Raises `ValueError`, `KeyError`, `TypeError` or
-    `AttributeError` if it is no whole safetensors file.
+    """`read_header` for an open file. Raises `ValueError`, `KeyError`, `TypeError` or `AttributeError` if it
+    is no complete safetensors file.
     """
     total = os.fstat(file.fileno()).st_size
     length = int.from_bytes(file.read(8), "little")
@@ -145,10 +144,10 @@ def _source(path: Path, base: int, total: int, name: str, entry: Mapping[str, An
 
 
 def read_headers(folder: Path) -> dict[str, TensorSource]:
-    """Every tensor of the folder's `weight_files`, by name.
+    """Return every tensor of the folder's `weight_files`, by name.
 
-    Raises `StorageError` naming the file that is missing, truncated or not safetensors; `CheckpointError` for
-    a tensor that stands twice, or elsewhere than the index says, and for names from inside a wrapper.
+    Raises `StorageError` naming the file that is missing, truncated or not safetensors, and `CheckpointError`
+    for a tensor that occurs twice, or elsewhere than the index says, and for names from inside a wrapper.
     """
     found: dict[str, TensorSource] = {}
     for name in weight_files(folder) or [SINGLE]:
@@ -182,7 +181,7 @@ _WRAPPERS = {
         "model.module.save_pretrained(...)",
     ),
 }
-"""What the name of a tensor has that was saved inside a wrapper -> the wrapper, and how to save without."""
+"""Pattern of the name of a tensor saved inside a wrapper -> the wrapper, and the way to save without it."""
 
 
 def _refuse_wrapped(folder: Path, names: Collection[str]) -> None:
@@ -225,7 +224,7 @@ _LOOKED_BYTES = 8 << 20
 
 
 def are_numbers(dtype: str, data: bytes | bytearray | memoryview) -> bool:
-    """Whether `data`, whole elements of a safetensors type, holds neither NaN nor infinity; integers never
+    """Return whether `data`, elements of a safetensors type, holds neither NaN nor infinity. Integers never
     do.
     """
     import numpy as np  # late: run folders are opened, and refused, without it
@@ -238,7 +237,7 @@ def are_numbers(dtype: str, data: bytes | bytearray | memoryview) -> bool:
 
 
 def no_number(folder: Path, name: str) -> CheckpointError:
-    """What is raised for a tensor that holds NaN or infinity."""
+    """Return the error for a tensor that holds NaN or infinity."""
     return CheckpointError(
         f"{folder} holds NaN or infinity in {shown(name)}, as after a training that diverged or a conversion"
         " that overflowed; give a model whose weights are numbers, such as an earlier checkpoint."
@@ -248,7 +247,7 @@ def no_number(folder: Path, name: str) -> CheckpointError:
 def check_numbers(folder: Path, most: int | None = None) -> None:
     """Read the weights in `folder` and raise `CheckpointError` naming a tensor that holds NaN or infinity.
 
-    With `most` at most about so many bytes are read: of each tensor its beginning.
+    With `most`, read at most about so many bytes: the beginning of each tensor.
     """
     sources = read_headers(folder)
     each = None if most is None else most // max(1, len(sources)) // 8 * 8

@@ -1,1 +1,1 @@
-"""Frozen teachers, which samples go to which, and the order they are worked through. See README.md."""
+"""Frozen teachers, the samples of each, and the order in which teachers score. See README.md."""

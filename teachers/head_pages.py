@@ -1,4 +1,4 @@
-"""Memory that one teacher's head leaves to the next."""
+"""Memory that one teacher's head passes on to the next."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from torch import Tensor
 
 
 def own_pages(nbytes: int) -> Tensor:
-    """[nbytes] uint8 of pages that go back to the system with the last tensor on them.
+    """Return [nbytes] uint8 of pages that go back to the system with the last tensor on them.
 
-    Heads are read by one thread after another; what `malloc` gives a thread, it keeps for threads of that
-    arena after it is freed: several heads' worth for ten teachers.
+    One thread after another reads heads. Memory that `malloc` gives a thread stays with that arena's threads
+    after it is freed: several heads' worth for ten teachers.
     """
     return torch.frombuffer(mmap.mmap(-1, max(nbytes, 1)), dtype=torch.uint8)[:nbytes]
 
 
 class HeadPages:
-    """Pages for heads, of which at most two exist as a rule: one in use, and one that is read ahead.
+    """Pages for heads. Usually at most two exist: one in use, and one that is read ahead.
 
-    The system clears each new page before it gives it away, which takes several times as long as to read a
-    head into pages that are there. So those of a head that is gone wait for the next one, while one other
-    head exists; when that goes too, so do they. Gone is a head when no tensor is left on its memory, whoever
-    had it. Safe between threads.
+    The system clears each new page before it gives it away, which takes several times as long as reading a
+    head into existing pages. So the pages of a freed head wait for the next one, while one other head exists.
+    When that is freed too, so are they. A head is freed when no tensor is left on its memory, in any thread.
+    Safe between threads.
     """
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class HeadPages:
         self._spare: mmap.mmap | None = None
 
     def take(self, nbytes: int) -> Tensor:
-        """[nbytes] uint8, of any content. Raises `OSError` where the system has no memory for it."""
+        """Return [nbytes] uint8, of any content. Raises `OSError` if the system has no memory for it."""
         size, pages = max(nbytes, 1), None
         with self._lock:
             if self._spare is not None and len(self._spare) == size:

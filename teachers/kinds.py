@@ -1,6 +1,6 @@
-"""The kinds of teachers: `teachers.NAME: {type: ...}` of a recipe, opened and looked at by one file each.
+"""The kinds of teachers: `teachers.NAME: {type: ...}` of a recipe. One file each opens and checks a kind.
 
-The settings of a kind are a class of `opd.config.teachers`; its code is the `KIND` of
+The settings of a kind are a class of `opd.config.teachers`. Its code is the `KIND` of
 `teachers/TYPE_teacher.py`.
 """
 
@@ -25,68 +25,70 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where and how a teacher computes."""
+    """Device and precision of a teacher's computation."""
 
     dtype: str = "float32"
-    """Of its weights, while they are in memory, and of its hidden states."""
+    """dtype of its weights, while they are in memory, and of its hidden states."""
     device: str = "cpu"
     max_tokens: int = 4096
     """Packed tokens per micro-batch."""
     vocabulary: int | None = None
-    """Size of the student's tokenizer; both heads are cut to it, however they are padded."""
+    """Size of the student's tokenizer. Both heads are cut to it, regardless of padding."""
     sequence_chunk: int | None = None
-    """Micro-batches of more packed tokens go through each layer in pieces of so many."""
+    """Micro-batches of more packed tokens go through each layer in chunks of so many."""
 
 
 @dataclass(frozen=True, slots=True)
 class TeacherOpening:
-    """What teachers are opened with."""
+    """Arguments with which teachers are opened."""
 
     recipe: Recipe
     placement: Placement
     sources: Mapping[str, str]
-    """Name -> folder or URL, in the form that `TeacherSettings.reads` asks for."""
+    """Name -> folder or URL, in the form that `TeacherSettings.reads` requires."""
     group: dist.ProcessGroup | None = None
-    """Ranks that read teachers together, all of which open the same ones; `None`: this process alone."""
+    """Ranks that read teachers as one group, all of which open the same ones. `None`: this process alone."""
     cache: ShardCache | None = None
-    """This node's copies of what is read from object stores."""
+    """This node's cache of data from object stores."""
     given_up: Callable[[Sequence[str]], OpdError | None] = lambda urls: None
-    """Why servers with these URLs will not be started again, if it is this run that has started them."""
+    """Returns the reason why the run does not restart servers with these URLs, if it had started them."""
     turns: Mapping[str, Callable[[], AbstractContextManager[None]]] = field(default_factory=dict)
-    """Of groups of servers that the run has started and that sleep otherwise, by name: around what they
-    compute. All ranks enter and leave it together."""
+    """Contexts by name for groups of servers that the run has started and that sleep otherwise. Wrap each
+    computation. All ranks enter and leave it together.
+    """
     check: Callable[[], None] = lambda: None
-    """Asked now and then by who waits for another machine: raises `PreemptedError` if the run is to stop and
-    cannot wait longer."""
+    """Called now and then while waiting for another machine. Raises `PreemptedError` if the run is to stop
+    and cannot wait longer.
+    """
 
 
 def nothing_to_check(name: str, settings: Any, recipe: Recipe) -> Iterable[str | OpdError]:
-    """The `check` of a kind that can only fail where every teacher can."""
+    """`check` of a kind with no failures of its own."""
     return ()
 
 
 @dataclass(frozen=True, slots=True)
 class TeacherKind:
-    """What the file of a kind gives."""
+    """Interface of a kind's file."""
 
     open: Callable[[Mapping[str, Any], TeacherOpening], AbstractContextManager[Mapping[str, Teacher]]]
-    """All teachers of the kind at once, by name -> settings: they may share memory, streams and modules."""
+    """Opens all teachers of the kind, by name -> settings. They may share memory, streams and modules."""
     check: Callable[[str, Any, Recipe], Iterable[str | OpdError]] = nothing_to_check
-    """What `opd doctor` and every start of a run ask, before any weights are read, of teacher `name` with
-    these settings: what is right as a sentence, what is wrong as the error that it would raise. It may also
-    raise."""
+    """Checks teacher `name` with these settings before any weights are read. `opd doctor` and every start of
+    a run call it. It yields a sentence for each success and the error for each failure. It may also raise.
+    """
 
 
 def kind_of(settings: TeacherSettings) -> TeacherKind:
-    """The kind whose settings these are."""
+    """Return the kind of these settings."""
     return import_module(f"opd.teachers.{settings.type}_teacher").KIND
 
 
 @contextmanager
 def open_kinds(names: Iterable[str], opening: TeacherOpening) -> Iterator[dict[str, Teacher]]:
-    """The teachers of `names` while the block runs, each of the kind that the recipe says.
+    """Open the teachers `names` while the block runs, each of its kind in the recipe.
 
-    Raises what the kinds raise: `StorageError`, `CheckpointError`, `ConfigError`, `TeacherError`.
+    Raises as the kinds raise: `StorageError`, `CheckpointError`, `ConfigError`, `TeacherError`.
     """
     by_type: dict[str, dict[str, TeacherSettings]] = {}
     for name in names:

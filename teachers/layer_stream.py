@@ -1,9 +1,9 @@
 """Units of published models, read ahead in the background into one buffer of bounded size.
 
-One thread serves every teacher that shares a stream, in the order in which they asked: rank `r` of `N` reads
-its 1/N of a unit, the ranks gather the whole of it, and the caller gets its bytes while the next units
-arrive. ZeRO-3 (Rajbhandari et al., 2020, section 5.3) gathers parameters from the ranks' memory in the same
-way; here nobody holds them, they come from the store each time.
+One thread serves every teacher that shares a stream, in the order of their requests. Rank `r` of `N` reads
+its 1/N of a unit, the ranks gather all of it, and the caller gets its bytes while the next units arrive.
+ZeRO-3 (Rajbhandari et al., 2020, section 5.3) gathers parameters from the ranks' memory in the same way. Here
+nobody holds them: they come from the store each time.
 
 One unit of a published model into memory: 1/N read by each of N ranks, then gathered by all of them.
 """
@@ -33,16 +33,16 @@ if TYPE_CHECKING:
     from opd.storage.shard_cache import ShardCache
 
 _HAS_READ, _FAILED, _LEAVES = 0, 1, 2
-# The older name warns where the newer one is there.
+# The older name warns if the newer one exists.
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 
 ROWS_BYTES = 1 << 26
-"""Of hidden states that are on their way to a device, at most this much twice in pinned memory."""
+"""Bytes of hidden states on their way to a device, at most this much twice in pinned memory."""
 
 
 class Staging:
-    """Pinned memory, twice: the host writes into one piece while the other is on its way to a device."""
+    """Two pinned buffers: the host writes into one while the other is on its way to a device."""
 
     def __init__(self) -> None:
         self._pieces = [torch.empty(0, dtype=torch.uint8) for _ in range(2)]
@@ -51,29 +51,30 @@ class Staging:
 
     @property
     def nbytes(self) -> int:
-        """Of both."""
+        """Bytes of both."""
         return sum(len(piece) for piece in self._pieces)
 
     def take(self, nbytes: int) -> Tensor:
-        """[nbytes] uint8 to write into, until `send`; waits until what was sent from it before is there."""
+        """Return [nbytes] uint8 to write into, until `send`. Waits until the old content has been sent."""
         self._turn = 1 - self._turn
         sent = self._sent[self._turn]
         if sent is not None:
             sent.synchronize()
         if len(self._pieces[self._turn]) < nbytes:
-            self._pieces[self._turn] = torch.empty(0, dtype=torch.uint8)  # the old one goes first
+            self._pieces[self._turn] = torch.empty(0, dtype=torch.uint8)  # free the old one first
             self._pieces[self._turn] = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
         return self._pieces[self._turn][:nbytes]
 
     def send(self, into: Tensor) -> None:
-        """Copy what was taken last to `into` [nbytes] uint8 on the device, on the stream of this thread."""
+        """Copy the buffer taken last to `into` [nbytes] uint8 on the device, on the stream of this thread."""
         into.copy_(self._pieces[self._turn][: len(into)], non_blocking=True)
         self._sent[self._turn] = _reached(torch.cuda.current_stream(into.device))
 
     def rows(self, rows: Sequence[Tensor], device: torch.device | None) -> Tensor:
-        """[N, D] of `rows` [r, D] end to end, on `device` or where they are; a single one of these as it is.
+        """Return [N, D] of `rows` [r, D] end to end, on `device` or where they are. A single one is returned
+        unchanged.
 
-        To CUDA from the host, where they are mapped as a rule, they go through pinned memory.
+        From the host, where they are usually mapped, they go to CUDA through pinned memory.
         """
         if device is not None and device.type == "cuda" and all(own.device.type == "cpu" for own in rows):
             return self._sent_rows(rows, device)
@@ -95,17 +96,17 @@ class Staging:
 
 
 def _reached(stream: torch.cuda.Stream) -> torch.cuda.Event:
-    """When what `stream` was given so far is done."""
+    """Return an event for the end of all work given to `stream` so far."""
     event = torch.cuda.Event()
     event.record(stream)
     return event
 
 
 class UnitGather:
-    """Reads into memory of `device`; with a `group`, together with its other ranks.
+    """Reads into memory of `device`, with a `group` together with its other ranks.
 
-    On CUDA nothing is waited for but what reading needs: while one unit is on its way to the device, and
-    gathered there, the next one is read.
+    On CUDA it waits only for reading: while one unit is on its way to the device, and gathered there, the
+    next one is read.
     """
 
     def __init__(self, device: torch.device, group: dist.ProcessGroup | None) -> None:
@@ -119,11 +120,11 @@ class UnitGather:
 
     @property
     def staged_bytes(self) -> int:
-        """Of pinned host memory: at most this rank's part of the largest unit, twice; none on a CPU."""
+        """Bytes of pinned host memory: at most twice this rank's slice of the largest unit. None on a CPU."""
         return 0 if self._staging is None else self._staging.nbytes
 
     def room(self, model: PublishedModel, unit: str) -> int:
-        """Bytes of memory that `read` needs: every rank's part counted as the largest.
+        """Return the bytes of memory that `read` needs: every rank's slice counted as the largest.
 
         Raises `StorageError` if this machine has less.
         """
@@ -131,25 +132,26 @@ class UnitGather:
         return model.part_bytes(unit, self.world) * self.world
 
     def memory(self, nbytes: int) -> Tensor:
-        """[nbytes] uint8 to read into, when what this thread's stream did with that memory is done."""
+        """Return [nbytes] uint8 to read into, once this thread's stream has finished using that memory."""
         made = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self.device))
         return made
 
     def read(self, model: PublishedModel, unit: str, into: Tensor) -> Tensor:
-        """All bytes of `unit` [nbytes] uint8, at the beginning of `into`, of `memory` with at least `room`
-        bytes, for what this thread's stream is given next. Raises what `begin` raises.
+        """Return all bytes of `unit` [nbytes] uint8, at the beginning of `into`, from `memory` with at least
+        `room` bytes, for the next work of this thread's stream. Raises as `begin` does.
         """
         flat, arrives = self.begin(model, unit, into)
         self.follow(arrives)
         return flat
 
     def begin(self, model: PublishedModel, unit: str, into: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
-        """`read` for whoever uses the bytes after the event alone; on a CPU they are there, and it is `None`.
+        """`read`, but the caller must wait for the returned event. On a CPU the bytes are ready, and it is
+        `None`.
 
-        Raises `StorageError` from the reader; the other ranks then raise `TeacherError`, and so do all that
-        are left when a rank has left or died, now and at every later call.
+        Raises `StorageError` from the reader. The other ranks then raise `TeacherError`. All remaining ranks
+        also raise it if a rank has left or died, now and at every later call.
         """
         if self._broken is not None:
             raise self._broken
@@ -159,23 +161,23 @@ class UnitGather:
             return self._read(model, unit, into), _reached(self._stream)
 
     def follow(self, arrives: torch.cuda.Event | None) -> None:
-        """Let what this thread's stream is given next wait for the event of a `begin`; the host does not."""
+        """Make this thread's stream, not the host, wait for the event of a `begin`."""
         if arrives is not None:
             torch.cuda.current_stream(self.device).wait_event(arrives)
 
     def used(self) -> torch.cuda.Event | None:
-        """When all that this thread's stream was given so far is done; `None` on a CPU, where it is."""
+        """Return an event for the end of this thread's stream so far, or `None` on a CPU (reached)."""
         return None if self._stream is None else _reached(torch.cuda.current_stream(self.device))
 
     def finish(self) -> None:
-        """Wait until nothing is on its way to the device, so that its memory can be given back."""
+        """Wait until nothing is on its way to the device, so that its memory can be freed."""
         if self._stream is not None:
             self._stream.synchronize()
 
     def leave(self) -> None:
-        """Read no more. Waits for the other ranks, who leave too, or learn of it at their next unit."""
+        """Stop reading. Waits for the other ranks, which leave too, or see it at their next unit."""
         if self.world > 1 and self._broken is None:
-            with suppress(TeacherError):  # one that is gone needs not be told
+            with suppress(TeacherError):  # a missing rank needs no message
                 self._tell("", _LEAVES)
 
     def _read(self, model: PublishedModel, unit: str, into: Tensor) -> Tensor:
@@ -184,7 +186,7 @@ class UnitGather:
         mine = parts[self.rank * part : (self.rank + 1) * part]
         error = self._read_part(model, unit, mine if self._staging is None else self._staging.take(len(mine)))
         if self.world > 1:
-            # Before the copy: to hear the others is to wait for all that the stream was given.
+            # Before the copy: a message from the others waits for all earlier work of the stream.
             self._agree(model, unit, error)
         elif error is not None:
             raise error
@@ -205,18 +207,18 @@ class UnitGather:
         return None
 
     def _agree(self, model: PublishedModel, unit: str, error: Exception | None) -> None:
-        """Stop on all ranks if one of them could not read: a gather without it would wait for ever."""
+        """Stop on all ranks if one of them could not read, as a gather without it would wait for ever."""
         said = self._tell(_not_gathered(model, unit), _HAS_READ if error is None else _FAILED)
         if error is not None:
             raise error
         if ranks := _ranks(said, _FAILED):
-            raise TeacherRanksError(  # of which a launcher knows that another rank has the cause
+            raise TeacherRanksError(  # a launcher knows from this class that another rank has the cause
                 f"rank {ranks} could not read its part of {unit} of teacher weights"
                 f" {model.manifest.digest[:12]}; its own error says why."
             )
 
     def _tell(self, failure: str, state: int) -> list[int]:
-        """What every rank says of the next unit. Raises `TeacherError` if one is gone, for good."""
+        """Exchange every rank's state for the next unit. Raises `TeacherError` if one is gone, for good."""
         said = torch.zeros(self.world, dtype=torch.int32, device=self.device)
         said[self.rank] = state
         with self._lasting(), naming_lost_ranks(failure):
@@ -229,7 +231,7 @@ class UnitGather:
 
     @contextmanager
     def _lasting(self) -> Iterator[None]:
-        """Remember a `TeacherError`: who goes on without a rank waits for it for ever."""
+        """Remember a `TeacherError`: a rank that went on without another would wait for it for ever."""
         try:
             yield
         except TeacherError as error:
@@ -237,7 +239,7 @@ class UnitGather:
             raise
 
     def _close_gaps(self, model: PublishedModel, unit: str, parts: Tensor) -> None:
-        """Move the parts together where they are not all of one size, except the last."""
+        """Close the gaps between slices that are smaller than the largest, except the last."""
         part = model.part_bytes(unit, self.world)
         for rank in range(1, self.world):
             start, stop = model.part(unit, rank, self.world)
@@ -256,7 +258,7 @@ def _not_gathered(model: PublishedModel, unit: str) -> str:
 
 @contextmanager
 def naming_lost_ranks(failure: str) -> Iterator[None]:
-    """The back end's own errors as a `TeacherRanksError` that begins with `failure`."""
+    """Convert the back end's own errors to a `TeacherRanksError` that begins with `failure`."""
     try:
         yield
     except OpdError:
@@ -272,7 +274,7 @@ T = TypeVar("T")
 
 
 def work_on(device: torch.device) -> None:
-    """Let this thread use `device`: every thread begins with the first one, whatever that of its maker is."""
+    """Let this thread use `device`: every thread begins with the first one, whatever its creator's is."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
 
@@ -285,7 +287,7 @@ def in_background(name: str, call: Callable[[], T], device: torch.device) -> Fut
         try:
             work_on(device)
             future.set_result(call())
-        except BaseException as error:  # handed to whoever asks for the result
+        except BaseException as error:  # handed to the reader of the result
             future.set_exception(error)
 
     threading.Thread(target=run, name=name, daemon=True).start()
@@ -293,7 +295,7 @@ def in_background(name: str, call: Callable[[], T], device: torch.device) -> Fut
 
 
 class ByteMeter:
-    """Adds and takes away bytes from any thread, and remembers the most there were."""
+    """Counts bytes up and down from any thread, and remembers the peak."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()  # a finaliser may run inside `hold`
@@ -306,19 +308,19 @@ class ByteMeter:
         return self._now
 
     def hold(self, nbytes: int) -> None:
-        """`nbytes` more exist."""
+        """Count `nbytes` more."""
         with self._lock:
             self._now += nbytes
             self._peak = max(self._peak, self._now)
 
     def let_go(self, nbytes: int) -> None:
-        """`nbytes` less exist."""
+        """Count `nbytes` less."""
         with self._lock:
             self._now -= nbytes
 
     @contextmanager
     def held(self, nbytes: int) -> Iterator[None]:
-        """`nbytes` more exist inside the block."""
+        """Count `nbytes` more inside the block."""
         self.hold(nbytes)
         try:
             yield
@@ -326,27 +328,27 @@ class ByteMeter:
             self.let_go(nbytes)
 
     def take_peak(self) -> int:
-        """The most bytes held at once since this was last asked."""
+        """Return the most bytes held at once since the last call."""
         with self._lock:
             peak, self._peak = self._peak, self._now
             return peak
 
 
 ALIGNMENT = 256
-"""Bytes; what CUDA allocations have, and a multiple of what every dtype and SIMD load asks for."""
+"""Bytes. CUDA allocations have it, and it is a multiple of every dtype's and SIMD load's alignment."""
 
 
 def aligned(nbytes: int) -> int:
-    """`nbytes` rounded up to `ALIGNMENT`, at least one."""
+    """Return `nbytes` rounded up to `ALIGNMENT`, at least one."""
     return max(1, -(-nbytes // ALIGNMENT)) * ALIGNMENT
 
 
 class ByteRing:
-    """Tracks what is free in a buffer of `capacity` bytes; owns no memory.
+    """Tracks free space in a buffer of `capacity` bytes, without owning memory.
 
-    Every piece is contiguous, so what is left at the end of the buffer may stay unused for a round. Space is
-    used again in the order in which it was taken: a piece given back early counts only when all older ones
-    are back too. A piece of at most `capacity` bytes always fits into an empty ring.
+    Every allocation is contiguous, so the end of the buffer may stay unused for a round. Space is used again
+    in the order of allocation: one given back early counts only when all older ones are back too. An
+    allocation of at most `capacity` bytes always fits into an empty ring.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -355,11 +357,11 @@ class ByteRing:
         self._back: set[int] = set()
 
     def __len__(self) -> int:
-        """Pieces whose space cannot be used yet."""
+        """Number of allocations whose space cannot be used yet."""
         return len(self._live)
 
     def take(self, nbytes: int) -> int | None:
-        """Where `nbytes` may be written; `None` while there is no room for them."""
+        """Return the offset for `nbytes`, or `None` while there is no space for them."""
         size = aligned(nbytes)
         start = self._place(size)
         if start is not None:
@@ -367,7 +369,7 @@ class ByteRing:
         return start
 
     def give_back(self, start: int) -> None:
-        """The piece that begins at `start` is no longer needed. `KeyError` if there is none."""
+        """Free the allocation that begins at `start`. `KeyError` if there is none."""
         if start not in self._live or start in self._back:
             raise KeyError(start)
         self._back.add(start)
@@ -388,13 +390,14 @@ class ByteRing:
 
 
 _CLOSE_TIMEOUT, _FAILED_TIMEOUT = 60.0, 2.0
-"""Seconds a rank that closes its stream waits for the others; the second where an error closes it, which the
-others hear only once this rank is gone."""
+"""Seconds a rank that closes its stream waits for the others. The second holds if an error closes it, which
+the others see only once this rank is gone.
+"""
 
 
 @dataclass(eq=False)
 class UnitPass:
-    """Some units of one model, asked for in this order, to be used once."""
+    """Some units of one model, requested in this order, to be used once."""
 
     model: PublishedModel
     units: tuple[str, ...]
@@ -405,7 +408,7 @@ class UnitPass:
     cancelled: bool = False
     error: BaseException | None = None
     ready: deque[tuple[int, Tensor, torch.cuda.Event | None]] = field(default_factory=deque)
-    """Place and bytes of the units that were read and not used yet, and when they are on the device."""
+    """Offset, bytes and event of arrival on the device of each unit that was read and not used yet."""
     asked: int = 0
     """Units the thread has begun to read."""
     used: int = 0
@@ -413,16 +416,16 @@ class UnitPass:
 
 
 class LayerStream:
-    """Reads units ahead; at most the largest unit and `prefetch_bytes` more are in memory.
+    """Reads units ahead. At most the largest unit and `prefetch_bytes` more are in memory.
 
     Its buffer is never larger than one pass, whatever the budget: the next one moves in as this one leaves.
 
     Args:
-        prefetch_bytes: How much may lie ready, or be on its way, beside the unit in use.
-        device: Where the bytes go.
+        prefetch_bytes: Most bytes ready, or on their way, besides the unit in use.
+        device: Target of the bytes.
         group: The ranks that share the reading, each 1/N. The background thread uses it alone: make one with
-            `torch.distributed.new_group`. Every rank must ask for the same units in the same order.
-        cache: This node's copies of what its teachers read from object stores.
+            `torch.distributed.new_group`. Every rank must request the same units in the same order.
+        cache: This node's cache of data from object stores.
     """
 
     def __init__(
@@ -437,18 +440,16 @@ class LayerStream:
         self.cache = cache
         self.gather = UnitGather(torch.device(device), group)
         self.meter = ByteMeter()
-        """Its buffer, and whatever its teachers add: converted layers and heads."""
+        """Its buffer, and all that its teachers add: converted layers and heads."""
         self.head_pages = HeadPages()
         self.stall_seconds = 0.0
-        """How long callers have waited for bytes; of a CUDA device's own waiting for the last copy it says
-        nothing.
-        """
+        """Seconds callers have waited for bytes, without a CUDA device's own wait for the last copy."""
         self._changed = threading.Condition()
         self._ring = ByteRing(0)
         self._arena = torch.empty(0, dtype=torch.uint8)
         self._queue: deque[UnitPass] = deque()
         self._leaving: deque[tuple[int, torch.cuda.Event]] = deque()
-        """Places that kernels still use, and when they are free."""
+        """Offsets that kernels still use, and the events that free them."""
         self._thread: threading.Thread | None = None
         self._closed = False
 
@@ -463,7 +464,7 @@ class LayerStream:
         return self._arena.nbytes
 
     def ask(self, model: PublishedModel, units: Sequence[str]) -> UnitPass:
-        """Begin to read `units` of `model`, after everything asked for before."""
+        """Begin to read `units` of `model`, after all earlier requests."""
         rooms = [self.gather.room(model, unit) for unit in units]
         asked = UnitPass(model, tuple(units), max(rooms), sum(map(aligned, rooms)))
         with self._changed:
@@ -477,11 +478,11 @@ class LayerStream:
         return asked
 
     def units(self, asked: UnitPass) -> Generator[tuple[str, Tensor], None, None]:
-        """(name, bytes [nbytes] uint8) of each unit, in order; the bytes are valid until the next one.
+        """Yield (name, bytes [nbytes] uint8) of each unit, in order. The bytes are valid until the next one.
 
-        Raises what the reader raised (`StorageError`), and `TeacherError` where another rank failed. What was
-        asked for before `asked` and not used is dropped, and read again if it is used later. Close the
-        iterator to drop what is left.
+        Raises as the reader did (`StorageError`), and `TeacherError` if another rank failed. Units requested
+        before `asked` and not used are dropped, and read again if they are used later. Close the iterator to
+        drop the rest.
         """
         if asked.cancelled:
             asked = self.ask(asked.model, asked.units)
@@ -497,7 +498,7 @@ class LayerStream:
     def close(self) -> None:
         """Stop reading and free the buffer.
 
-        With a group, all ranks close together: this waits for the others, though not for ever, since one that
+        With a group, all ranks close together. This waits for the others, though not for ever, since one that
         failed may be waiting for this one elsewhere. A rank that goes on reading gets a `TeacherError`.
         """
         with self._changed:
@@ -532,7 +533,7 @@ class LayerStream:
             self._changed.notify_all()
 
     def _give_back(self, start: int, used: torch.cuda.Event | None) -> None:
-        """At once on a CPU; else when the reader needs room, and then it is the reader who waits."""
+        """Free a slot at once on a CPU. Else the reader frees it when it needs space, and waits for it."""
         if used is not None:
             self._leaving.append((start, used))
         elif not self._closed:
@@ -547,16 +548,16 @@ class LayerStream:
         self._arena = torch.empty(0, dtype=torch.uint8)
 
     def _overtake(self, asked: UnitPass) -> None:
-        """Drop what stands before `asked`: its bytes would never be used, and they fill the buffer."""
+        """Drop requests before `asked`: their bytes would never be used, and they fill the buffer."""
         with self._changed:
-            # A pass that failed has left the queue: nothing stands before it.
+            # A pass that failed has left the queue, so nothing is before it.
             queued = asked in self._queue
             earlier = list(takewhile(lambda other: other is not asked, self._queue)) if queued else []
         for other in earlier:
             self.drop(other)
 
     def drop(self, asked: UnitPass) -> None:
-        """Read no more of `asked` and forget what was read."""
+        """Read no more of `asked` and forget its bytes."""
         while self.collective and asked.error is None and asked.used < len(asked.units) and not self._closed:
             # The other ranks gather with this one, unit by unit: none of them may leave early.
             self._wait(asked)
@@ -577,7 +578,7 @@ class LayerStream:
             asked, unit, start = job
             try:
                 read = self.gather.begin(asked.model, unit, self._arena[start:])
-            except BaseException as error:  # reaches the caller, who waits for this unit
+            except BaseException as error:  # reaches the caller, which waits for this unit
                 self._finish(asked, start, error)
             else:
                 self._finish(asked, start, read)
@@ -601,7 +602,7 @@ class LayerStream:
             self._changed.notify_all()
 
     def _next(self) -> tuple[UnitPass, str, int] | None:
-        """The next unit to read and where to; waits for work and for room. `None` when closed."""
+        """Return the next unit to read and its offset. Waits for work and for space. `None` when closed."""
         while True:
             with self._changed:
                 while not self._closed:
@@ -622,7 +623,7 @@ class LayerStream:
         asked = next((one for one in self._queue if one.asked < len(one.units)), None)
         if asked is None:
             return None
-        # A smaller buffer is used on until it is empty, so that the next teacher is read ahead into it.
+        # A smaller buffer is used until it is empty, so that the next teacher is read ahead into it.
         wanted = min(asked.largest + self.prefetch_bytes, asked.total)
         if self._ring.capacity < wanted and self._leaving:
             return None  # it may be empty as soon as these have left

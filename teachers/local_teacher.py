@@ -1,4 +1,4 @@
-"""A teacher in this process: a Hugging Face model, one packed prefill, last hidden states out."""
+"""A teacher in this process: a Hugging Face model, one packed prefill, last hidden states as output."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class LocalTeacher:
     """A frozen Hugging Face folder.
 
     Args:
-        name: How recipes and metrics call it.
-        path: Its folder; read when the first samples arrive.
+        name: Its name in recipes and metrics.
+        path: Its folder, read when the first samples arrive.
         dtype: Of its weights and hidden states.
         device: Where it runs.
         max_tokens: Packed tokens per forward pass.
-        vocabulary: Size of the student's tokenizer; both heads are cut to it, however they are padded.
-        sequence_chunk: More packed tokens go through the layers in pieces of so many.
+        vocabulary: Size of the student's tokenizer. Both heads are cut to it, regardless of padding.
+        sequence_chunk: More packed tokens go through the layers in chunks of so many.
     """
 
     streams = False
@@ -62,7 +62,7 @@ class LocalTeacher:
 
     @property
     def weight_bytes(self) -> int:
-        """Of its weights, once they were read."""
+        """Bytes of its weights, once they were read."""
         return self.model.nbytes if "model" in self.__dict__ else 0
 
     @property
@@ -72,14 +72,14 @@ class LocalTeacher:
 
     @torch.no_grad()
     def score(self, samples: Sequence[Sample]) -> HiddenStates:
-        """Last hidden states `[N, D]` at the rows `C-1 ... C+R-2` of every sample, in order."""
+        """Return last hidden states `[N, D]` at the rows `C-1 ... C+R-2` of every sample, in order."""
         parts = [rows for _, rows in self.score_pieces(samples)]
         if not parts:
             return HiddenStates(torch.zeros(0, self.model.config.hidden_size, device=self.model.device))
         return HiddenStates(torch.cat(parts))
 
     def score_pieces(self, samples: Sequence[Sample]) -> RowPieces:
-        """The rows of `score`, those of a long sample in pieces; one micro-batch's are in memory."""
+        """Yield the rows of `score`, those of a long sample in chunks. One micro-batch's are in memory."""
         lengths = [len(s.prompt_ids) + len(s.response_ids) for s in samples]
         memory = LayerMemory(chunk=self.sequence_chunk)
         for start, stop in split_by_tokens(lengths, [None] * len(lengths), self._max_tokens):
@@ -92,7 +92,7 @@ class LocalTeacher:
             del hidden  # before the next micro-batch's are computed
 
     def load_head(self) -> Head:
-        """The head; its weights were frozen when the model was loaded."""
+        """Return the head. Its weights were frozen when the model was loaded."""
         return self.model.head(self._vocabulary)
 
     @cached_property

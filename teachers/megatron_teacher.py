@@ -1,8 +1,7 @@
 """A teacher on Megatron-Core in this process: tensor parallel, packed, several of them on one module.
 
-A rank's slice comes from a Hugging Face folder or a published model (`open_source`), is swapped into the
-module when its teacher's turn comes (`WeightTags`), and the head is made whole from the ranks' rows or left
-cut.
+A rank's slice comes from a Hugging Face folder or a published model (`open_source`). It is swapped into the
+module when its teacher's turn comes (`WeightTags`). The head is gathered from the ranks' rows or left cut.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ if TYPE_CHECKING:
 
 
 class WeightSource(Protocol):
-    """A model's weights, read piece by piece."""
+    """A model's weights, read parameter by parameter."""
 
     @property
     def form(self) -> MegatronForm: ...
@@ -74,11 +73,11 @@ class WeightSource(Protocol):
 
     @property
     def cached_bytes(self) -> int:
-        """Bytes of weights this rank has taken from the node's copies, in the place of the store."""
+        """Bytes of weights this rank has taken from the node's cache, instead of the store."""
         ...
 
     def read(self, pieces: Sequence[ParameterPart]) -> Iterator[tuple[str, Tensor]]:
-        """Each of `pieces` by name, in their order, in the source's dtype and memory of its own.
+        """Yield each of `pieces` by name, in their order, in the source's dtype and new memory.
 
         With a group all its ranks read the same pieces together.
         """
@@ -104,7 +103,7 @@ class FolderSource:
 
     @property
     def digest(self) -> str:
-        """sha256 over configuration and weight files, which are read for it, once."""
+        """sha256 over configuration and weight files, read once."""
         if self._digest is None:
             digest = hashlib.sha256()
             for name in ["config.json", *weight_files(self.folder)]:
@@ -113,7 +112,7 @@ class FolderSource:
         return self._digest
 
     def read(self, pieces: Sequence[ParameterPart]) -> Iterator[tuple[str, Tensor]]:
-        """The slices are copied out of the mapped files, which are open while this runs."""
+        """Copy the slices out of the mapped files, which are open while this runs."""
         with ExitStack() as stack:
             handles: dict[Path, Any] = {}
 
@@ -131,15 +130,16 @@ class FolderSource:
                 yield piece.name, assemble(piece, self.form, slices)
 
     def close(self) -> None:
-        """Nothing is kept open between reads."""
+        """Do nothing: no file stays open between reads."""
 
 
 class PublishedSource:
     """A model written by `opd publish`. Each rank of the group reads 1/N of every unit from the store.
 
-    Blocks are verified as they arrive and do not end where Megatron-Core cuts: a projection back is cut by
-    columns, which lie all over its bytes. So the ranks read disjoint parts, gather the unit, keep their
-    slices and drop the rest: every byte leaves the store once, and beyond the slices one unit is in memory.
+    Blocks are verified as they arrive, and their ends are not Megatron-Core's cuts: a projection back is cut
+    by columns, which lie all over its bytes. So the ranks read disjoint slices, gather the unit, keep their
+    own slices and drop the rest. Every byte leaves the store once, and one unit is in memory beyond the
+    slices.
     """
 
     def __init__(
@@ -165,12 +165,12 @@ class PublishedSource:
 
     @property
     def bytes_read(self) -> int:
-        """Manifest and repeated reads included."""
+        """Bytes received, manifest and repeated reads included."""
         return self.published.bytes_read
 
     @property
     def cached_bytes(self) -> int:
-        """What came from the node's copies."""
+        """Bytes from the node's cache."""
         return self.published.cached_bytes
 
     def read(self, pieces: Sequence[ParameterPart]) -> Iterator[tuple[str, Tensor]]:
@@ -181,7 +181,7 @@ class PublishedSource:
                 yield piece.name, assemble(piece, self.form, read_from(weights))
 
     def close(self) -> None:
-        """Let the store go."""
+        """Close the store."""
         self.published.close()
 
     def _tensors(self, unit: str) -> dict[str, Tensor]:
@@ -198,12 +198,12 @@ class PublishedSource:
 def open_source(
     source: str, group: dist.ProcessGroup, device: torch.device, cache: ShardCache | None = None
 ) -> WeightSource:
-    """The weights at a URL of a published model, or in a Hugging Face folder."""
+    """Open the weights at a URL of a published model, or in a Hugging Face folder."""
     return PublishedSource(source, group, device, cache) if is_published(source) else FolderSource(source)
 
 
 def _unit(piece: ParameterPart) -> str:
-    """The published unit all cuts of `piece` lie in."""
+    """Return the published unit that holds all cuts of `piece`."""
     if piece.name == HEAD:
         return "head"
     parts = piece.name.split(".")
@@ -227,7 +227,7 @@ def _published_form(published: PublishedModel) -> MegatronForm:
 
 
 def whole_head(rows: Tensor, form: MegatronForm, vocabulary: int | None, group: dist.ProcessGroup) -> Head:
-    """The head over the first `vocabulary` tokens from every rank's `rows` [padded V / ranks, D].
+    """Return the head over the first `vocabulary` tokens from every rank's `rows` [padded V / ranks, D].
 
     A collective call with more than one rank. Raises `ModelError` for a vocabulary the head does not have.
     """
@@ -240,7 +240,7 @@ def whole_head(rows: Tensor, form: MegatronForm, vocabulary: int | None, group: 
 
 
 def cut_like(head: Head, shard: HeadShard) -> HeadShard:
-    """This rank's rows of a whole `head`, at the tokens where `shard` is cut: for the student of a KL.
+    """Return this rank's rows of a full `head`, cut at the same tokens as `shard`: for the student of a KL.
 
     Views, so gradients reach its parameters. Raises `ModelError` if the vocabularies differ.
     """
@@ -261,17 +261,17 @@ def cut_like(head: Head, shard: HeadShard) -> HeadShard:
 class _Tag:
     source: WeightSource
     kept: dict[str, Tensor] | None = None
-    """This rank's slices in host memory, the head among them; `None` until they were needed."""
+    """This rank's slices in host memory, the head among them, or `None` before the first use."""
 
 
 class WeightTags:
-    """Whose weights `module` has now, and where the others' are.
+    """Swaps teachers' weights into `module`, and knows where the other teachers' weights are.
 
     Args:
-        module: One decoder; all tags are of its form.
+        module: One decoder. All tags are of its form.
         keep: Keep every tag's slices in host memory after they were read. On a CPU the module then uses them
-            in place, so that a swap copies nothing; otherwise they are copied to its device. Without `keep`
-            a swap reads the tag's source again, and one teacher's weights are in memory.
+            in place, so that a swap copies nothing. Otherwise they are copied to its device. Without `keep` a
+            swap reads the tag's source again, and one teacher's weights are in memory.
     """
 
     def __init__(self, module: MegatronModule, *, keep: bool) -> None:
@@ -279,12 +279,12 @@ class WeightTags:
         self.keep = keep
         self.active: str | None = None
         self.loads = 0
-        """How often weights were swapped in."""
+        """Number of swaps."""
         self._tags: dict[str, _Tag] = {}
         self._pieces = pieces(module.form, module.group.rank(), module.group.size())
 
     def add(self, tag: str, source: WeightSource) -> None:
-        """Make `tag` known. Raises `TeacherError` if it is, or if its form is not the module's."""
+        """Register `tag`. Raises `TeacherError` if it exists already, or if its form is not the module's."""
         if tag in self._tags:
             raise TeacherError(f"there are two teachers named {tag}; give each its own name.")
         if source.form != self.module.form:
@@ -294,9 +294,10 @@ class WeightTags:
         self._tags[tag] = _Tag(source)
 
     def activate(self, tag: str) -> MegatronModule:
-        """The module with the weights of `tag`; nothing moves if it has them already. On all ranks alike.
+        """Return the module with the weights of `tag`. Nothing moves if it has them already. All ranks must
+        call it.
 
-        Raises what its source raises; the module then has no teacher's weights.
+        Raises as its source raises. The module then has no teacher's weights.
         """
         if self.active == tag:
             return self.module
@@ -313,9 +314,9 @@ class WeightTags:
         return self.module
 
     def head(self, tag: str) -> Tensor:
-        """This rank's rows of the head of `tag`, [padded V / ranks, D], on the module's device.
+        """Return this rank's rows of the head of `tag`, [padded V / ranks, D], on the module's device.
 
-        Read from its source, or from what is kept; the module's own weights stay as they are.
+        Read from its source, or from host memory. The module's own weights stay as they are.
         """
         if self.keep:
             rows = self._kept(tag)[HEAD]
@@ -352,7 +353,7 @@ _EMBEDDING = "embedding.word_embeddings.weight"
 
 
 class MegatronTeacher:
-    """One tag of a module that other teachers may share; made by `megatron_teachers`.
+    """One tag of a module that other teachers may share, made by `megatron_teachers`.
 
     With tensor parallelism every rank of the group makes the same calls with the same samples, and gets the
     same results.
@@ -379,12 +380,12 @@ class MegatronTeacher:
 
     @property
     def cached_bytes(self) -> int:
-        """Bytes this rank has taken from the node's copies for it, in the place of the store."""
+        """Bytes this rank has taken from the node's cache for it, instead of the store."""
         return self.source.cached_bytes
 
     @torch.no_grad()
     def score(self, samples: Sequence[Sample]) -> HiddenStates:
-        """Last hidden states `[N, D]` at the rows `C-1 ... C+R-2` of every sample, in order.
+        """Return last hidden states `[N, D]` at the rows `C-1 ... C+R-2` of every sample, in order.
 
         Swaps the teacher's weights in if another's are there. Raises `StorageError` or `CheckpointError` if
         they cannot be read.
@@ -399,11 +400,11 @@ class MegatronTeacher:
         return HiddenStates(torch.cat(parts))
 
     def load_head(self) -> Head:
-        """The whole head, on every rank: with tensor parallelism the ranks' rows are gathered."""
+        """Return the full head, on every rank. With tensor parallelism the ranks' rows are gathered."""
         return whole_head(self.tags.head(self.name), *self._cut())
 
     def load_head_shard(self) -> HeadShard:
-        """This rank's rows of the head, for the operations of `opd.kernels.vocab_parallel`."""
+        """Return this rank's rows of the head, for the operations of `opd.kernels.vocab_parallel`."""
         return head_shard(self.tags.head(self.name), *self._cut())
 
     def _cut(self) -> tuple[MegatronForm, int | None, dist.ProcessGroup]:
@@ -420,17 +421,17 @@ def megatron_teachers(
     keep: bool = False,
     cache: ShardCache | None = None,
 ) -> Iterator[dict[str, MegatronTeacher]]:
-    """Teachers by name, while the block runs; those of one form take turns on one module.
+    """Open teachers by name, while the block runs. Teachers of one form take turns on one module.
 
     Args:
         sources: Hugging Face folders, or URLs of published models.
         placement: Dtype, device, packing and vocabulary.
-        tensor_parallel: Ranks that share each teacher; see `model_parallel`.
-        keep: Keep every teacher's slices in host memory; see `WeightTags`.
-        cache: This node's copies of what is read from object stores.
+        tensor_parallel: Ranks that share each teacher, see `model_parallel`.
+        keep: Keep every teacher's slices in host memory, see `WeightTags`.
+        cache: This node's cache of data from object stores.
 
     Raises `MissingExtraError` without Megatron-Core, `TeacherError` if the process group does not fit,
-    `ModelError` if a teacher cannot run on it, and what opening the sources raises.
+    `ModelError` if a teacher cannot run on it, and the errors of opening the sources.
     """
     dtype, device = torch_dtype(placement.dtype), torch_device(placement.device)
     with ExitStack() as stack:
@@ -462,7 +463,7 @@ def _open(
     with ExitStack() as stack:
         found: dict[str, MegatronTeacher] = {}
         for (ranks, keep), sources in alike.items():
-            cache = None if keep else opening.cache  # what stays in memory is read once
+            cache = None if keep else opening.cache  # weights that stay in memory are read once
             made = megatron_teachers(
                 sources, opening.placement, tensor_parallel=ranks, keep=keep, cache=cache
             )
@@ -471,7 +472,7 @@ def _open(
 
 
 def _check(name: str, settings: MegatronTeacherConfig, recipe: Recipe) -> Iterator[str]:
-    """Whether Megatron-Core is there and knows the teacher's architecture."""
+    """Check that Megatron-Core is installed and knows the teacher's architecture."""
     if find_spec("megatron") is None:
         raise MissingExtraError(f"teacher {name} on Megatron-Core", "megatron")
     source = recipe.given_teachers().get(name) or recipe.model.path

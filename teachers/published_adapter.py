@@ -1,6 +1,6 @@
 """Adapters in an object store: small, and worth nothing without the published base they name.
 
-    URL/adapter.json                     what is here, and where and what the base is; written last
+    URL/adapter.json                     the content, and the base's URL and digest; written last
     URL/VERSION/adapter.safetensors      `A` and `B` of every adapted layer
     URL/VERSION/adapter.json             the same as above, for those who want this version
 
@@ -36,7 +36,7 @@ from opd.storage.published import PublishedModel
 FORMAT, FORMAT_VERSION = "opd-published-adapter", 1
 DESCRIPTION, WEIGHTS = "adapter.json", "adapter.safetensors"
 _MAX_BYTES, _MAX_URL = 64 * 2**10, 4096
-"""Of the description, and of the URL of a base."""
+"""Limits in bytes of the description, and of the URL of a base."""
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
@@ -47,7 +47,7 @@ class PublishedAdapter:
     base: str
     """URL of the base's published version."""
     digest: str
-    """sha256, hex: identity of base, adapter and scaling together."""
+    """sha256, hex: identity of base, adapter and scaling."""
     base_digest: str
     scaling: float
     pairs: Mapping[str, tuple[Tensor, Tensor]] = field(repr=False)
@@ -61,7 +61,7 @@ class PublishedAdapter:
         return sum(a.nbytes + b.nbytes for a, b in self.pairs.values())
 
     def require_base(self, digest: str) -> None:
-        """Raise `StorageError` unless the model published at `base` is the one of `base_digest`."""
+        """Raise `StorageError` unless `digest`, of the model published at `base`, is `base_digest`."""
         if digest != self.base_digest:
             raise StorageError(
                 f"{self.base} has digest {digest[:12]} and the adapter published for it was trained on"
@@ -69,7 +69,7 @@ class PublishedAdapter:
             )
 
     def merge(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """`tensors` of the base, those that are adapted as new tensors with their adapter merged."""
+        """Return `tensors` of the base. Adapted ones are new tensors with their adapter merged."""
         found = dict(tensors)
         for name in self.pairs.keys() & tensors.keys():
             base = tensors[name]
@@ -110,7 +110,7 @@ class PublishedAdapter:
 
 
 def is_adapter(url: str | Path) -> bool:
-    """Whether adapters were published at `url`."""
+    """Return whether adapters were published at `url`."""
     with ObjectStore.open(url) as store:
         return store.exists(DESCRIPTION)
 
@@ -118,7 +118,7 @@ def is_adapter(url: str | Path) -> bool:
 def publish_adapter(
     folder: str | Path, url: str | Path, base_url: str, *, options: StoreOptions | None = None
 ) -> str:
-    """Publish the adapters kept in the merged model's `folder` below `url`; returns the version's name.
+    """Publish the adapters stored in the merged model's `folder` below `url`. Return the version's name.
 
     `base_url` is the published version of their base. Raises `CheckpointError` if the base on disk is no
     longer the one they were trained on, or the adapters name tensors that the published base does not have.
@@ -204,12 +204,14 @@ def _described(store: ObjectStore) -> dict[str, Any]:
 
 
 def _identity(base_digest: str, scaling: float, sha256: str) -> str:
-    """sha256, hex, of base, scaling and weights together."""
+    """Return sha256, hex, of base, scaling and weights."""
     return hashlib.sha256(json.dumps([base_digest, scaling, sha256]).encode()).hexdigest()
 
 
 def _is_base_url(url: object, own: str) -> bool:
-    """A base lies in a folder or in a store of the adapter's kind: an adapter makes nobody open another."""
+    """Return whether `url` may be a base: a folder, or a store of the adapter's kind. So an adapter makes
+    nobody open another kind of store.
+    """
     if not isinstance(url, str) or not 0 < len(url) <= _MAX_URL or not url.isprintable():
         return False
     scheme, separator, _ = url.partition("://")

@@ -4,8 +4,8 @@ DeepSeek-V4 (report, section 5.2.2) orders the samples of a mini-batch by teache
 hidden states between scoring and training, and rebuilds logits from them with one resident head at a time.
 The order never changes the step: a gradient is a sum over samples.
 
-`Router` says which teacher a sample belongs to, `ResidentHeads` keeps the heads of one route in memory and at
-most one that is read ahead, `ScheduleMeter` counts, and `teacher_logprobs` reads off what needs no student.
+`Router` maps a sample to its teacher. `ResidentHeads` keeps the heads of one route in memory and at most one
+that is read ahead. `ScheduleMeter` counts. `teacher_logprobs` computes the results that need no student.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ class Route:
     """One teacher with weight 1, several with weights that sum to 1, or none."""
 
     name: str
-    """What `Sample.teacher` holds: the teacher's name, or the names joined by `+`; nothing without any."""
+    """The value of `Sample.teacher`: the teacher's name, or the names joined by `+`, or "" without any."""
     teachers: tuple[str, ...]
     weights: tuple[float, ...]
 
 
 class Router:
-    """Domain -> route.
+    """Maps domains to routes.
 
     With the mixture `one_hot` a domain of several teachers sends each *group* to one of them, drawn with the
     teachers' weights by a hash of the group's uid: the draw is the same on every rank and after a resume.
@@ -56,11 +56,11 @@ class Router:
 
     @classmethod
     def from_recipe(cls, recipe: Recipe) -> Router:
-        """The routes of every domain of `recipe`."""
+        """Return the router of every domain of `recipe`."""
         return cls({d: recipe.teacher_weights(d) for d in recipe.domains}, recipe.distill.mixture)
 
     def route(self, domain: str, group_uid: str) -> Route:
-        """The route of one group."""
+        """Return the route of one group."""
         weights = self._weights[domain]
         if not weights:
             return Route("", (), ())
@@ -71,7 +71,7 @@ class Router:
 
     @property
     def teachers(self) -> list[str]:
-        """Every teacher some domain uses, in the recipe's order."""
+        """Every teacher of some domain, in the recipe's order."""
         return list(dict.fromkeys(name for weights in self._weights.values() for name in weights))
 
 
@@ -87,7 +87,7 @@ def _draw(weights: Mapping[str, float], key: str) -> str:
 
 @runtime_checkable
 class Prefetching(Protocol):
-    """What a teacher offers beyond `Teacher` when it can read ahead in the background."""
+    """A teacher that can read ahead in the background."""
 
     collective: bool
     """Whether every rank of a group must call `score` equally often, and in one order of teachers."""
@@ -95,24 +95,24 @@ class Prefetching(Protocol):
     stall_seconds: float
 
     def prefetch(self) -> None:
-        """Begin to read what the next `score` needs. A second call changes nothing."""
+        """Begin to read the weights of the next `score`. A second call changes nothing."""
         ...
 
     def prefetch_head(self) -> None:
-        """Begin to read what the next `load_head` needs. A second call changes nothing."""
+        """Begin to read the head of the next `load_head`. A second call changes nothing."""
         ...
 
     def discard_head(self) -> None:
-        """Forget what `prefetch_head` has read."""
+        """Drop the head that `prefetch_head` has read."""
         ...
 
     def take_weight_bytes_peak(self) -> int:
-        """The most bytes of weights, of all teachers that share its memory, since this was last asked."""
+        """Return the most bytes of weights since the last call, of all teachers that share its memory."""
         ...
 
 
 class ResidentHeads:
-    """Loads each head when its route comes, drops it when the route has passed."""
+    """Loads each head when its route comes, and drops it when the route has passed."""
 
     def __init__(self, teachers: Mapping[str, Teacher]) -> None:
         self._teachers = teachers
@@ -123,7 +123,7 @@ class ResidentHeads:
         self.prefetched_peak = 0
 
     def bring(self, names: Sequence[str], following: Sequence[str]) -> dict[str, Head]:
-        """The heads of `names`; one of `following`, the next route's, is read ahead meanwhile."""
+        """Return the heads of `names`, and begin to read one of `following`, the next route's."""
         # Heads of other routes go first, so that the peak never counts two routes.
         self.held = {name: head for name, head in self.held.items() if name in names}
         if self._ahead is not None and self._ahead not in (*names, *following):
@@ -164,12 +164,12 @@ class ResidentHeads:
 
 @dataclass(slots=True)
 class ScheduleCounters:
-    """What the schedule did since the counters were last taken: one mini-batch in the merge."""
+    """The schedule's work since the counters were last taken: one mini-batch in the merge."""
 
     head_loads: int = 0
     resident_heads_peak: int = 0
     prefetched_heads_peak: int = 0
-    """Heads that were read ahead beside the resident ones."""
+    """Heads that were read ahead, in addition to the resident ones."""
     teacher_tokens: int = 0
     """Response tokens whose hidden states a teacher computed."""
     cached_tokens: int = 0
@@ -177,15 +177,15 @@ class ScheduleCounters:
     bytes_read: int = 0
     """Bytes this process read from the stores of its teachers."""
     cached_bytes: int = 0
-    """Bytes of teachers' weights this process took from the node's copies, in the place of their stores."""
+    """Bytes of teachers' weights this process took from the node's cache, instead of their stores."""
     stall_seconds: float = 0.0
-    """How long scoring and training waited for layers and heads."""
+    """Seconds scoring and training waited for layers and heads."""
     weight_bytes_peak: int = 0
     """The most bytes of streamed teachers' weights that were in memory at once."""
 
 
 class ScheduleMeter:
-    """Counters of one schedule, with those that its teachers, by name, and resident heads keep themselves."""
+    """Counters of one schedule, combined with those of its teachers, by name, and of the resident heads."""
 
     def __init__(self, teachers: Mapping[str, Teacher], heads: ResidentHeads) -> None:
         self._teachers, self._heads = teachers, heads
@@ -194,11 +194,11 @@ class ScheduleMeter:
         self.counters = ScheduleCounters()
 
     def waited(self, teacher: str, seconds: float) -> None:
-        """The schedule waited so long for a teacher's scores."""
+        """Add `seconds` that the schedule waited for a teacher's scores."""
         self._waited[teacher] = self._waited.get(teacher, 0.0) + seconds
 
     def take(self) -> dict[str, float]:
-        """Everything since it was last taken, as metrics."""
+        """Return everything since the last call, as metrics."""
         taken, self.counters = self.counters, ScheduleCounters()
         heads = self._heads
         taken.head_loads, heads.loads = heads.loads, 0
@@ -218,34 +218,36 @@ class ScheduleMeter:
 
 @runtime_checkable
 class Overlapping(Protocol):
-    """What a teacher offers beyond `Teacher` when it computes elsewhere while this process works."""
+    """A teacher that computes elsewhere while this process works."""
 
     def begin(self, samples: Sequence[Sample]) -> None:
-        """Begin to score `samples`; `score` waits for them. A second call changes nothing."""
+        """Begin to score `samples`. `score` waits for them. A second call changes nothing."""
         ...
 
 
 @runtime_checkable
 class TakesTurns(Protocol):
-    """What a teacher offers beyond `Teacher` whose device others need while it does not score."""
+    """A teacher whose device is needed by others while it does not score."""
 
     def turn(self) -> AbstractContextManager[None] | None:
-        """It can score in the block alone, which all ranks enter and leave together; `None`: at any time."""
+        """Return the context in which it may score, or `None` if it can score at any time. All ranks enter
+        and leave the context together.
+        """
         ...
 
 
 class TeacherSchedule:
     """Scores samples teacher by teacher and hands their targets to the loss.
 
-    With one teacher per sample at most one head is resident. A sample that belongs to a mixture needs all
-    heads of its mixture at once, and no more. Teachers that can read ahead do: the next teacher's layers
-    while one computes, the next route's head while one trains.
+    With one teacher per sample at most one head is resident. A sample with a mixture needs all heads of its
+    mixture at once, and no more. Teachers that can read ahead do: the next teacher's layers while one
+    computes, the next route's head while one trains.
 
     Args:
-        teachers: By name, in the order in which they are worked through.
-        router: Which teachers a sample belongs to.
-        cache: Where hidden states are looked up first, and kept.
-        device: Where hidden states are handed out; by default where the teacher or the cache has them.
+        teachers: By name, in the order in which they score.
+        router: Maps a sample to its teachers.
+        cache: Hidden states are read from it first, and stored there.
+        device: Device of the returned hidden states. Default: that of the teacher or the cache.
         group: Ranks that share the reading of the teachers, needed if those are collective. It must not be
             the group the teachers gather with.
     """
@@ -286,7 +288,7 @@ class TeacherSchedule:
             sample.teacher = route.name or None
 
     def begin(self, samples: Sequence[Sample]) -> None:
-        """Begin to score those of `samples` whose teachers compute elsewhere; `score` waits for them."""
+        """Begin to score the samples whose teachers compute elsewhere. `score` waits for them."""
         named = self._teachers.items()
         elsewhere = {n: t for n, t in named if isinstance(t, Overlapping) and _turn_of(t) is None}
         if elsewhere:
@@ -295,7 +297,7 @@ class TeacherSchedule:
             teacher.begin(self._not_cached(name, samples))
 
     def score(self, samples: Sequence[Sample]) -> None:
-        """Run each teacher once over its samples and keep what it gave until `release`.
+        """Run each teacher once over its samples and keep the results until `release`.
 
         Raises `TeacherError` if a teacher returns the wrong number of rows or a number that is not finite.
         """
@@ -315,24 +317,24 @@ class TeacherSchedule:
             self._heads.read_ahead(self._routes[self._plan[0]].teachers)
 
     def routes(self, samples: Sequence[Sample]) -> list[str]:
-        """The routes of those `samples` that have a response, in the order they are worked through."""
+        """Return the routes of the `samples` that have a response, in the order of processing."""
         return sorted({s.teacher or "" for s in samples if len(s.response_ids)}, key=self._place)
 
     def sort(self, batch: RolloutBatch) -> RolloutBatch:
-        """`batch` ordered by teacher, otherwise in its own order."""
+        """Return `batch` ordered by teacher, otherwise in its own order."""
         return batch.take(self.order(batch.samples))
 
     def order(self, samples: Sequence[Sample]) -> list[int]:
-        """The places of `samples` ordered by teacher, otherwise in their own order."""
+        """Return the indices of `samples` ordered by teacher, otherwise in their own order."""
         return sorted(range(len(samples)), key=lambda i: self._place(samples[i].teacher or ""))
 
     def __call__(self, micro: MicroBatch) -> list[View]:
-        """The teachers of a micro-batch whose samples share one route."""
+        """Return the teachers of a micro-batch whose samples share one route."""
         return self.views(micro.samples)
 
     def views(self, samples: Sequence[Sample]) -> list[View]:
-        """The teachers of `samples`, which share one route; their heads become the resident ones. A teacher
-        that gave log-probabilities needs no head.
+        """Return the teachers of `samples`, which share one route. Their heads become the resident ones. A
+        teacher with log-probabilities needs no head.
         """
         route = self._routes[samples[0].teacher or ""]
         scored = {name for name in route.teachers if self._given.has(name, samples[0])}
@@ -347,18 +349,18 @@ class TeacherSchedule:
         ]
 
     def hidden(self, teacher: str, samples: Sequence[Sample]) -> Tensor:
-        """[N, Dt]: the hidden states of `samples` under `teacher`, end to end."""
+        """Return [N, Dt]: the hidden states of `samples` under `teacher`, end to end."""
         try:
             rows = [self._rows[teacher, sample.uid] for sample in samples]
         except KeyError as missing:
             raise TeacherError(
                 f"sample {missing.args[0][1]} was not scored by teacher {teacher}; call score() on it first."
             ) from None
-        # One sample's stay where they are, mapped, so that only the rows in use are in memory.
+        # One sample's rows stay mapped, so that only the rows in use are in memory.
         return self._staging.rows(rows, self._device)
 
     def forget(self, samples: Sequence[Sample]) -> None:
-        """Drop the hidden states of `samples`; `score` finds those the cache keeps."""
+        """Drop the hidden states of `samples`. `score` reads them from the cache if it has them."""
         for sample in samples:
             for name in self._teachers:
                 self._rows.pop((name, sample.uid), None)
@@ -368,8 +370,8 @@ class TeacherSchedule:
     def release(self) -> None:
         """Drop the hidden states and the head of a finished mini-batch.
 
-        The next one very likely begins with the same teacher: its first layers are read ahead, as far as the
-        stream's budget goes, while the student writes. With a group, every rank calls this equally often.
+        The next one very likely begins with the same teacher. Its first layers are read ahead, as far as the
+        stream's budget goes, while the student generates. With a group, every rank calls this equally often.
         """
         self._rows.clear()
         self._given.clear()
@@ -380,21 +382,22 @@ class TeacherSchedule:
         self._prefetch(self._first)
 
     def resident(self) -> dict[str, int]:
-        """Bytes of teachers' weights, of the resident heads among them, and of hidden states in memory."""
+        """Return bytes of teachers' weights, the resident heads included, and of hidden states in memory."""
         apart = [rows for (name, _), rows in self._rows.items() if self._cache_of(name) is None]
         return resident_parts(self._teachers.values(), self._heads.held.values(), apart, self._cache)
 
     @property
     def counters(self) -> ScheduleCounters:
-        """What was counted since they were last taken."""
+        """Counts since they were last taken."""
         return self._meter.counters
 
     def take_counters(self) -> dict[str, float]:
-        """The counters since they were last taken, as metrics."""
+        """Return the counters since they were last taken, as metrics."""
         return self._meter.take()
 
     def _place(self, route: str) -> tuple[int, ...]:
-        # By the teachers' own order, not by which route was met first: a resumed run must sort the same way.
+        # By the teachers' own order, not the order in which routes occurred: a resumed run must sort the same
+        # way.
         rank = {name: i for i, name in enumerate(self._teachers)}
         return tuple(rank[teacher] for teacher in self._routes[route].teachers)
 
@@ -408,7 +411,7 @@ class TeacherSchedule:
         return self._cache if self._cache is not None and self._cache.keeps(name) else None
 
     def _not_cached(self, name: str, samples: Sequence[Sample]) -> list[Sample]:
-        """The samples teacher `name` has to run on; the rows of its others are taken from the cache."""
+        """Return the samples teacher `name` has to run on. The cache gives the rows of others."""
         answered = (s for s in samples if len(s.response_ids))
         mine = [s for s in answered if name in self._routes[s.teacher or ""].teachers]
         mine = [s for s in mine if (name, s.uid) not in self._rows and not self._given.has(name, s)]
@@ -426,7 +429,7 @@ class TeacherSchedule:
         return waiting
 
     def _used(self, waiting: Mapping[str, list[Sample]]) -> list[str]:
-        """The teachers that run: those with samples here, and collective ones with samples on any rank."""
+        """Return the teachers that run: with samples here, or collective with samples on any rank."""
         used = {name: bool(mine) for name, mine in waiting.items()}
         read = [name for name, teacher in self._teachers.items() if _collective(teacher)]
         if read and self._group is None:
@@ -493,7 +496,7 @@ CHUNK = 4096
 def sampled_logprobs(
     schedule: TeacherSchedule, samples: Sequence[Sample], mixture: str, temperature: float
 ) -> list[np.ndarray]:
-    """`[R]` float32 log-probability of each response under its teacher, in the order of `samples`.
+    """Return the `[R]` float32 log-probability of each response under its teacher, in the order of `samples`.
 
     Several teachers are pooled: weighted mean of log-probabilities (`geometric`, up to its normaliser), or
     log of the weighted mean of probabilities (`arithmetic`).
@@ -514,7 +517,7 @@ def sampled_logprobs(
 
 
 def _logprobs(view: View, ids: Tensor, temperature: float) -> Tensor:
-    """[N] of the response tokens `ids`."""
+    """Return [N] log-probabilities of the response tokens `ids`."""
     if isinstance(view, ScoredView):
         return view.sampled
     ids = ids.to(view.hidden.device)

@@ -1,7 +1,7 @@
-"""What teachers gave for a mini-batch, until it is used: hidden states or log-probabilities.
+"""Teachers' results for a mini-batch, until it is used: hidden states or log-probabilities.
 
-Hidden states of packed samples are handed out sample by sample, those of long ones in pieces, and kept in the
-node's cache: computed once, then mapped.
+Hidden states of packed samples are handed out sample by sample, those of long ones in chunks, and stored in
+the node's cache: computed once, then mapped.
 """
 
 from __future__ import annotations
@@ -24,36 +24,36 @@ from opd.train.teacher_views import ScoredView
 from opd.types import Sample, TokenLogprobs, TopKLogprobs
 
 RowPieces = Iterator[tuple[Sample, Tensor]]
-"""Rows [r, D] of the samples in order, those of a long one in pieces; each is valid until the next."""
+"""Rows [r, D] of the samples in order, those of a long one in chunks. Each is valid until the next."""
 
 
 @runtime_checkable
 class Piecewise(Protocol):
-    """What a teacher offers beyond `Teacher` when it can hand out rows without gathering all of them."""
+    """A teacher that can return rows without gathering all of them."""
 
     sequence_chunk: int | None
-    """Packed tokens a piece of a long sequence has; `None` if nothing is cut."""
+    """Packed tokens of a chunk of a long sequence, or `None` if nothing is cut."""
 
     def score_pieces(self, samples: Sequence[Sample]) -> RowPieces:
-        """The rows of `score`, piece by piece."""
+        """Yield the rows of `score`, chunk by chunk."""
         ...
 
 
 def cuts(teacher: object, samples: Sequence[Sample]) -> bool:
-    """Whether `teacher` reads one of `samples` in pieces."""
+    """Return whether `teacher` reads one of `samples` in chunks."""
     chunk = teacher.sequence_chunk if isinstance(teacher, Piecewise) else None
     return chunk is not None and any(len(s.prompt_ids) + len(s.response_ids) > chunk for s in samples)
 
 
 def row_pieces(samples: Sequence[Sample], hidden: Tensor, chunk: int | None) -> RowPieces:
-    """Of `hidden` [T, D], of `samples` packed end to end, the rows that predict response tokens."""
+    """Yield the rows that predict response tokens from `hidden` [T, D], of `samples` packed end to end."""
     for sample, first, last in response_rows(samples):
         for begin in range(first, last, chunk or max(1, last - first)):
             yield sample, hidden[begin : last if chunk is None else min(begin + chunk, last)]
 
 
 def response_rows(samples: Sequence[Sample]) -> Iterator[tuple[Sample, int, int]]:
-    """Each of `samples`, packed end to end, with the range of rows that predict its response tokens."""
+    """Yield each of `samples`, packed end to end, with the range of rows that predict its response tokens."""
     start = 0
     for sample in samples:
         first = start + len(sample.prompt_ids) - 1
@@ -63,14 +63,14 @@ def response_rows(samples: Sequence[Sample]) -> Iterator[tuple[Sample, int, int]
 
 
 class GivenLogprobs:
-    """By teacher and sample; too few numbers to need the cache of hidden states."""
+    """Log-probabilities by teacher and sample. They are too few to need the cache of hidden states."""
 
     def __init__(self) -> None:
         self._streams: dict[tuple[str, str], tuple[Tensor, ...]] = {}
 
     def keep(self, name: str, samples: Sequence[Sample], targets: TokenLogprobs | TopKLogprobs) -> None:
-        """Keep what teacher `name` gave for `samples`. Raises `TeacherError` for a wrong number of values or
-        one that is not finite.
+        """Store the results of teacher `name` for `samples`. Raises `TeacherError` for a wrong number of
+        values or one that is not finite.
         """
         counts = [len(s.response_ids) for s in samples]
         streams = _streams(name, targets)
@@ -84,13 +84,15 @@ class GivenLogprobs:
         self._streams |= {(name, sample.uid): own for sample, own in zip(samples, parts, strict=True)}
 
     def has(self, name: str, sample: Sample) -> bool:
-        """Whether teacher `name` gave log-probabilities of `sample`."""
+        """Return whether teacher `name` gave log-probabilities of `sample`."""
         return (name, sample.uid) in self._streams
 
     def view(
         self, name: str, weight: float, samples: Sequence[Sample], device: torch.device | None
     ) -> ScoredView:
-        """Those of `samples`, end to end. Raises `TeacherError` for a sample that was not scored."""
+        """Return the log-probabilities of `samples`, end to end. Raises `TeacherError` for a sample that was
+        not scored.
+        """
         missing = next((s.uid for s in samples if not self.has(name, s)), None)
         if missing is not None:
             raise TeacherError(
@@ -106,7 +108,7 @@ class GivenLogprobs:
 
 
 def _streams(name: str, targets: TokenLogprobs | TopKLogprobs) -> tuple[Tensor, ...]:
-    """(sampled [N],) or (sampled [N], ids [N, K], log-probabilities [N, K])."""
+    """Return (sampled [N],) or (sampled [N], ids [N, K], log-probabilities [N, K])."""
     if isinstance(targets, TokenLogprobs):
         return (targets.logprobs,)
     if targets.sampled is None:
@@ -117,50 +119,51 @@ def _streams(name: str, targets: TokenLogprobs | TopKLogprobs) -> tuple[Tensor, 
 
 
 class ScoreCache(Protocol):
-    """Hidden states that outlive a mini-batch; `CachedScores` is one."""
+    """Hidden states that outlive a mini-batch. `CachedScores` is one."""
 
     def keeps(self, name: str) -> bool:
-        """Whether it takes the hidden states of teacher `name`; of others nothing is asked of it."""
+        """Return whether it takes hidden states of teacher `name`. No other method is called for others."""
         ...
 
     def find(self, teacher: Teacher, sample: Sample) -> Tensor | None:
-        """The rows [R, D] of `sample` under `teacher`, valid until `release`; `None` if unknown."""
+        """Return the rows [R, D] of `sample` under `teacher`, valid until `release`, or `None` if unknown."""
         ...
 
     def store(self, teacher: Teacher, samples: Sequence[Sample], rows: Sequence[Tensor]) -> list[Tensor]:
-        """Keep the rows [R, D] of each sample; returns what to use in their place until `release`."""
+        """Store the rows [R, D] of each sample. Return rows to use instead until `release`."""
         ...
 
     def store_pieces(self, teacher: Teacher, pieces: RowPieces) -> dict[str, Tensor]:
-        """`store` for rows that come in pieces, each valid until the next; by uid."""
+        """`store` rows that come in chunks, each valid until the next. Return rows by uid."""
         ...
 
     def resident(self) -> int:
-        """Bytes of rows that are in memory, and in no file."""
+        """Return the bytes of rows that are in memory, and in no file."""
         ...
 
     def drop(self, samples: Sequence[Sample]) -> None:
-        """What was found and stored of `samples` is no longer used."""
+        """Release the rows of `samples` that were found and stored."""
         ...
 
     def release(self) -> None:
-        """What was found and stored is no longer used."""
+        """Release all rows that were found and stored."""
         ...
 
 
 class CachedScores:
     """The `ScoreCache` of a schedule, on a `NodeCache` that other processes may use too.
 
-    What is stored is handed back as a map of the cache's file: a mini-batch's hidden states cost page cache,
+    Stored rows are handed back as a map of the cache's file. So a mini-batch's hidden states cost page cache,
     which the system can take back, and no memory of their own. The cache keeps them until `release`.
 
     Args:
-        cache: Where rows are kept, within its quota.
-        variants: What changes a teacher's rows besides its digest and the tokens, such as the dtype it
-            computes in, by its name. Nothing is kept of teachers that are not named here; `None` keeps all.
-        memory_bytes: Of the rows of a mini-batch so many stay in memory until `release`, and are gone with
-            the process: to write and map a few costs more than to compute them. With it nobody else writes to
-            the cache.
+        cache: Stores rows within its quota.
+        variants: Further inputs of a teacher's rows besides its digest and the tokens, such as the dtype it
+            computes in, by its name. Teachers that are not named here are not cached. `None` caches all.
+        memory_bytes: So many bytes of a mini-batch's rows stay in memory until `release`, and are gone with
+            the
+        process: to write and map a few costs more than to compute them. With it nobody else writes to the
+            cache.
     """
 
     def __init__(
@@ -175,15 +178,15 @@ class CachedScores:
         self._leases: list[tuple[str, Lease]] = []
         self._memory = self._room = memory_bytes
         self._near: dict[tuple[str, str], tuple[np.ndarray, Tensor]] = {}
-        """By teacher and sample its response, [R], and rows that are in memory."""
+        """By teacher and sample its response, [R], and its rows in memory."""
         self._searched = memory_bytes == 0 or cache.used_bytes() > 0
 
     def keeps(self, name: str) -> bool:
-        """Whether `name` has a variant."""
+        """Return whether `name` has a variant."""
         return self.variants is None or name in self.variants
 
     def find(self, teacher: Teacher, sample: Sample) -> Tensor | None:
-        """[R, D], valid until `release`; `None` if the cache has no rows, or no whole ones."""
+        """Return [R, D], valid until `release`, or `None` if the cache has no rows, or no complete ones."""
         response, rows = self._near.get((teacher.name, sample.uid), (None, None))
         if response is not None and np.array_equal(response, sample.response_ids):
             return rows
@@ -199,10 +202,10 @@ class CachedScores:
         return rows_tensor(lease)
 
     def store(self, teacher: Teacher, samples: Sequence[Sample], rows: Sequence[Tensor]) -> list[Tensor]:
-        """Keep `rows`, [R, D] of each sample, and return what to use in their place until `release`.
+        """Store `rows`, [R, D] of each sample, and return rows to use instead until `release`.
 
-        Rows the cache has no room for, or that are few, are returned as they are. Raises `StorageError` if
-        its disk fails.
+        Rows for which the cache has no capacity, or that are few, are returned as they are. Raises
+        `StorageError` if its disk fails.
         """
         size = sum(own.nbytes for own in rows)
         if size <= self._room:
@@ -224,10 +227,10 @@ class CachedScores:
         return mapped
 
     def store_pieces(self, teacher: Teacher, pieces: RowPieces) -> dict[str, Tensor]:
-        """Keep the rows of samples as they come, piece by piece; what to use until `release`, by uid.
+        """Store the rows of samples as they come, chunk by chunk. Return rows to use until `release`, by uid.
 
-        No more than a piece is in memory, except for rows the cache has no room for. Raises `StorageError` if
-        its disk fails, and `TeacherError` where a sample does not get a row for each token.
+        No more than a chunk is in memory, except for rows for which the cache has no capacity. Raises
+        `StorageError` if its disk fails, and `TeacherError` if a sample does not get a row for each token.
         """
         kept: dict[str, Tensor] = {}
         for sample, parts in groupby(pieces, key=lambda piece: piece[0]):
@@ -263,13 +266,15 @@ class CachedScores:
         return found
 
     def _in_memory(self, writer: RowsWriter, rows: Tensor, parts: Iterator[Tensor]) -> Tensor:
-        """The disk is full: what was written is taken back, the rest stays in memory too."""
+        """Move the rows to memory because the disk is full: written ones are read back, the rest stays in
+        memory too.
+        """
         self.cache.written(0)
         before = torch.from_numpy(writer.give_up()).view(rows.dtype).view(-1, rows.shape[1])
         return torch.cat([before.to(rows.device), rows, *parts])
 
     def release(self) -> None:
-        """End the leases: what `find` and `store` returned may be evicted from now on."""
+        """End the leases: rows that `find` and `store` returned may be evicted from now on."""
         self._room = self._memory
         self._near.clear()
         leases, self._leases = self._leases, []
@@ -277,7 +282,7 @@ class CachedScores:
             lease.release()
 
     def resident(self) -> int:
-        """Bytes of the rows of this mini-batch that were few enough to stay in memory."""
+        """Return the bytes of the rows of this mini-batch that were few enough to stay in memory."""
         return self._memory - self._room
 
     def drop(self, samples: Sequence[Sample]) -> None:
@@ -298,9 +303,9 @@ class CachedScores:
 def resident_parts(
     teachers: Iterable[Teacher], heads: Iterable[Head], rows: Iterable[Tensor], cache: ScoreCache | None
 ) -> dict[str, int]:
-    """Bytes of the weights of `teachers` that are in this process now, of the `heads` among them, and of the
-    hidden states in memory: `rows`, and what `cache` keeps there. Teachers that are streamed share one
-    buffer, of which each tells.
+    """Return the bytes of the weights of `teachers` in this process now, of the `heads` among them, and of
+    hidden states in memory: `rows`, and those of `cache`. Streamed teachers share one buffer, and each
+    reports it.
     """
     held = [(teacher.streams, teacher.weight_bytes) for teacher in teachers if isinstance(teacher, Weighing)]
     whole = max((size for streams, size in held if streams), default=0)
@@ -315,14 +320,14 @@ def resident_parts(
 
 @runtime_checkable
 class Weighing(Protocol):
-    """What a teacher offers beyond `Teacher` when its weights are in this process."""
+    """A teacher whose weights are in this process."""
 
     streams: bool
-    """Whether they pass by, in memory that it shares with others."""
+    """Whether they are streamed through memory that it shares with others."""
 
     @property
     def weight_bytes(self) -> int:
-        """How much of them is in memory now, heads too; of those that share memory all together."""
+        """Bytes of them in memory now, heads too. Teachers that share memory report the sum."""
         ...
 
 
@@ -337,7 +342,7 @@ def check_finite(rows: Tensor, whose: str) -> None:
 
 
 def unusable(name: str, sample: Sample, rows: int) -> TeacherError:
-    """The error for a teacher that gave `rows` rows so far, too few or many, or some not finite."""
+    """Return the error for a teacher that gave `rows` rows so far, too few or many, or some not finite."""
     return TeacherError(
         f"teacher {name} returned {rows} hidden states for the {len(sample.response_ids)} response tokens of"
         f" sample {sample.uid}, or numbers that are not finite; check its weights, dtype and back end."

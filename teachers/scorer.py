@@ -1,11 +1,10 @@
 """Ask servers for a teacher's scores, and check that each of them serves the teacher's model.
 
-`Scorer` is what all server programs have in common: a server says who it is, its weights are compared by a
-checksum or by a probe, then it is asked. A program's own requests are a subclass, in the file of its
-teacher.
+`Scorer` is the common part of all server programs: a server identifies itself, its weights are compared by a
+checksum or by a probe, then it scores. A program's own requests are a subclass, in the file of its teacher.
 
-The probe is what a model's own weights, read through once with one layer in memory, say of a few tokens. A
-head that is right proves no layers: specialists of one base may share it.
+The probe compares a server with the model's own weights, read through once with one layer in memory, on a few
+tokens. A right head proves no layers: specialists of one base may share it.
 """
 
 from __future__ import annotations
@@ -45,11 +44,11 @@ from opd.types import Sample
 _log = logging.getLogger(__name__)
 
 Read = Callable[[], np.ndarray]
-"""[len(PROBE) - 1]: the log-probabilities of the probe's tokens by weights that are read for it."""
+"""Returns [len(PROBE) - 1]: log-probabilities of the probe's tokens by weights that are read for it."""
 
 
 class UnprovedError(Exception):
-    """The weights cannot be read layer by layer, so that nothing proves what must be proved; it says why."""
+    """The weights cannot be read layer by layer, so a required proof is missing. The text is the reason."""
 
 
 @dataclass(slots=True)
@@ -57,31 +56,31 @@ class WeightProof:
     """The probe's log-probabilities that every server of a teacher must give."""
 
     read: Read | None = None
-    """By the model's own weights; `None` compares servers with each other."""
+    """Reads them from the model's own weights. `None` compares servers with each other."""
     needed: bool = False
-    """Whether servers that are compared with each other alone are not good enough."""
+    """Whether comparing servers with each other alone is not enough."""
     logprobs: np.ndarray | None = None
-    """Once known: of weights that were read, or else of the first server."""
+    """The log-probabilities, once known: of weights that were read, or else of the first server."""
     source: str = "the first server gave"
-    """Where they come from."""
+    """Source of the log-probabilities, for messages."""
     _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while weights are read."""
 
     @property
     def proves(self) -> bool:
-        """Whether weights say, or will, what is compared, as far as is known."""
+        """Whether the model's weights are the reference, as far as is known."""
         return self.read is not None
 
     async def compare(self, owner: str, url: str, served: np.ndarray, most: float) -> float | None:
-        """By how many nats what the server at `url` gave is off, at most; `None` if it is the first and there
-        is nothing else to compare it with.
+        """Return the largest difference in nats of the server at `url`, or `None` if it is the first and
+        there is nothing else to compare it with.
 
         Args:
             owner: The teacher, for errors.
-            served: [N] of the probe's first tokens that are scored.
-            most: Nats that are rounding.
+            served: [N] log-probabilities of the probe's first scored tokens.
+            most: Nats that count as rounding.
 
-        Raises `TeacherError` for other weights, `UnprovedError` where `needed` and they cannot be read.
+        Raises `TeacherError` for other weights, `UnprovedError` if `needed` and they cannot be read.
         """
         async with self._lock:
             if self.logprobs is None and self.read is not None:
@@ -94,7 +93,7 @@ class WeightProof:
         return None if first else apart
 
     def said(self, apart: float | None) -> str:
-        """What `compare` found, as the end of a sentence."""
+        """Return the result of `compare` as the end of a sentence."""
         if apart is not None:
             return f"outputs within {apart:.2g} nats of what {self.source}"
         return "outputs compared with nothing, since it is the first of its servers"
@@ -112,11 +111,12 @@ class WeightProof:
 
 
 def compare(who: str, served: np.ndarray, due: np.ndarray, most: float, source: str) -> float:
-    """By how much the probe's log-probabilities differ, in nats. Raises `TeacherError` above `most`.
+    """Return the largest difference of the probe's log-probabilities, in nats. Raises `TeacherError` above
+    `most`.
 
     Args:
         who: The teacher and the server.
-        source: Where the ones that are `due` come from: what follows "from what".
+        source: Source of the `due` ones, for the message, after "from what".
     """
     apart = float(np.abs(served - due).max())
     if not apart <= most:
@@ -129,7 +129,7 @@ def compare(who: str, served: np.ndarray, due: np.ndarray, most: float, source: 
 
 
 def by_published(url: str, cache: Any = None) -> Read:
-    """By what is published at `url`."""
+    """Return a reader of the model published at `url`."""
 
     def read() -> np.ndarray:
         sample = Sample("probe", "probe", "", PROBE[:1], response_ids=PROBE[1:])
@@ -143,7 +143,7 @@ def by_published(url: str, cache: Any = None) -> Read:
 
 
 def by_folder(folder: str | Path) -> Read:
-    """By a Hugging Face folder, which the run will publish."""
+    """Return a reader of a Hugging Face folder, which the run will publish."""
 
     def read() -> np.ndarray:
         weights = UnpublishedWeights(Path(folder))
@@ -154,14 +154,16 @@ def by_folder(folder: str | Path) -> Read:
 
 
 def _logprobs(hidden: Tensor, head: Head) -> np.ndarray:
-    """[N - 1] of the probe's tokens but the first, by the states `hidden` [N - 1, D] before them."""
+    """Return [N - 1] log-probabilities of the probe's tokens but the first, from the states `hidden` [N - 1,
+    D] before them.
+    """
     ids = torch.from_numpy(PROBE[1:].astype(np.int64))
     with torch.no_grad():
         return linear_logprobs(hidden, head, ids).float().numpy()
 
 
 def by_source(path: str) -> Read | None:
-    """By the model at `path` as a recipe names it; `None` if it is not here to be read."""
+    """Return a reader of the model at `path` as a recipe names it, or `None` if it is not here to be read."""
     if is_published(path):
         return by_published(path)
     return by_folder(path) if Path(path).is_dir() else None
@@ -173,23 +175,23 @@ Rebuild = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 @dataclass(frozen=True, slots=True)
 class DueModel:
-    """What the servers of a teacher must serve."""
+    """The model that the servers of a teacher must serve."""
 
     config: Mapping[str, Any]
     """Its Hugging Face configuration."""
     rows: int
-    """Of its head, padding included."""
+    """Rows of its head, padding included."""
     width: int
-    """Of its hidden states."""
+    """Width of its hidden states."""
     rebuild: Rebuild | None = None
-    """`None` before the model is here: hidden states are then compared between servers only."""
+    """`None` before the model is here. Hidden states are then compared between servers only."""
 
 
 def rebuild_with(load: Callable[[], Head]) -> Rebuild:
-    """By the head that `load` gives, over all of its rows, as a server has them; read at each call, by one
-    thread at a time.
+    """Return a function that uses the head of `load`, over all of its rows, as a server has them. The head is
+    read at each call, by one thread at a time.
     """
-    reading = threading.Lock()  # servers are admitted side by side, whose heads would be here at once
+    reading = threading.Lock()  # servers are admitted concurrently: all their heads would be in memory
 
     def rebuild(rows: np.ndarray, ids: np.ndarray) -> np.ndarray:
         with reading, torch.no_grad():
@@ -200,7 +202,7 @@ def rebuild_with(load: Callable[[], Head]) -> Rebuild:
 
 
 def published_model(published: PublishedModel) -> DueModel:
-    """Describe a published model; its head is read on this CPU when outputs are compared."""
+    """Describe a published model. Its head is read on this CPU when outputs are compared."""
     manifest = published.manifest
     load = partial(read_head, published, torch.float32, torch.device("cpu"))
     return DueModel(manifest.config, manifest.head.vocabulary, manifest.head.hidden, rebuild_with(load))
@@ -208,7 +210,7 @@ def published_model(published: PublishedModel) -> DueModel:
 
 def named_model(path: str, stack: ExitStack) -> DueModel:
     """Describe the model that a recipe names: published at `path`, a folder, or a name on the Hub. `stack`
-    keeps what is open. Raises `ConfigError` if its configuration lacks a size.
+    closes open resources. Raises `ConfigError` if its configuration lacks a size.
     """
     if is_published(path):
         return published_model(stack.enter_context(PublishedModel.open(path)))
@@ -226,16 +228,16 @@ class Scorer(ABC):
     """Scores of one teacher by servers of one program.
 
     Args:
-        model: What they must serve.
+        model: The model they must serve.
         settings: The teacher's entry in the recipe.
-        read: The model's own outputs, which servers are compared with; `None` compares them with each other.
-            A checksum in the recipe takes their place.
-        top_k: How many of the most likely tokens are asked for; 0 asks for the given ones alone.
-        vocabulary: Ids that an answer may name are below it.
+        read: The model's own outputs, as the reference for servers. `None` compares servers with each other.
+            A checksum in the recipe replaces it.
+        top_k: Number of most likely tokens to request. 0 requests the given tokens alone.
+        vocabulary: Ids in an answer must be below it.
     """
 
     checksum_hint: ClassVar[str] = ""
-    """What may be wrong beside the weights if a checksum is another: ends a sentence."""
+    """Possible causes, besides the weights, of another checksum: ends a sentence."""
 
     def __init__(
         self,
@@ -252,47 +254,47 @@ class Scorer(ABC):
         known = self.checksum is not None
         self.proof = WeightProof(None if known else read, needed=self.hidden and not known)
         self.tolerance = EXACT
-        """Nats by which outputs may differ: of the coarsest server, since they are compared with each other
-        too."""
+        """Nats by which outputs may differ: those of the coarsest server, since servers are compared with
+        each other too.
+        """
 
     @property
     @abstractmethod
     def version(self) -> str:
-        """What servers say of the weights they hold, once one was asked: part of the teacher's digest."""
+        """The servers' weight version, once one was asked: part of the teacher's digest."""
 
     @property
     @abstractmethod
     def title(self) -> str:
-        """What servers call what they hold, for people."""
+        """The servers' name of their model, for people."""
 
     @abstractmethod
     async def meet(self, pool: HTTPPool, server: Server) -> float:
-        """Ask who it is and how it was started; return the nats by which its outputs may differ.
+        """Read a server's identity and settings. Return the nats by which its outputs may differ.
 
-        Raises `TeacherError` for another model or if it lacks what is needed, `UnavailableError` if it is
-        away.
+        Raises `TeacherError` for another model or a missing feature, `UnavailableError` if it is away.
         """
 
     @abstractmethod
     async def held_checksum(self, pool: HTTPPool, server: Server) -> str | None:
-        """The server's checksum over all weights on all of its ranks; `None` if it tells none."""
+        """Return the server's checksum over all weights on all of its ranks, or `None` if it gives none."""
 
     @abstractmethod
     async def outputs(self, pool: HTTPPool, server: Server) -> np.ndarray | None:
-        """[N] float32: the probe's log-probabilities; `None` where hidden states cannot be rebuilt."""
+        """Return [N] float32: the probe's log-probabilities, or `None` if hidden states cannot be rebuilt."""
 
     @abstractmethod
     async def ask(self, pool: HTTPPool, server: Server, question: Question) -> Any:
-        """One attempt at one server: [count, D], [count], or ids and log-probabilities [count, K] with
-        [count], as the signal says. Raises `UnavailableError`, `RefusedError` and `TeacherError`.
+        """Make one attempt at one server. Return [count, D], [count], or ids and log-probabilities [count, K]
+        with [count], as the signal says. Raises `UnavailableError`, `RefusedError` and `TeacherError`.
         """
 
     @abstractmethod
     def longest(self) -> tuple[int | None, str]:
-        """Most tokens of a sample that every server scores, `None` if they did not say; how to raise it."""
+        """Return the most tokens of a sample on every server, `None` if unknown, and how to raise it."""
 
     def check_length(self, teacher: str, question: Question) -> None:
-        """Raise `TeacherError` for a sample that the servers met so far cannot score."""
+        """Raise `TeacherError` for a sample that is too long for the servers met so far."""
         length, (most, mend) = len(question.tokens), self.longest()
         if most is not None and length > most:
             raise TeacherError(
@@ -301,11 +303,11 @@ class Scorer(ABC):
             )
 
     async def admit(self, pool: HTTPPool, server: Server) -> float | None:
-        """Check that `server` may be asked; return the most by which the probe's log-probabilities differ, in
-        nats, `None` where there are none to compare with.
+        """Check that `server` may be used. Return the largest difference of the probe's log-probabilities, in
+        nats, or `None` if there are none to compare with.
 
-        Raises `TeacherError` if another model or other weights answer, or the server lacks what is needed;
-        `UnavailableError` if it does not answer.
+        Raises `TeacherError` if another model or other weights answer, or the server lacks a needed feature,
+        and `UnavailableError` if it does not answer.
         """
         self.tolerance = max(self.tolerance, await self.meet(pool, server))
         if self.checksum is not None:
@@ -337,7 +339,7 @@ class Scorer(ABC):
             )
 
     async def describe(self, pool: HTTPPool, server: Server) -> str:
-        """Admit `server` and say in one sentence what was found."""
+        """Admit `server` and return the result in one sentence."""
         apart = await self.admit(pool, server)
         held = await self.held_checksum(pool, server)
         told = "tells no checksum" if held is None else f"checksum {held}"
@@ -345,12 +347,12 @@ class Scorer(ABC):
         return f"{server.url}: {self.title}, {told}, {compared}{self.way_of(server)}"
 
     def way_of(self, server: Server) -> str:
-        """How hidden states come, if there are several ways: the end of a sentence."""
+        """Return the transport of hidden states, if there are several: the end of a sentence."""
         return ""
 
 
 def lost_weights(owner: str, url: str, sign: str) -> TeacherError:
-    """Of a server that answers as if all were well, such as one that was put to sleep and woken."""
+    """Return the error for a server that answers as if all were well, such as after sleep and wake."""
     return TeacherError(
         f"{owner}: {url} has lost its weights ({sign}, whatever was asked); start it again, and continue with"
         " --resume."

@@ -1,7 +1,7 @@
 """Score samples by servers of a published model, whose head stays here.
 
-Each sample is asked about once and waited for. How servers are asked, and how they prove what they serve, is
-their program's `Scorer`.
+Each sample is requested once and waited for. The `Scorer` of the program knows its requests and the proof of
+its weights.
 """
 
 from __future__ import annotations
@@ -47,24 +47,25 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _LOOK = 0.5
-"""Seconds between two looks at what the run was asked, while servers are waited for."""
+"""Seconds between two calls of `check` while waiting for servers."""
 
 
 @dataclass(frozen=True, slots=True)
 class SignalNeeds:
-    """What a loss needs of a served teacher beside the kind of its signal."""
+    """Requirements of a loss on a served teacher besides the kind of its signal."""
 
     temperature: float = 1.0
     """Sampling temperature, at which the loss compares."""
     top_k: int = 64
     """Support of the signal `topk`."""
     main: bool = True
-    """Whether this is the rank, of those that ask the same servers, that compares them with the published
-    weights where that takes reading all of these."""
+    """Whether this rank, of those with the same servers, compares them with the published weights if that
+    needs reading all of these.
+    """
 
 
 def pool_options(config: ServerConfig, rank: int = 0, ranks: int = 1) -> PoolOptions:
-    """The client's settings of a recipe. Of the servers that come later, `rank` of so many gets its share."""
+    """Return the client's settings of a recipe. `rank` of `ranks` gets its share of later servers."""
     patience = Patience(
         timeout=config.timeout,
         connect_timeout=config.connect_timeout,
@@ -86,24 +87,24 @@ def pool_options(config: ServerConfig, rank: int = 0, ranks: int = 1) -> PoolOpt
 
 
 class ServedTeacher:
-    """Implements `opd.protocols.Teacher` on servers of a published model; a subclass names their program.
+    """Implements `opd.protocols.Teacher` on servers of a published model. A subclass names their program.
 
-    Every sample is one request, identified here: whatever happens on the way it is scored once, or the call
+    Every sample is one request, identified here. It is scored once, whatever happens on the way, or the call
     raises.
 
     Args:
-        name: How recipes and metrics call it.
-        url: What `opd publish` wrote of the model the servers run: its head, and what it must be.
+        name: Its name in recipes and metrics.
+        url: Result of `opd publish` for the model the servers run: its head, and its description.
         config: Servers and signal.
         asked: Temperature and size of a top-k support.
         placement: Dtype and device of hidden states and head, and the tokenizer's vocabulary.
-        cache: This node's copies of what is read from object stores: the head.
+        cache: This node's cache of data from object stores: the head.
 
-    Raises `ConfigError` for a signal that cannot be had at the temperature, or for a padded vocabulary.
+    Raises `ConfigError` for a signal that the temperature excludes, or for a padded vocabulary.
     """
 
     scorer_class: ClassVar[type[Scorer]]
-    """How servers of the program are asked."""
+    """Scorer for servers of the program."""
 
     def __init__(
         self,
@@ -142,7 +143,7 @@ class ServedTeacher:
         await self.scorer.admit(self.pool, server)
 
     async def _score(self, question: Question) -> Any:
-        """What `Scorer.ask` gives, of the first server that answers well."""
+        """Return the result of `Scorer.ask` of the first server that answers well."""
         await self._meet_one()
         self.scorer.check_length(self.name, question)
         return await self.pool.call(
@@ -154,10 +155,10 @@ class ServedTeacher:
         self._run(self._meet_one())
 
     async def _meet_one(self) -> None:
-        """Have one server admitted, which tells its limits, before anything long is sent."""
+        """Have one server admitted, which gives its limits, before anything long is sent."""
 
         async def nothing(server: Server) -> None:
-            """It was admitted for this."""
+            """Do nothing: the server was admitted for this."""
 
         if self.scorer.proof.logprobs is None:
             await self.pool.call(1, nothing)
@@ -168,7 +169,7 @@ class ServedTeacher:
 
     @property
     def digest(self) -> str:
-        """Identity of the published weights and of the version the servers report. Asks them."""
+        """Identity of the published weights and of the version the servers report. Contacts them."""
         self.connect()
         named = f"{self.published.manifest.digest} served as {self.scorer.version}"
         return hashlib.sha256(named.encode()).hexdigest()
@@ -180,12 +181,12 @@ class ServedTeacher:
 
     @property
     def cached_bytes(self) -> int:
-        """Bytes of heads that came from the node's copies."""
+        """Bytes of heads that came from the node's cache."""
         return self.published.cached_bytes
 
     def turn(self) -> AbstractContextManager[None] | None:
-        """Its servers are awake in the block, each of which proves its weights before it is used; all ranks
-        enter and leave it together. `None` if they never sleep.
+        """Return a context in which its servers are awake, or `None` if they never sleep. Each server proves
+        its weights before it is used. All ranks enter and leave it together.
         """
         return None if self.own_turn is None else self._awake(self.own_turn)
 
@@ -196,16 +197,16 @@ class ServedTeacher:
             yield
 
     def begin(self, samples: Sequence[Sample]) -> None:
-        """Ask for the scores of `samples` now; `score` waits for them. A second call changes nothing."""
+        """Request the scores of `samples` now. `score` waits for them. A second call changes nothing."""
         for sample in samples:
             if len(sample.response_ids):
                 self._future(sample)
 
     def score(self, samples: Sequence[Sample]) -> TeacherTargets:
-        """Targets of the response tokens of `samples`, in order: `HiddenStates` [N, D], `TokenLogprobs` [N]
-        or `TopKLogprobs` [N, K], as the signal says.
+        """Return targets of the response tokens of `samples`, in order: `HiddenStates` [N, D],
+        `TokenLogprobs` [N] or `TopKLogprobs` [N, K], as the signal says.
 
-        Raises `TeacherError` if a sample cannot be scored, and what `check` raises.
+        Raises `TeacherError` if a sample cannot be scored, and the errors of `check`.
         """
         futures = [self._future(sample) for sample in samples if len(sample.response_ids)]
         try:
@@ -223,21 +224,21 @@ class ServedTeacher:
         return self._targets(found)
 
     def load_head(self) -> Head:
-        """The published head, read now. The caller's to keep and to drop."""
+        """Return the published head, read now. The caller keeps and drops it."""
         place = self._placement
         return read_head(
             self.published, torch_dtype(place.dtype), torch_device(place.device), place.vocabulary
         )
 
     def close(self) -> None:
-        """Give up what still runs, close the connections and let the store go."""
+        """Cancel running requests, and close the connections and the store."""
         if "_loop" in self.__dict__:
             self._loop.run(self.pool.close())
             self._loop.close()
         self.published.close()
 
     def _wait(self, futures: Sequence[Future[Any]]) -> None:
-        """Until all are done or one has failed, whichever it is: the others may wait for long."""
+        """Wait until all are done or one has failed. After a failure the others may take long."""
         left = set(futures)
         while left:
             done, left = wait(left, _LOOK, FIRST_EXCEPTION)
@@ -247,7 +248,7 @@ class ServedTeacher:
                 self.check()
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
-        """What it gives; `check` is asked meanwhile."""
+        """Return the result of `work`. `check` is called meanwhile."""
         future = self._loop.start(work)
         try:
             self._wait([future])
@@ -273,7 +274,7 @@ class ServedTeacher:
         return future
 
     def _check_question(self, question: Question) -> None:
-        """An id outside the vocabulary may end a server: it is never sent."""
+        """Check a question. An id outside the vocabulary may end a server, so it is never sent."""
         tokens = question.tokens
         if question.start < 0:
             raise TeacherError(f"sample {question.uid} has no prompt; every prompt needs at least one token.")
@@ -303,7 +304,7 @@ class ServedTeacher:
 
 
 def check_signal(name: str, settings: ServedTeacherConfig, recipe: Recipe) -> None:
-    """`ConfigError` if the loss needs more than the servers of teacher `name` are asked for."""
+    """Raise `ConfigError` if the loss needs more than the signal of teacher `name`."""
     distill, signals = recipe.distill, ("sampled", "topk", "hidden")
     needed = "hidden" if distill.mixture == "geometric" else distill.loss.signal
     if signals.index(settings.signal) < signals.index(needed):
@@ -317,10 +318,10 @@ def check_signal(name: str, settings: ServedTeacherConfig, recipe: Recipe) -> No
 def check_own_servers(
     teachers: Mapping[str, ServedTeacherConfig], others: Mapping[str, PoolOptions] | None = None
 ) -> None:
-    """`TeacherError` if URLs of these teachers, or of `others` by the field that names them, lead to one
-    server; teachers of one model may share theirs.
+    """Raise `TeacherError` if URLs of these teachers, or of `others` by the field that names them, lead to
+    one server. Teachers of one model may share theirs.
     """
-    # Those of a group that the run starts are distinct, and may be asleep.
+    # Servers of a group that the run starts are distinct, and may be asleep.
     found = {f"teachers.{name}.urls": own for name, own in teachers.items() if own.started is None}
     wanted = {where: pool_options(own) for where, own in found.items()}
     models = {where: own.path for where, own in found.items() if own.path is not None}
@@ -328,7 +329,7 @@ def check_own_servers(
 
 
 def kind_served_by(made: type[ServedTeacher]) -> TeacherKind:
-    """The kind of teachers that servers of the program of `made` score for."""
+    """Return the kind of teachers on servers of the program of `made`."""
 
     @contextmanager
     def opened(
@@ -351,7 +352,7 @@ def kind_served_by(made: type[ServedTeacher]) -> TeacherKind:
                 teacher.pool.options = replace(teacher.pool.options, given_up=given_up)
                 teacher.check = opening.check
                 teacher.own_turn = opening.turns.get(settings.started or "")
-                if (turn := teacher.turn()) is not None:  # who they are is asked later, when they may sleep
+                if (turn := teacher.turn()) is not None:  # sleeping servers are identified later
                     with turn:
                         teacher.connect()
             yield found
@@ -362,7 +363,7 @@ def kind_served_by(made: type[ServedTeacher]) -> TeacherKind:
 def _visits(
     made: type[ServedTeacher], name: str, settings: ServedTeacherConfig, recipe: Recipe
 ) -> Iterator[str | OpdError]:
-    """What a visit of every server of teacher `name` finds: identity, settings, a few scored tokens."""
+    """Visit every server of teacher `name` and yield its identity, settings, and a few scored tokens."""
     check_signal(name, settings, recipe)
     if settings.servers is not None or settings.path is None:
         yield f"the run starts its servers itself ({settings.servers})"

@@ -44,18 +44,17 @@ class SGLangScorer(Scorer):
         """See `Scorer`."""
         super().__init__(model, settings, read, **asked)
         self.weight_version = settings.weight_version
-        """What the recipe leaves open is what the first server was."""
+        """The recipe's version, or that of the first server."""
         self.most: int | None = None
         """Most tokens of a sample that every server scores."""
         self.chunk: int | None = None
-        """Most tokens a server without the plug-in prefills at once; it loses hidden states of earlier
-        chunks."""
+        """Tokens a server without the plug-in prefills at once. It loses hidden states of earlier chunks."""
         self.plugins: dict[str, Plugin] = {}
-        """Of the servers, by URL, that leave hidden states as bytes."""
+        """Plug-ins of servers, by URL, that leave hidden states as bytes."""
         self._tells_hidden: set[str] = set()
         """URLs of servers that give hidden states."""
         self._warned = False
-        """Whether it was said that hidden states come as JSON."""
+        """Whether it was logged that hidden states come as JSON."""
 
     @property
     def version(self) -> str:
@@ -113,7 +112,7 @@ class SGLangScorer(Scorer):
             )
 
     def check_settings(self, owner: str, server: Server, settings: dict[str, Any]) -> None:
-        """Raise `TeacherError` if a server of these `settings` gives no hidden states that are needed; note
+        """Raise `TeacherError` if a server of these `settings` gives no hidden states that are needed. Note
         its limits.
         """
         if self.hidden and settings.get("enable_return_hidden_states") is False:
@@ -131,7 +130,7 @@ class SGLangScorer(Scorer):
             self.chunk = min(chunk, self.chunk or chunk)
 
     async def held_checksum(self, pool: HTTPPool, server: Server) -> str:
-        """See `Scorer`. Raises `UnavailableError` if it tells none."""
+        """See `Scorer`. Raises `UnavailableError` if it gives none."""
         answer = await pool.ask(server, "POST", "/weights_checker", {"action": "checksum"})
         told = [rank.get("per_gpu_checksum") for rank in ranks_of(answer)]
         if not told or None in told:
@@ -139,8 +138,8 @@ class SGLangScorer(Scorer):
         return "+".join(map(str, told))
 
     async def outputs(self, pool: HTTPPool, server: Server) -> np.ndarray:
-        """See `Scorer`: what is made of hidden states where these are asked for, else what the server says,
-        compared with each other where it can be done.
+        """See `Scorer`: rebuilt from hidden states if these are requested, else the server's own. Both are
+        compared with each other if possible.
         """
         question, rows = Question("probe", PROBE, 0), self.model.rows
         if not self.hidden and (self.proof.proves or server.url not in self._tells_hidden):
@@ -181,7 +180,7 @@ class SGLangScorer(Scorer):
         return *top_logprobs_of(answer, question.count, self.top_k, self.vocabulary), sampled
 
     def _check_versions(self, owner: str, answer: dict[str, Any]) -> None:
-        """`TeacherError` unless the answer was computed with the expected weights alone."""
+        """Raise `TeacherError` unless the answer was computed with the expected weights alone."""
         found = versions_of(answer)
         if found != {self.weight_version}:
             raise TeacherError(
@@ -198,13 +197,13 @@ class SGLangScorer(Scorer):
         *,
         logprobs: bool = False,
     ) -> np.ndarray:
-        """[count, D] float32: last hidden states at the positions of `question`, by one attempt.
+        """Return [count, D] float32: last hidden states at the positions of `question`, by one attempt.
 
         Args:
-            check: Raises for an answer whose hidden states need not be looked at.
-            logprobs: Ask for the tokens' log-probabilities, too.
+            check: Raises for an answer whose hidden states are not needed.
+            logprobs: Request the tokens' log-probabilities, too.
 
-        Raises `UnavailableError`, `RefusedError` and what `check` raises.
+        Raises `UnavailableError`, `RefusedError` and the errors of `check`.
         """
         model, plugin = self.model, self.plugins.get(server.url)
         if plugin is None:
@@ -256,7 +255,7 @@ async def _settings(pool: HTTPPool, server: Server) -> dict[str, Any]:
 
 
 def _check_width(owner: str, server: Server, answer: dict[str, Any], width: int) -> None:
-    """`TeacherError` if the hidden states have another width than the head."""
+    """Raise `TeacherError` if the hidden states have another width than the head."""
     with decoding(lambda cause: UnavailableError(f"{server.url}: hidden states, {cause}", answered=True)):
         found = width_of(answer)
         if found is None:

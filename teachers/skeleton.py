@@ -1,9 +1,9 @@
 """A Hugging Face decoder without weights, run one layer at a time for many packed micro-batches.
 
 The decoder is built on the meta device. Its own forward runs once for each micro-batch with every layer and
-the final norm replaced by a stand-in, which notes the arguments the layer would have got: rotary embeddings,
-the attention kind, whatever a family passes. Then each layer runs over all micro-batches with the weights
-that are in memory at that moment. Nothing of a family's forward is written a second time here.
+the final norm replaced by a stand-in, which notes the layer's arguments: rotary embeddings, the attention
+kind, and any others of a family. Then each layer runs over all micro-batches with the weights that are in
+memory at that moment. Nothing of a family's forward is written a second time here.
 
 A published model's units as tensors, its head by itself, and all of it as a Hugging Face folder again.
 """
@@ -44,9 +44,9 @@ if TYPE_CHECKING:
 
 
 def unit_tensors(unit: Unit, flat: Tensor, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-    """The tensors of `unit` by name, from its bytes `flat` [nbytes] uint8.
+    """Return the tensors of `unit` by name, from its bytes `flat` [nbytes] uint8.
 
-    A tensor that has the right dtype (default: its own) is a view: it is valid as long as `flat` is. Other
+    A tensor of the right dtype (default: its own) is a view: it is valid as long as `flat` is. Other
     floating-point tensors are converted copies. Raises `TeacherError` for a dtype that has no torch
     counterpart here.
     """
@@ -64,7 +64,7 @@ def unit_tensors(unit: Unit, flat: Tensor, dtype: torch.dtype | None = None) -> 
 
 
 def converted_bytes(unit: Unit, dtype: torch.dtype) -> int:
-    """Bytes of those tensors of `unit` that `unit_tensors` has to copy into another dtype."""
+    """Return the bytes of the tensors of `unit` that `unit_tensors` has to copy into another dtype."""
     kinds = [(entry, DTYPES.get(entry.dtype)) for entry in unit.tensors.values()]
     return sum(
         entry.nbytes // kind.itemsize * dtype.itemsize
@@ -77,7 +77,7 @@ UNIT = "head"
 
 
 Room = Callable[[int], Tensor]
-"""Memory of so many bytes: [nbytes] uint8."""
+"""Allocates memory: [nbytes] uint8."""
 
 
 def read_head(
@@ -87,11 +87,11 @@ def read_head(
     vocabulary: int | None = None,
     pages: Room = own_pages,
 ) -> Head:
-    """The head of `model` over the first `vocabulary` tokens (default: all rows). On a CPU its weight is in
-    memory of `pages`.
+    """Return the head of `model` over the first `vocabulary` tokens (default: all rows). On a CPU its weight
+    is in memory of `pages`.
 
-    Every rank reads all of it: ranks come to a teacher's head at different times, and some not at all.
-    Raises `StorageError` from the reader, and `ModelError` if it has fewer rows than `vocabulary`.
+    Every rank reads all of it: ranks come to a teacher's head at different times, and some not at all. Raises
+    `StorageError` from the reader, and `ModelError` if it has fewer rows than `vocabulary`.
     """
     model.require_memory(UNIT)
     unit, entry = model.manifest.units[UNIT], model.manifest.head
@@ -129,11 +129,11 @@ def head_bytes(head: Head) -> int:
 
 
 def download(url: str, folder: Path) -> Path:
-    """Write the published model at `url` to `folder`, one safetensors file per unit; returns `folder`.
+    """Write the published model at `url` to `folder`, one safetensors file per unit. Return `folder`.
 
-    A folder that is there already is kept if it was written from what is published now and no byte of it has
-    changed; else it is written again. Memory is that of the largest unit. Raises `StorageError` if the model
-    cannot be read, or its bytes are not what was published.
+    An existing folder is kept if it was written from the current publication and no byte of it has changed.
+    Otherwise it is written again. Memory is that of the largest unit. Raises `StorageError` if the model
+    cannot be read, or its bytes have changed.
     """
     adapter = PublishedAdapter.open(url) if is_adapter(url) else None
     with PublishedModel.open(adapter.base if adapter else url) as published:
@@ -164,7 +164,7 @@ def _write(published: PublishedModel, adapter: PublishedAdapter | None, folder: 
 
 @contextmanager
 def small_files(source: str) -> Iterator[Path]:
-    """A folder with the configuration and tokenizer of a teacher while the block runs.
+    """Yield a folder with the configuration and tokenizer of a teacher.
 
     For a Hugging Face folder it is that folder. Raises `StorageError` if a published one cannot be read.
     """
@@ -181,7 +181,7 @@ def small_files(source: str) -> Iterator[Path]:
 
 
 def is_published(source: str) -> bool:
-    """Whether `source` is what `opd publish` wrote, or a URL, and not a Hugging Face folder."""
+    """Return whether `source` was written by `opd publish`, or is a URL, and not a Hugging Face folder."""
     if "://" in source:
         return True
     return any((Path(source) / name).exists() for name in (LATEST, MANIFEST, DESCRIPTION))
@@ -213,20 +213,20 @@ class PackedWork:
     """[T] int64."""
     attend: CheckedAttention
     pieces: ChunkedLayers | None = None
-    """How it is cut, if it goes through the layers in pieces; then each overwrites `hidden`."""
+    """Its chunks, if it goes through the layers in chunks. Then each overwrites `hidden`."""
     hidden: Tensor | None = None
-    """[1, T, D]: what the next layer is given."""
+    """[1, T, D]: the input of the next layer."""
     calls: list[dict[str, Any]] = field(default_factory=list)
     """The other arguments of each layer."""
 
     def last_hidden(self) -> Tensor:
-        """[T, D]: what the last module that ran gave."""
+        """Return [T, D]: the output of the last module that ran."""
         assert self.hidden is not None
         return self.hidden[0]
 
 
 class CheckedAttention:
-    """`PackedAttention` that notices layers it cannot stand for."""
+    """`PackedAttention` that detects layers it cannot replace."""
 
     def __init__(self, attend: Attend, kinds: list[str]) -> None:
         self.attend = attend
@@ -234,7 +234,7 @@ class CheckedAttention:
         self.called = False
 
     def __call__(self, call: AttentionCall) -> Tensor:
-        """As `PackedAttention`; `TeacherError` if a sliding layer does not say its window."""
+        """Call `PackedAttention`. Raises `TeacherError` if a sliding layer does not give its window."""
         self.called = True
         if self.kinds[call.layer_index] == "sliding_attention" and call.sliding_window is None:
             raise TeacherError(
@@ -257,7 +257,7 @@ class Skeleton:
 
     @classmethod
     def of_names(cls, module: Any) -> Skeleton:
-        """That of a whole causal language model on the meta device, which can be asked for names alone."""
+        """Return the skeleton of a full causal language model on the meta device, used only for names."""
         made = cls.__new__(cls)
         made._take(module)
         return made
@@ -279,8 +279,8 @@ class Skeleton:
             raise self._unusable(f"a layer is of kind {min(unknown)!r}")
 
     def require(self, tensors: Mapping[str, Sequence[int]]) -> None:
-        """Raise what publishing and streaming weights of these names and shapes would, with `of_names`: a
-        `StorageError` or `TeacherError` before there are any.
+        """Raise the error of publishing and streaming weights of these names and shapes: a `StorageError` or
+        `TeacherError` before there are any. Needs `of_names`.
         """
         units: dict[str, dict[str, Tensor]] = {}
         for name, shape in tensors.items():
@@ -300,9 +300,10 @@ class Skeleton:
         cu_seqlens: Tensor | Sequence[int],
         chunk: int | None = None,
     ) -> PackedWork:
-        """A micro-batch of sequences packed end to end: [T] and [T] on the skeleton's device, and [B + 1].
+        """Return a micro-batch of sequences packed end to end: [T] and [T] on the skeleton's device, and [B +
+        1].
 
-        One of more than `chunk` tokens goes through the layers in pieces of so many.
+        One of more than `chunk` tokens goes through the layers in chunks of so many.
         """
         attend = PackedAttention(cu_seqlens)
         cut = chunk is not None and attend.tokens > chunk
@@ -310,7 +311,7 @@ class Skeleton:
         return PackedWork(input_ids, position_ids, CheckedAttention(attend, self.kinds), pieces)
 
     def embed(self, tensors: Mapping[str, Tensor], work: PackedWork) -> None:
-        """From token ids to what the first layer is given; `tensors` are the embedding's."""
+        """Compute the first layer's input from token ids. `tensors` are the embedding's."""
         given = self._own("embed_tokens", tensors)
         weights = {f"embed_tokens.{name}": tensor for name, tensor in given.items()}
         chain = _Chain()
@@ -342,11 +343,11 @@ class Skeleton:
 
     def _attending(self, index: int, layer: nn.Module, work: PackedWork) -> None:
         work.attend.called = False
-        # A layer's arguments are used once: what it alone needed is freed with them.
+        # A layer's arguments are used once: tensors that only it needs are freed with them.
         arguments, work.calls[index] = work.calls[index], {}
 
         def run(hidden: Tensor | None, **options: Any) -> Any:
-            # Whatever attends to a piece, the check of its kind stands before it.
+            # The check of its kind runs first, whatever attends to a chunk.
             work.attend.attend = options["attend"] if work.pieces is not None else work.attend.attend
             return layer(hidden, **(options | {"attend": work.attend}))
 
@@ -375,15 +376,15 @@ class Skeleton:
     ) -> None:
         """`call` the submodule at `path` while `tensors` are its weights.
 
-        They are lent once for all that runs on it: for each micro-batch anew took a quarter of a layer's time
-        on the host.
+        They are set once for all micro-batches: setting them for each took a quarter of a layer's time on the
+        host.
         """
         given = {f"part.{name}": tensor for name, tensor in self._own(path, tensors).items()}
         holder = _Holder(self._decoder.get_submodule(path))
         functional_call(holder, given, (call,), tie_weights=False)
 
     def _own(self, path: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """`tensors` under the names they have inside the submodule at `path`, all of them and no others."""
+        """Return `tensors` under their names inside the submodule at `path`, all of them and no others."""
         prefix = f"{self._prefix}.{path}." if self._prefix else f"{path}."
         given = {
             name.removeprefix(prefix): tensor
@@ -411,12 +412,13 @@ class Skeleton:
 def check_streams(
     config: PreTrainedConfig, where: str | Path, tensors: Mapping[str, Sequence[int]] | None = None
 ) -> None:
-    """Whether a model of `config`, which is read from `where`, can be streamed: no weights are read or made.
+    """Check that a model of `config`, which is read from `where`, can be streamed. No weights are read or
+    made.
 
-    `tensors`: names and shapes as its folder or manifest has them; `None`: those of a new model that is
-    saved. Raises the same for whoever asks, in this order: `ModelError` for an architecture that cannot be
-    used at all, `TeacherError` for one that is no chain of layers, `StorageError` or `TeacherError` for
-    tensors that have no place in it.
+    `tensors`: names and shapes in its folder or manifest. `None`: those of a new model that is saved. Every
+    caller gets the same errors, in this order: `ModelError` for an architecture that cannot be used at all,
+    `TeacherError` for one that is no chain of layers, `StorageError` or `TeacherError` for tensors that have
+    no place in it.
     """
     check_architecture(config, where)
     module = empty_model(config, where)
@@ -429,7 +431,7 @@ def check_streams(
 
 
 class _Holder(nn.Module):
-    """Lets a caller use `part` for as long as `functional_call` lends it weights."""
+    """Lets a caller use `part` while `functional_call` gives it weights."""
 
     def __init__(self, part: nn.Module) -> None:
         super().__init__()
@@ -440,7 +442,7 @@ class _Holder(nn.Module):
 
 
 class _Chain:
-    """Stand-ins for modules that must be called one after the other, each with what the last one gave."""
+    """Stand-ins for modules that must be called one after the other, each with the last one's output."""
 
     def __init__(self) -> None:
         self.first: Tensor | None = None
@@ -474,7 +476,7 @@ class _Chain:
 
 
 def published_config(described: Mapping[str, Any]) -> PreTrainedConfig:
-    """The configuration of a published model. Raises `TeacherError` if it names code or is not known."""
+    """Return the configuration of a published model. `TeacherError` if it names code or is not known."""
     if names_code(dict(described)):
         raise TeacherError(
             f"the configuration of a published {described.get('model_type')} names Python code of its own,"
@@ -496,13 +498,13 @@ def _known(described: Mapping[str, Any]) -> Iterator[None]:
 
 
 def _empty_model(described: Mapping[str, Any], dtype: torch.dtype) -> Any:
-    """The causal language model of a configuration with meta parameters and real buffers."""
+    """Return the causal language model of a configuration with meta parameters and real buffers."""
     config = published_config(described)
     with _known(described), meta_parameters(), quiet():
         module = AutoModelForCausalLM.from_config(
             config, dtype=dtype, attn_implementation=ATTENTION_NAME, trust_remote_code=False
         ).eval()
-        speed_up(module)  # as in `CausalLM`, so that a streamed teacher computes what a resident one does
+        speed_up(module)  # as in `CausalLM`: streamed and resident teachers compute the same
         return module
 
 

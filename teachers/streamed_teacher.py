@@ -1,8 +1,8 @@
-"""Published teachers that are never in memory as a whole: their layers pass by, one at a time.
+"""Published teachers that are never fully in memory: their layers pass by, one at a time.
 
-Teachers that are adapters on one published base share its pass: each layer that arrives is merged with one
-teacher's adapter after another, in memory of its own, and run over that teacher's samples. What comes out are
-the hidden states of the merged models; what is read is one base and the adapters.
+Teachers that are adapters on one published base share its pass. Each layer that arrives is merged with one
+teacher's adapter after another, in memory of its own, and run over that teacher's samples. The output is the
+hidden states of the merged models. The input is one base and the adapters.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ class StreamedTeacher:
     """A model written by `opd publish`, read layer by layer for every call of `score`.
 
     One call reads each layer once and runs it over all micro-batches, so the store is read once a mini-batch
-    whatever its size. With a group, every rank scores samples of its own but reads only its share of the
-    layers: all ranks must call `score` equally often, those without samples too.
+    of any size. With a group, every rank scores samples of its own but reads only its share of the layers:
+    all ranks must call `score` equally often, those without samples too.
 
     Args:
-        name: How recipes and metrics call it.
-        url: What `opd publish` wrote: a folder, or a URL such as `s3://bucket/teacher`.
+        name: Its name in recipes and metrics.
+        url: Target of `opd publish`: a folder, or a URL such as `s3://bucket/teacher`.
         placement: Dtype, device, packing and vocabulary.
-        stream: What reads its layers; teachers that share one also share its memory.
+        stream: Reads its layers. Teachers that share one also share its memory.
     """
 
     streams = True
@@ -82,7 +82,7 @@ class StreamedTeacher:
 
     @cached_property
     def skeleton(self) -> Skeleton:
-        """The decoder without weights. Raises what `check_streams` does if it cannot be streamed."""
+        """The decoder without weights. Raises as `check_streams` does if it cannot be streamed."""
         manifest = self.published.manifest
         check_streams(published_config(manifest.config), self.url, manifest.shapes)
         return Skeleton(manifest.config, self._dtype, self._device)
@@ -99,7 +99,7 @@ class StreamedTeacher:
 
     @property
     def device(self) -> torch.device:
-        """Where its hidden states and head are."""
+        """Device of its hidden states and head."""
         return self._device
 
     @property
@@ -109,12 +109,12 @@ class StreamedTeacher:
 
     @property
     def cached_bytes(self) -> int:
-        """Bytes this process has taken from the node's copies for it, in the place of the store."""
+        """Bytes this process has taken from the node's cache for it, instead of the store."""
         return self.published.cached_bytes if "published" in self.__dict__ else 0
 
     @property
     def stall_seconds(self) -> float:
-        """How long callers have waited for layers and heads that were not there yet."""
+        """Seconds callers have waited for layers and heads that were not there yet."""
         return self._stalled
 
     def prefetch(self) -> None:
@@ -130,11 +130,11 @@ class StreamedTeacher:
             self._head = in_background(f"head-{self.name}", read, self._device)
 
     def discard_head(self) -> None:
-        """Forget a head that was prefetched and is not needed."""
+        """Drop a head that was prefetched and is not needed."""
         self._head = None
 
     def take_weight_bytes_peak(self) -> int:
-        """The most bytes of weights in memory since this was last asked: of all teachers on its stream."""
+        """Return the most bytes of weights in memory since the last call: of all teachers on its stream."""
         return self.stream.meter.take_peak()
 
     @property
@@ -144,7 +144,7 @@ class StreamedTeacher:
 
     @torch.no_grad()
     def score(self, samples: Sequence[Sample]) -> HiddenStates:
-        """Last hidden states `[N, D]` at the rows `C-1 ... C+R-2` of every sample, in order.
+        """Return last hidden states `[N, D]` at the rows `C-1 ... C+R-2` of every sample, in order.
 
         Raises `StorageError` if its weights cannot be read, and `TeacherError` if they do not fit their
         configuration or another rank could not read them.
@@ -154,14 +154,14 @@ class StreamedTeacher:
 
     @property
     def sequence_chunk(self) -> int | None:
-        """Packed tokens a piece of a long sequence has."""
+        """Packed tokens of a chunk of a long sequence."""
         return self._placement.sequence_chunk
 
     def score_pieces(self, samples: Sequence[Sample]) -> RowPieces:
-        """The rows of `score`, those of a long sample in pieces; each micro-batch keeps one [T, D]."""
+        """Yield the rows of `score`, those of a long sample in chunks. Each micro-batch keeps one [T, D]."""
         if not samples and not self.collective:
             return
-        self.prefetch()  # beside packing
+        self.prefetch()  # concurrent with packing
         batches = self._pack(samples)
         with torch.no_grad():
             self._pass_by([work for work, _ in batches])
@@ -170,7 +170,7 @@ class StreamedTeacher:
             yield from row_pieces(part, work.last_hidden(), self.sequence_chunk)
 
     def close(self) -> None:
-        """Stop its stream, and with it every teacher that shares it, and let the store go."""
+        """Stop its stream, and with it every teacher that shares it, and close the store."""
         self.stream.close()
         if self._head is not None:
             wait([self._head])  # it reads through the store that is closed next
@@ -178,7 +178,7 @@ class StreamedTeacher:
             self.published.close()
 
     def load_head(self) -> Head:
-        """The head, read now or taken from `prefetch_head`. The caller's to keep and to drop."""
+        """Return the head, read now or taken from `prefetch_head`. The caller keeps and drops it."""
         self.prefetch_head()
         pending, self._head = self._head, None
         assert pending is not None
@@ -215,7 +215,7 @@ class StreamedTeacher:
         return batches
 
     def _pass_by(self, batches: list[PackedWork]) -> None:
-        """Take every unit of what was prefetched once, in order, and run it over all micro-batches."""
+        """Take every prefetched unit once, in order, and run it over all micro-batches."""
         asked, self._pass = self._pass, None
         assert asked is not None
         before = self.stream.stall_seconds
@@ -247,7 +247,7 @@ class StreamedTeacher:
             head = read_head(published, self._dtype, self._device, self._placement.vocabulary, pages)
         nbytes = head_bytes(head)
         meter.hold(nbytes)
-        # Counted until the last user has dropped it, whoever that is.
+        # Counted until its last user has dropped it.
         weakref.finalize(head, meter.let_go, nbytes)
         return head
 
@@ -264,10 +264,10 @@ class SharedBase(StreamedTeacher):
 
     @torch.no_grad()
     def score_all(self, asked: Mapping[LoRATeacher, Sequence[Sample]]) -> dict[LoRATeacher, list[Tensor]]:
-        """Hidden states `[R, D]` of each teacher's samples, all in one pass over the layers."""
+        """Return hidden states `[R, D]` of each teacher's samples, all in one pass over the layers."""
         reads = self.collective or any(asked.values())
         if reads:
-            self.prefetch()  # beside packing
+            self.prefetch()  # concurrent with packing
         packed = {teacher: self._pack(samples) for teacher, samples in asked.items()}
         self._works = {teacher: [work for work, _ in batches] for teacher, batches in packed.items()}
         everything = [work for works in self._works.values() for work in works]
@@ -301,7 +301,7 @@ class SharedBase(StreamedTeacher):
                     self.skeleton.layer(int(unit.removeprefix("layer.")), own, works)
 
     def _read_head(self, published: PublishedModel) -> Head:
-        """The head, read unless one of the teachers still has it: adapters leave it as it is."""
+        """Read the head unless one of the teachers still has it: adapters do not change it."""
         with self._reading:
             head = None if self._shared is None else self._shared()
             if head is None:
@@ -313,8 +313,8 @@ class SharedBase(StreamedTeacher):
 class LoRATeacher:
     """A teacher that is an adapter on a `SharedBase`.
 
-    Without a group of ranks, the first teacher whose `score` is called runs the pass for all that were asked
-    by `begin`; the others give what it left. With a group each call is a pass of its own, as all ranks must
+    Without a group of ranks, the first teacher whose `score` is called runs the pass for all samples given to
+    `begin`, and the others return its results. With a group each call is a pass of its own, as all ranks must
     agree.
     """
 
@@ -335,7 +335,7 @@ class LoRATeacher:
 
     @property
     def digest(self) -> str:
-        """Of base and adapter."""
+        """Digest of base and adapter."""
         return self.adapter.digest
 
     @property
@@ -345,33 +345,33 @@ class LoRATeacher:
 
     @property
     def device(self) -> torch.device:
-        """Where its hidden states and head are."""
+        """Device of its hidden states and head."""
         return self.base.device
 
     @property
     def bytes_read(self) -> int:
-        """Bytes read for it; what is read of the base counts for the first of its teachers."""
+        """Bytes read for it. Bytes of the base count for the first of its teachers."""
         first = self.base.members[0] is self
         return self.adapter.bytes_read + (self.base.bytes_read if first else 0)
 
     @property
     def cached_bytes(self) -> int:
-        """Bytes of the base that came from the node's copies, for the first of its teachers."""
+        """Bytes of the base that came from the node's cache, for the first of its teachers."""
         return self.base.cached_bytes if self.base.members[0] is self else 0
 
     @property
     def stall_seconds(self) -> float:
-        """How long callers have waited; waits for the base count for the first of its teachers."""
+        """Seconds callers have waited. Waits for the base count for the first of its teachers."""
         return self.base.stall_seconds if self.base.members[0] is self else 0.0
 
     def begin(self, samples: Sequence[Sample]) -> None:
-        """Say what `score` will be called with, so that one pass serves all teachers of the base."""
+        """Announce samples of the next `score`, so that one pass serves all teachers of the base."""
         self._asked |= {sample.uid: sample for sample in samples if sample.uid not in self._scored}
 
     def score(self, samples: Sequence[Sample]) -> HiddenStates:
-        """Last hidden states `[N, D]` at the rows `C-1 ... C+R-2` of every sample, in order.
+        """Return last hidden states `[N, D]` at the rows `C-1 ... C+R-2` of every sample, in order.
 
-        Raises what `StreamedTeacher.score` raises.
+        Raises as `StreamedTeacher.score` does.
         """
         if self.collective:
             self._scored = self._named(samples, self.base.score_all({self: samples})[self])
@@ -404,15 +404,15 @@ class LoRATeacher:
         self.base.prefetch_head()
 
     def discard_head(self) -> None:
-        """Forget a head that was prefetched and is not needed."""
+        """Drop a head that was prefetched and is not needed."""
         self.base.discard_head()
 
     def load_head(self) -> Head:
-        """The base's head; read once while any of its teachers has it."""
+        """Return the base's head, read once while any of its teachers has it."""
         return self.base.load_head()
 
     def take_weight_bytes_peak(self) -> int:
-        """The most bytes of weights in memory since this was last asked: of all teachers on its stream."""
+        """Return the most bytes of weights in memory since the last call: of all teachers on its stream."""
         return self.base.take_weight_bytes_peak()
 
     @property
@@ -433,10 +433,10 @@ def streamed_teachers(
     group: dist.ProcessGroup | None = None,
     cache: ShardCache | None = None,
 ) -> dict[str, StreamedTeacher | LoRATeacher]:
-    """Teachers by name, whole models and adapters alike, that share one stream and so its memory.
+    """Return teachers by name, full models and adapters alike, that share one stream and so its memory.
 
     Adapters on one base share that base. `group` is the ranks that share the reading, `cache` the node's
-    copies of what is read; see `LayerStream`.
+    cache. See `LayerStream`.
     """
     device = torch_device(placement.device)
     stream = LayerStream(prefetch_bytes=prefetch_bytes, device=device, group=group, cache=cache)

@@ -1,4 +1,4 @@
-"""A Hugging Face folder read as its published form will be: unit by unit, one layer in memory."""
+"""A Hugging Face folder read in its future published form: unit by unit, one layer in memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from opd.teachers.skeleton import UNIT, Skeleton, check_streams, unit_tensors
 
 
 def stream_fault(folder: Path) -> ModelError | TeacherError | StorageError | None:
-    """Why the model in `folder` cannot be streamed once it is published; `None` if it can.
+    """Return the reason why the model in `folder` cannot be streamed once it is published, or `None` if it
+    can.
 
     Raises `StorageError` or `CheckpointError` if the folder cannot be read.
     """
@@ -32,7 +33,7 @@ def stream_fault(folder: Path) -> ModelError | TeacherError | StorageError | Non
 
 
 def folder_units(folder: Path, form: ModelForm) -> tuple[dict[str, Unit], dict[str, TensorSource]]:
-    """`units_of`, which raises what `stream_fault` says where there is no place for a tensor."""
+    """`units_of` that raises the error of `stream_fault` if a tensor has no place."""
     try:
         return units_of(folder, form)
     except StorageError as error:
@@ -40,7 +41,7 @@ def folder_units(folder: Path, form: ModelForm) -> tuple[dict[str, Unit], dict[s
 
 
 class UnpublishedWeights:
-    """In float32 on the CPU.
+    """Weights in float32 on the CPU.
 
     Raises `StorageError` or `CheckpointError` if the folder cannot be read.
     """
@@ -55,8 +56,8 @@ class UnpublishedWeights:
 
     @torch.no_grad()
     def hidden(self, ids: Tensor) -> Tensor:
-        """[T, D]: last hidden states of the sequence `ids` [T] int64. Raises `ModelError` or `TeacherError`
-        for an architecture that is not read layer by layer.
+        """Return [T, D]: last hidden states of the sequence `ids` [T] int64. Raises `ModelError` or
+        `TeacherError` for an architecture that is not read layer by layer.
         """
         if (fault := stream_fault(self._folder)) is not None:
             raise fault
@@ -69,7 +70,7 @@ class UnpublishedWeights:
         return work.last_hidden()
 
     def head(self) -> Head:
-        """Over all of its rows."""
+        """Return the head over all of its rows."""
         tensors = self._tensors(UNIT)
         weight = next(tensor for name, tensor in tensors.items() if name.endswith(".weight"))
         bias = next((tensor for name, tensor in tensors.items() if name.endswith(".bias")), None)

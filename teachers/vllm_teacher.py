@@ -1,8 +1,8 @@
 """A teacher behind HTTP: vLLM servers give hidden states of the student's tokens or score them, the published
 head stays here.
 
-A server says nothing of its weights that could be relied on, so it proves them by its outputs (see
-`scorer.py`). Every server is asked before it works, and again after it was away.
+A server gives no reliable identity of its weights, so it proves them by its outputs (see `scorer.py`). Every
+server is checked before it works, and again after it was away.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from opd.teachers.served_teacher import ServedTeacher, kind_served_by
 
 _POOLING = shlex.join(ServerGroupConfig(type="vllm", arguments=VLLMTeacherConfig.POOLING).words)
 _WIDER = 64
-"""Of the probe so many times the bytes that are due are read, to say that hidden states are wider."""
+"""Limit of bytes read for the probe, as a multiple of the expected ones, to detect wider hidden states."""
 
 
 class VLLMScorer(Scorer):
@@ -58,19 +58,19 @@ class VLLMScorer(Scorer):
         super().__init__(model, settings, read, **asked)
         self._sampled = settings.signal == "sampled"
         self._context: int | None = None
-        """Most tokens a request may have on any server, the one that is written with them."""
+        """Most tokens of a request on any server, including the one it generates."""
         self._served = ""
         self._dtypes: dict[str, str] = {}
-        """What the servers compute in, by URL; of one that does not tell, float32 holds what any gives."""
+        """dtypes of the servers' computation, by URL. Default: float32, which holds all others."""
 
     @property
     def version(self) -> str:
-        """See `Scorer`: they tell none, and outputs prove the published weights."""
+        """See `Scorer`: servers give none, and outputs prove the published weights."""
         return "vllm"
 
     @property
     def title(self) -> str:
-        """See `Scorer`: what the first server calls its model."""
+        """See `Scorer`: the first server's name of its model."""
         return self._served
 
     async def meet(self, pool: HTTPPool, server: Server) -> float:
@@ -84,9 +84,7 @@ class VLLMScorer(Scorer):
         return tolerance(settings)
 
     async def held_checksum(self, pool: HTTPPool, server: Server) -> str | None:
-        """See `Scorer`: it tells one in the developers' mode alone, and not of weights that it has packed, as
-        it does on a CPU.
-        """
+        """See `Scorer`: only the developers' mode gives one, and not for packed weights, as on a CPU."""
         found = await checksums(pool, server)
         if not found or OF_NOTHING in found.values():
             return None
@@ -118,18 +116,17 @@ class VLLMScorer(Scorer):
             return await self._hidden_states(pool, server, question)
         body, most = scoring_body(question, self.top_k), most_bytes(question, self.top_k)
         answer = await pool.ask(server, "POST", SCORE, body, most)
-        # A long sample's answer has some hundred thousand entries: other answers go on.
+        # A long sample's answer has some hundred thousand entries: other answers go on meanwhile.
         found = await asyncio.to_thread(scores_of, answer, question, self.top_k, self.vocabulary)
         return found[2] if self._sampled else found
 
     async def _hidden_states(
         self, pool: HTTPPool, server: Server, question: Question, wider: int = 1
     ) -> np.ndarray:
-        """[count, D] float32: last hidden states at the positions of `question`, by one attempt, of whose
-        answer `wider` times what is due is read.
+        """Return [count, D] float32: last hidden states at the positions of `question`, by one attempt. At
+        most `wider` times the expected bytes are read.
 
-        Raises `UnavailableError`, `RefusedError`, and `TeacherError` for another width or weights that are
-        lost.
+        Raises `UnavailableError`, `RefusedError`, and `TeacherError` for another width or lost weights.
         """
         dtype, width = self._dtypes.get(server.url, "float32"), self.model.width
         body, due = hidden_body(question, dtype), hidden_bytes(question, width, dtype)
@@ -145,15 +142,13 @@ class VLLMScorer(Scorer):
             states = hidden_of(content, question, width, dtype)
             return states, says_nothing(states, question.tokens[:-1])
 
-        states, nothing = await asyncio.to_thread(checked)  # some megabytes: other answers go on
+        states, nothing = await asyncio.to_thread(checked)  # megabytes: other answers go on
         if nothing:
             raise lost_weights(pool.owner, server.url, "all hidden states of an answer are the same")
         return states
 
     def longest(self) -> tuple[int | None, str]:
-        """See `Scorer`. Of hidden states the last token is not asked for; with scores a server writes one
-        more.
-        """
+        """See `Scorer`. Hidden states leave out the last token. With scores a server generates one more."""
         more = 1 if self.hidden else -1
         return (
             None if self._context is None else self._context + more,

@@ -1,4 +1,4 @@
-"""What every configuration model shares."""
+"""Base class, markers and checks of all configuration models."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 _LONGEST = 100
-"""Bytes of a name: folders of stages and temporary files have longer ones made of it."""
+"""Maximum bytes of a name. Folders of stages and temporary files append to it."""
 
 
 def check_name(name: str) -> str:
-    """`name`, if it can name a folder, part of a metric and part of a sample's uid. Raises `ValueError`."""
+    """`name` if it can name a folder, part of a metric and part of a sample's uid. Raises `ValueError`."""
     wrong = None
     if name in ("mean", "std", "floor"):
         wrong = "it is the name of a metric"
@@ -39,14 +39,14 @@ def check_name(name: str) -> str:
 
 
 Name = Annotated[str, AfterValidator(check_name)]
-"""Of a domain, a teacher or a group of servers."""
+"""Name of a domain, a teacher or a group of servers."""
 
 
 _URL = re.compile(r"https?://[^\s/?#]+(/[^\s?#]*)?")
 
 
 def is_url(text: str) -> bool:
-    """Whether `text` is the URL of a server, to which paths can be added."""
+    """Return True if `text` is the URL of a server, to which paths can be added."""
     return _URL.fullmatch(text) is not None
 
 
@@ -54,7 +54,7 @@ _ONE_SLASH = re.compile(r"([a-z][a-z0-9+.-]+):/(?!/)(.*)", re.DOTALL)
 
 
 def check_slashes(text: str) -> str:
-    """`text`, a folder or the URL of a store. Raises `ValueError` for `s3:/bucket`, which would else be a
+    """Return `text`, a folder or the URL of a store. Raises `ValueError` for `s3:/bucket`, which would be a
     folder of that name.
     """
     if (short := _ONE_SLASH.fullmatch(text)) is not None:
@@ -75,48 +75,48 @@ GROUP = ("group",)
 POLICY_LOSS = ("logprobs", "old_logprobs", "advantages", "config")
 DIVERGENCE = ("micro", "student", "view")
 BATCH = ("batch",)
-"""What each kind of function of the user's own is called with, in this order."""
+"""Arguments of each kind of user function, in this order."""
 
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """Says of a field, in `Annotated`, that it may be another from a checkpoint of a run on, with
-    `--accept-changed-settings`: every step reads it anew, and nothing on disk was made of it.
+    """Marks a field, in `Annotated`, that may change from a checkpoint of a run on, with
+    `--accept-changed-settings`. Every step reads it again, and nothing on disk depends on it.
     """
 
     what: Literal["rate", "stream", "aside", "drawn", "judged"] = "rate"
-    """`rate`: later weights are others. `stream`: the same, but at 0 it is nothing to learn by, and a stage
-    does not begin or cease to in its middle. `aside`: what is measured, kept or waited for, and no weight.
-    `drawn`: which responses are written. `judged`: which reward they are given.
+    """`rate`: later weights change. `stream`: the same, but at 0 there is nothing to train on, and a stage
+    may not cross 0 in its middle. `aside`: only measurements, storage or waiting change. `drawn`: responses
+    change. `judged`: their rewards change.
     """
     below: bool = True
-    """Whether that goes for all that the field holds, and not only for it as a whole."""
+    """The mark covers everything inside the field too."""
 
 
 FILES = (".jsonl", ".parquet")
-"""How files of data end."""
+"""Suffixes of data files."""
 
 
 @dataclass(frozen=True, slots=True)
 class Located:
-    """Says of a field, in `Annotated`, that it is the path of a file or folder, or a URL."""
+    """Marks a field, in `Annotated`, as the path of a file or folder, or a URL."""
 
     model: bool = False
     """It is a model, and may have a name on the Hub."""
     files: bool = False
-    """It is one only if it ends as a file of data does, and else a name."""
+    """It is a path only if it ends like a data file, and otherwise a name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Own:
-    """Says of a field, in `Annotated`, that it is the dotted path of a function of the user's own."""
+    """Marks a field, in `Annotated`, as the dotted path of a user's function."""
 
     takes: tuple[str, ...]
-    """What it is called with."""
+    """Its arguments."""
 
 
 _IN_ORDER = ("command",)
-"""Lists in which a value may stand twice."""
+"""Lists that may repeat a value."""
 
 
 class Config(BaseModel):
@@ -134,7 +134,7 @@ class Config(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _truth_is_no_number(cls, data: Any) -> Any:
-        """`steps: true` would be one step: as a word it is refused where a number is due."""
+        """Refuse truth values for numbers: `steps: true` would be one step."""
         if not isinstance(data, Mapping):
             return data
         numbers = {
@@ -172,13 +172,13 @@ class Config(BaseModel):
 
 
 def _kinds(annotation: Any) -> set[Any]:
-    """The types that an annotation is made of."""
+    """Return the types in an annotation."""
     inside = get_args(annotation)
     return {kind for part in inside for kind in _kinds(part)} if inside else {annotation}
 
 
 def _told(value: Any) -> Any:
-    """`value` with the words for truth values, also in a list or mapping."""
+    """Replace truth values in `value` by words, also in a list or mapping."""
     if isinstance(value, dict):
         return {key: _told(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -187,7 +187,7 @@ def _told(value: Any) -> Any:
 
 
 def _numbers(value: Any) -> list[int | float]:
-    """The numbers of a field: itself, or those of a list, tuple or mapping."""
+    """Return the numbers of a field: itself, or those of a list, tuple or mapping."""
     if isinstance(value, list | tuple | dict):
         inside = value.values() if isinstance(value, dict) else value
         return [number for item in inside for number in _numbers(item)]

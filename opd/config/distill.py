@@ -1,4 +1,4 @@
-"""The merge: which divergence from which teachers, estimated how, normalised how."""
+"""Settings of the merge: the divergence, its teachers, estimator and normalisation."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class DistillConfig(Config):
 
     @property
     def weighs_samples(self) -> bool:
-        """Whether the distillation stream itself is an expectation over the tokens that were sampled."""
+        """True if the distillation stream itself is an expectation over the sampled tokens."""
         return self.loss.weighs_samples
 
     def _check_policy_loss(self) -> None:

@@ -1,4 +1,4 @@
-"""Where a domain's responses are episodes: `domains.NAME.environment`, and where its tools run."""
+"""Environments of a domain (`domains.NAME.environment`), and the sandboxes of their tools."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ BUILT_IN = {
 }
 """Name of a built-in environment -> dotted path of its class."""
 PLAIN = ("textworld", "gymnasium")
-"""Those that compute in Python and keep no log, so that they may be in another process."""
+"""Environments that compute in Python and keep no log, so another process may run them."""
 AGENT = "agent"
-"""Name of the environment that is a program of the user's own which asks for the model's turns."""
+"""Name of the environment that is a user's program requesting the model's turns."""
 LIBRARIES = {"verifiers": "opd.environments.verifiers:play"}
-"""Name of an agent that is another library's -> dotted path of its function."""
+"""Name of another library's agent -> dotted path of its function."""
 ToolFormat = Literal["none", "hermes", "llama", "deepseek"]
 ROLE = re.compile(r"[a-z_]{1,32}")
-"""Of a message: templates write it as it is, and another could begin a turn."""
+"""Pattern of a message's role. Templates write it as it is, and another text could begin a turn."""
 _SUCCESS = re.compile(r"info\.\w{1,100}")
 
 
@@ -111,12 +111,12 @@ class EnvironmentConfig(Config):
 
     @property
     def agent(self) -> str | None:
-        """Dotted path of the function that asks for the turns; `None` where an environment answers."""
+        """Dotted path of the function that requests turns; `None` for an environment."""
         return str(self.params["run"]) if self.type == AGENT else LIBRARIES.get(self.type)
 
     @property
     def image(self) -> str | None:
-        """Of the containers in which its tools run; `None` where they run in none."""
+        """Image of its tools' containers; `None` without containers."""
         sandbox = self.params.get("sandbox")
         if not isinstance(sandbox, dict) or sandbox.get("substrate") != "container":
             return None
@@ -124,7 +124,7 @@ class EnvironmentConfig(Config):
 
     @property
     def code(self) -> str | None:
-        """Dotted path of the user's own code in it."""
+        """Dotted path of the user's code in it."""
         if self.type == AGENT:
             return str(self.params["run"])
         return self.type if ":" in self.type else None
@@ -139,7 +139,7 @@ NamedEnvironment = Annotated[EnvironmentConfig, BeforeValidator(_named)]
 
 IMAGE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:@-]{0,511}")
 _LEAST_MB = 16
-"""Of a container's memory: with less no engine begins one."""
+"""Minimum memory of a container. No engine starts one with less."""
 
 
 class SandboxConfig(Config):

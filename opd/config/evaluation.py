@@ -1,4 +1,4 @@
-"""What is measured of every model of a run: held-out prompts of the domains, and sets of their own."""
+"""Evaluation of all models of a run: held-out prompts of the domains, and separate sets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names of what lies on the Hub, as a recipe may write them, and as a folder of the Hub's cache tells them.
+"""Names of models and files on the Hub, in recipes and in folders of the Hub's cache.
 
 org/name                                    a model: the newest commit of its branch `main`
 org/name@REVISION                           a branch, a tag, `refs/pr/N` or a commit
@@ -25,9 +25,9 @@ _FILE = re.compile(
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _CACHED = re.compile(r"(models|datasets)--(.+)--(.+)")
 _LOCAL = (".jinja", ".jsonl", ".parquet", ".json", ".yaml", ".safetensors", ".gguf")
-"""How files end that are no repositories."""
+"""Suffixes of files that are no repositories."""
 _RUNS = "runs/"
-"""Where runs are written, unless a recipe says otherwise."""
+"""Default folder of runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class HubName:
 
     @property
     def commit(self) -> str | None:
-        """The commit, where the revision is one."""
+        """The commit, if the revision is one."""
         return self.revision if is_commit(self.revision) else None
 
     def at(self, revision: str) -> HubName:
@@ -58,13 +58,13 @@ class HubName:
 
 
 def is_commit(text: str) -> bool:
-    """Whether `text` is the whole hash of a commit."""
+    """Return True if `text` is the full hash of a commit."""
     return _COMMIT.fullmatch(text) is not None
 
 
 def hub_name(text: str) -> HubName | None:
-    """What `text` names on the Hub; `None` for everything else, also where there is something at the path of
-    that name here: that is what it means then.
+    """Parse a name on the Hub. Return `None` for everything else, and if the path exists here, which takes
+    precedence.
     """
     named = _FILE.fullmatch(text)
     if named is not None:
@@ -80,7 +80,7 @@ def hub_name(text: str) -> HubName | None:
 
 
 def cached_name(path: str | Path) -> HubName | None:
-    """What the Hub calls a path inside its cache, `.../models--ORG--NAME/snapshots/COMMIT`; else `None`."""
+    """The Hub's name of a path inside its cache, `.../models--ORG--NAME/snapshots/COMMIT`, or `None`."""
     parts = Path(path).parts
     for at, part in enumerate(parts[:-2]):
         found = _CACHED.fullmatch(part)
@@ -93,13 +93,13 @@ def cached_name(path: str | Path) -> HubName | None:
 
 
 def told(path: str) -> str:
-    """`path` as a person reads it: what lies in the Hub's cache by its name there, with its commit."""
+    """Return `path` for display: a path in the Hub's cache becomes its name there, with its commit."""
     name = cached_name(path)
     return path if name is None else str(name)
 
 
 def _is_repo(repo: str) -> bool:
-    kind = repo.partition("/")[0] in ("models", "datasets", "spaces")  # which is no organisation
+    kind = repo.partition("/")[0] in ("models", "datasets", "spaces")  # no organisations
     return not kind and "--" not in repo and ".." not in repo and not repo.endswith(".git")
 
 

@@ -1,4 +1,4 @@
-"""From recipe files and command-line overrides to one validated `Recipe`, and back to YAML.
+"""Load recipe files and command-line overrides into one validated `Recipe`, and write it as YAML.
 
 Command-line overrides: `--distill.optim.lr 3e-5`, `--seed=1`, and short forms such as `--distill.lr`.
 """
@@ -27,17 +27,17 @@ from opd.redact import learn
 _log = logging.getLogger(__name__)
 
 _LONGEST = 250
-"""Characters of the name of a setting."""
+"""Maximum characters of a setting's name."""
 
 
 def parse_overrides(
     words: Sequence[str], schema: Any, data: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[KeyPath, str]]:
-    """Overrides as one nested mapping, and the option each path came from.
+    """Return overrides as one nested mapping, and the option of each path.
 
     A name that is not a full path stands for the one path that has its parts in order and ends with its last
     part. Raises `ConfigError` for a word that is no option, an unknown or ambiguous name, a missing value, or
-    a setting that is given twice.
+    a setting given twice.
     """
     tree: dict[str, Any] = {}
     places: dict[KeyPath, str] = {}
@@ -77,7 +77,7 @@ def _resolve(option: str, schema: Any, paths: Sequence[KeyPath]) -> KeyPath:
     if follow(schema, given) is not None:
         return given
     found = [path for path in paths if path[-1] == given[-1] and _in_order(given, path)]
-    if len(found) > 1:  # a domain's own settings are asked for by its name
+    if len(found) > 1:  # a domain's own settings need its name
         found = [path for path in found if path[0] != "domains" or path[1] in given] or found
         found = [path for path in found if path[:2] != ("evaluation", "sets") or path[2] in given] or found
         found = [path for path in found if "critic" not in path or "critic" in given] or found
@@ -100,7 +100,7 @@ def _resolve(option: str, schema: Any, paths: Sequence[KeyPath]) -> KeyPath:
 
 
 def _stands(data: Any, path: KeyPath) -> bool:
-    """Whether `data` has a mapping with keys at `path`."""
+    """Return True if `data` has a nonempty mapping at `path`."""
     for part in path:
         data = data.get(part) if isinstance(data, Mapping) else None
     return isinstance(data, Mapping) and bool(data)
@@ -112,8 +112,8 @@ def _in_order(parts: KeyPath, path: KeyPath) -> bool:
 
 
 def _suggestion(given: KeyPath, paths: Sequence[KeyPath], schema: Any) -> str:
-    """The nearest setting: by its full name, or by its first and last parts, as in `distill.lr`; beside what
-    `paths` has, those of a name of the user's own.
+    """Suggest the nearest setting: by its full name, or by its first and last parts, as in `distill.lr`. It
+    searches `paths`, and the fields below a user-chosen name.
     """
     *parents, last = given
     beside = {name for model in models(follow(schema, parents)) for name in model.model_fields}
@@ -156,7 +156,7 @@ def _assign(tree: dict[str, Any], path: KeyPath, value: Any, option: str) -> Non
 
 
 def _union(one: Any, other: Any, option: str) -> dict[str, Any]:
-    """What two options say of one mapping. Raises `ConfigError` where both set the same key."""
+    """Merge the values of two options for one mapping. Raises `ConfigError` if both set the same key."""
     if not (isinstance(one, dict) and isinstance(other, dict)):
         raise ConfigError(f"{option}: this setting is given twice; keep one of the two")
     both = {key: _union(one[key], other[key], option) for key in one.keys() & other.keys()}
@@ -164,12 +164,12 @@ def _union(one: Any, other: Any, option: str) -> dict[str, Any]:
 
 
 def load_recipe(paths: Sequence[str | Path], overrides: Sequence[str] = ()) -> Recipe:
-    """The recipe in `paths`, deep-merged left to right, with `overrides` on top.
+    """Load the recipe in `paths`, deep-merged left to right, with `overrides` on top.
 
-    `overrides` are command-line words: `["--distill.lr", "3e-5", "--seed=1"]`. Mappings merge key by key,
-    every other value replaces; a mapping that chooses another `type` replaces the whole mapping. A mapping
-    that sets a few keys keeps the defaults of the place it stands in: `distill: {optim: {lr: 3e-5}}` changes
-    nothing but the learning rate. Raises `ConfigError` naming file and line, or option, and the dotted key.
+    `overrides` are command-line words: `["--distill.lr", "3e-5", "--seed=1"]`. Mappings merge key by key, and
+    every other value replaces. A mapping with another `type` replaces the whole mapping. A mapping that sets
+    a few keys keeps the local defaults: `distill: {optim: {lr: 3e-5}}` changes only the learning rate. Raises
+    `ConfigError` naming file and line, or option, and the dotted key.
     """
     if not paths:
         raise ConfigError("no recipe was given; name at least one YAML file")
@@ -192,7 +192,7 @@ def load_recipe(paths: Sequence[str | Path], overrides: Sequence[str] = ()) -> R
 
 
 def _tell_what_goes(data: Mapping[str, Any], tree: Mapping[str, Any], options: Mapping[KeyPath, str]) -> None:
-    """Warn where an option chooses another `type`: what stood beside that in a file goes with it, unseen."""
+    """Warn if an option chooses another `type`, which drops the settings beside the old one in a file."""
     for path in options:
         schema, old, new = follow(Recipe, path), _at(data, path), _at(tree, path)
         old, new = _spelled_out(old, schema), _spelled_out(new, schema)
@@ -219,19 +219,19 @@ def _at(data: Any, path: KeyPath) -> Any:
 
 
 def _is_other(left: Mapping[str, Any], right: Mapping[str, Any], schema: Any) -> bool:
-    """Whether `right` is another kind than `left`, of those that `schema` knows."""
+    """Return True if `right` is another kind than `left`, among those of `schema`."""
     return len(models(schema)) > 1 and "type" in right and right["type"] != left.get("type", right["type"])
 
 
 def dump_recipe(recipe: Recipe) -> str:
-    """The recipe with every default written out, as YAML that `load_recipe` reads back to an equal one."""
+    """Write the recipe with every default as YAML that `load_recipe` reads back to an equal one."""
     return write_yaml(recipe.model_dump(mode="json"))
 
 
 def located(recipe: Recipe) -> Recipe:
-    """`recipe` with every path in it absolute, seen from the current folder; names on the Hub stay.
+    """Make every path of `recipe` absolute, from the current folder. Names on the Hub stay.
 
-    Done once, where a command starts: code of the user's own may go to another folder.
+    Call it once, when a command starts, because user code may change the folder.
     """
     data, of_models = recipe.model_dump(), model_keys(recipe)
 
@@ -248,7 +248,7 @@ def located(recipe: Recipe) -> Recipe:
 
 
 def replace_at(data: dict[str, Any], path: KeyPath, change: Callable[[Any], Any]) -> None:
-    """Put `change(value)` in the place of the value at `path`."""
+    """Replace the value at `path` by `change(value)`."""
     *parents, last = path
     for key in parents:
         data = data[key]
@@ -256,24 +256,24 @@ def replace_at(data: dict[str, Any], path: KeyPath, change: Callable[[Any], Any]
 
 
 def path_keys(recipe: Recipe) -> list[KeyPath]:
-    """The keys of `recipe` whose values, if there are any, are paths of files or folders, or URLs."""
+    """The keys of `recipe` whose values are paths of files or folders, or URLs. Values may be missing."""
     found = marked(recipe, Located)
     return [path for path, mark, value in found if not mark.files or value.endswith(FILES)]
 
 
 def model_keys(recipe: Recipe) -> list[KeyPath]:
-    """The keys of `recipe` whose values, if there are any, are models: folders, URLs, or names on the Hub."""
+    """Return the keys of `recipe` for models: folders, URLs, or names on the Hub, if given."""
     return [path for path, mark, _ in marked(recipe, Located) if mark.model]
 
 
 def given_models(recipe: Recipe) -> list[str]:
-    """The values of `model_keys` that are given."""
+    """Return the values of `model_keys` that are set."""
     model = (recipe.model.path, recipe.model.tokenizer, recipe.model.chat_template)
     return [value for value in (*model, *recipe.given_teachers().values()) if value is not None]
 
 
 def merge(left: Any, right: Any, schema: Any) -> Any:
-    """`right` laid over `left`: mappings key by key, anything else replaced."""
+    """Merge `right` over `left`: mappings key by key, anything else replaced."""
     left, right = _spelled_out(left, schema), _spelled_out(right, schema)
     if not (isinstance(left, Mapping) and isinstance(right, Mapping)):
         return right
@@ -286,17 +286,17 @@ def merge(left: Any, right: Any, schema: Any) -> Any:
 
 
 def _spelled_out(value: Any, schema: Any) -> Any:
-    """`ray` as `{type: ray}`, where that is one of the alternatives: other files may add settings to it."""
+    """Expand `ray` to `{type: ray}` if it names one of the alternatives, so other files may add settings."""
     members = models(schema)
     known = isinstance(value, str) and len(members) > 1 and value in map(tag, members)
     return {"type": value} if known else value
 
 
 def complete(schema: Any, data: Any, default: Any = None) -> Any:
-    """`data` with the missing keys of every mapping taken from `default`, the value its field has unset.
+    """Fill the missing keys of every mapping in `data` from `default`, the default value of its field.
 
-    Pydantic alone would take them from the model's class, so that one key in `distill.optim` would silently
-    reset the others to another stage's defaults.
+    Pydantic alone would take them from the model's class, so one key in `distill.optim` would silently reset
+    the others to another stage's defaults.
     """
     if not isinstance(data, Mapping):
         return data
@@ -317,7 +317,7 @@ def complete(schema: Any, data: Any, default: Any = None) -> Any:
 
 
 def _member(schema: Any, data: Mapping[str, Any], default: Any) -> type[Config] | None:
-    """The model that `data` is meant for: by its `type`, else the default's, else the only one."""
+    """Return the model for `data`: by its `type`, else the default's, else the only one."""
     members = models(schema)
     if len(members) <= 1:
         return members[0] if members else None

@@ -1,6 +1,6 @@
-"""Answers for other libraries' options, by the table in `other_names.yaml`.
+"""Answers for other libraries' options, from the table in `other_names.yaml`.
 
-The command line and the reader of recipes answer with a row; `table()` is that of the documentation
+The command line and the recipe reader answer with a row. `table()` generates the documentation's
 (`docs/reference/other_names.md`).
 """
 
@@ -16,25 +16,25 @@ import yaml
 from opd.errors import ConfigError
 
 _FLAGS = ("slime", "miles", "OpenRLHF")
-"""Libraries whose options are flags, written with dashes in front."""
+"""Libraries whose options are flags, written with leading dashes."""
 _HERE = {"kl_coef", "entropy_coef"}
-"""Spellings of others' names that are settings here."""
+"""Other libraries' names that are settings here."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Options of other libraries that ask for the same, and where it is here."""
+    """Equivalent options of other libraries, and the field here."""
 
     here: tuple[str, ...]
-    """Dotted fields of a recipe; empty where there is no such setting, and `note` says why."""
+    """Dotted fields of a recipe. If empty there is no such setting, and `note` says why."""
     note: str
     names: dict[str, tuple[str, ...]]
-    """What a library is called -> its options, without dashes in front."""
+    """Name of a library -> its options, without leading dashes."""
 
 
 @lru_cache(maxsize=1)
 def rows() -> tuple[Row, ...]:
-    """The rows of the table."""
+    """Return the rows of the table."""
     data = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text("utf-8"))
     called, found = data["libraries"], []
     for row in data["rows"]:
@@ -49,7 +49,7 @@ def rows() -> tuple[Row, ...]:
 
 @lru_cache(maxsize=1)
 def _by_name() -> dict[str, tuple[list[str], Row]]:
-    """Name, with underscores for dashes -> the libraries that have it, and its row."""
+    """Map a name, with underscores for dashes, to its libraries and its row."""
     found: dict[str, tuple[list[str], Row]] = {}
     for row in rows():
         for library, names in row.names.items():
@@ -59,9 +59,9 @@ def _by_name() -> dict[str, tuple[list[str], Row]]:
 
 
 def other_name(name: str, mark: str = "") -> str | None:
-    """Return what `name`, another library's option, is called here; `None` if no library has it.
+    """Return the field here for `name`, another library's option; `None` if no library has it.
 
-    Dashes and underscores are the same, and so are capitals. `mark` stands before each field of the answer.
+    Dashes and underscores are the same, and so are capitals. `mark` precedes each field of the answer.
     """
     libraries, row = _by_name().get(name.lower().replace("-", "_"), ([], None))
     if row is None or name in _HERE:
@@ -75,7 +75,7 @@ def other_name(name: str, mark: str = "") -> str | None:
 
 
 def other_section(name: str) -> str | None:
-    """Whose section of a configuration `name` is, and where its settings are listed; `None` if nobody's."""
+    """The library with the configuration section `name`, and where its settings are listed, or `None`."""
     of = {
         library: None
         for one, (libraries, _) in _by_name().items()
@@ -94,7 +94,7 @@ def other_section(name: str) -> str | None:
 def refuse_other_name(option: str) -> None:
     """Raise `ConfigError` with the field to use if `option` (`--opd-kl-coef`) is another library's.
 
-    One without a row of its own belongs to the family of its first word (`--sglang-*`) if that has one.
+    An option without a row belongs to the family of its first word (`--sglang-*`) if that has one.
     """
     name = option.removeprefix("--")
     answer = other_name(name, "--") or other_name(f"{name.partition('-')[0]}-*" if "-" in name else "", "--")
@@ -108,11 +108,11 @@ FORMER = {
     "distill.teachers.path": "it says of which kind teachers are; give each its own `teachers.NAME.path`",
     "distill.megatron": "set `distill.teachers` to `{type: megatron, tensor_parallel: ...}`",
 }
-"""What is no setting, or not any more, and what to write in its place."""
+"""Former or missing settings, with their replacement."""
 
 
 def former(path: Sequence[str | int]) -> str | None:
-    """What to write in place of what stands at `path`, where that is known."""
+    """Return the replacement of the setting at `path`, if known."""
     for pattern, now in FORMER.items():
         parts = pattern.split(".")
         if len(path) >= len(parts) and all(a in ("*", str(b)) for a, b in zip(parts, path, strict=False)):
@@ -121,7 +121,7 @@ def former(path: Sequence[str | int]) -> str | None:
 
 
 def table() -> Iterator[str]:
-    """The rows as lines of a Markdown table."""
+    """Yield the rows as lines of a Markdown table."""
     yield "| there | here |"
     yield "|---|---|"
     for row in rows():

@@ -104,7 +104,7 @@ class DomainConfig(Config):
 
     @property
     def is_file(self) -> bool:
-        """Whether the source is a file, and not generated."""
+        """True if the source is a file, and not generated."""
         return self.source.endswith(FILES)
 
 
@@ -162,7 +162,7 @@ class ModelConfig(Config):
 
 BaselineName = Literal["average", "task_arithmetic", "ties", "dare", "mixed_grpo", "off_policy"]
 WEIGHT_MERGES = ("average", "task_arithmetic", "ties", "dare")
-"""The baselines that do arithmetic on weights, and so need models of one configuration."""
+"""Baselines that do arithmetic on weights, and so need models of one configuration."""
 
 
 class BaselinesConfig(Config):
@@ -190,13 +190,11 @@ class BaselinesConfig(Config):
 
 
 OF_DOMAINS = {"specialist": SpecialistConfig, "rollout": WritingConfig}
-"""Groups of settings that a domain may have its own of, each with what may be said there."""
+"""Groups of settings that a domain may override, with their schema."""
 
 
 def inherited(data: Any) -> Any:
-    """A recipe as it is written, in which the own settings of each domain and evaluation set stand on the
-    recipe's of that name.
-    """
+    """Merge settings of each domain and evaluation set over the recipe's of the same name, in raw data."""
     if not isinstance(data, Mapping):
         return data
     found = {}
@@ -212,7 +210,7 @@ def inherited(data: Any) -> Any:
 def _inheriting(
     data: Mapping[str, Any], entries: Mapping[str, Any], groups: Mapping[str, type[Config]]
 ) -> dict[str, Any]:
-    """`entries`, whose own settings of `groups` stand on those of `data`."""
+    """Merge the settings of `entries` in `groups` over those of `data`."""
     found = {}
     for name, config in entries.items():
         own = {}
@@ -224,7 +222,7 @@ def _inheriting(
 
 
 def _part(general: Any, schema: type[Config]) -> Any:
-    """What `schema` knows of `general`."""
+    """Return the fields of `general` that `schema` has."""
     general = general.model_dump() if isinstance(general, Config) else general
     if not isinstance(general, Mapping):
         return general
@@ -232,7 +230,7 @@ def _part(general: Any, schema: type[Config]) -> Any:
 
 
 def _over(general: Any, own: Any) -> Any:
-    """`own` laid over `general`, key by key; another `type` has nothing in common with it."""
+    """Merge `own` over `general`, key by key. Another `type` replaces it."""
     general = general.model_dump() if isinstance(general, Config) else general
     if not (isinstance(general, Mapping) and isinstance(own, Mapping)):
         return own
@@ -278,29 +276,29 @@ class Recipe(Config):
     """`local`, `ray`, or a mapping with that `type` and its settings."""
 
     def teacher_weights(self, domain: str) -> dict[str, float]:
-        """Teachers of `domain` and their weights, which sum to 1; none where its reward alone counts."""
+        """Return teachers of `domain` and their weights, which sum to 1. Empty if only its reward counts."""
         config = self.domains[domain]
         own = None if config.distill is None else config.distill.kl_coef
         return shared_out(config.teacher or domain) if own is None or own > 0 else {}
 
     def teacher(self, name: str) -> TeacherSettings:
-        """Kind and settings of a teacher."""
+        """Return kind and settings of a teacher."""
         return self.teachers.get(name, self.distill.teachers)
 
     def given_teachers(self) -> dict[str, str]:
-        """Folder or URL of each teacher that this run does not train."""
+        """Return folder or URL of each teacher that this run does not train."""
         return {name: entry.path for name, entry in self.teachers.items() if entry.path is not None}
 
     @property
     def kept_by_servers(self) -> int:
-        """Tokens of a model's positions that sequences leave to the servers which write or score them."""
+        """Number of a model's positions that sequences leave free for servers."""
         asked = (self.rollout.engine, *self.teachers.values())
         return max((one.kept for one in asked if isinstance(one, ServerConfig)), default=0)
 
     @property
     def merged_because(self) -> str | None:
-        """Why servers that the student writes on are given its adapters merged into all weights; `None` if
-        nothing in the recipe speaks against sending them alone.
+        """Why the student's servers get adapters merged into all weights. `None` if nothing in the recipe
+        prevents sending adapters only.
         """
         engine, lora = self.rollout.engine, self.model.lora
         if lora is None or not isinstance(engine, ServedEngineConfig):
@@ -318,7 +316,7 @@ class Recipe(Config):
         return [entry.servers for entry in served if entry.servers is not None]
 
     def taught(self) -> dict[str, list[str]]:
-        """Teacher -> the domains it teaches, in the order of the domains."""
+        """Map a teacher to its domains, in the order of the domains."""
         found: dict[str, list[str]] = {}
         for domain in self.domains:
             for name in self.teacher_weights(domain):
@@ -326,8 +324,8 @@ class Recipe(Config):
         return found
 
     def following_teachers(self) -> Recipe:
-        """The recipe as a GRPO stage has it whose `specialist.opd` names teachers: in it they are every
-        domain's, and `distill` says how they are followed, as it says of the merge's.
+        """Return the recipe for a GRPO stage whose `specialist.opd` names teachers. They become every
+        domain's teachers, and `distill` gets the settings of `opd`.
         """
         opd = self.specialist.opd
         if opd is None:
@@ -342,8 +340,8 @@ class Recipe(Config):
         return self.model_copy(update={"distill": distill, "domains": domains})
 
     def following(self) -> dict[str, Recipe]:
-        """Domain -> the recipe as the GRPO stage of its specialist has it, where that follows teachers; under
-        `` that of the baseline of all domains, where it does.
+        """Map a domain to the recipe of its specialist's GRPO stage, if that follows teachers. The key `` has
+        the recipe of the baseline over all domains, if that does.
         """
         recipes = {domain: self.for_domain(domain) for domain in self.grpo_domains()}
         if "mixed_grpo" in self.baselines.methods or self.baselines.mixed_grpo_all_tokens:
@@ -352,7 +350,7 @@ class Recipe(Config):
         return {domain: own.following_teachers() for domain, own in taught.items()}
 
     def followed(self) -> dict[str, list[str]]:
-        """Teacher -> the domains on which a GRPO stage follows it, in the order of the domains."""
+        """Map a teacher to the domains on which a GRPO stage follows it, in the order of the domains."""
         found: dict[str, set[str]] = {}
         for domain, own in self.following().items():
             for name in own.taught():
@@ -360,22 +358,22 @@ class Recipe(Config):
         return {name: [domain for domain in self.domains if domain in own] for name, own in found.items()}
 
     def used_teachers(self) -> list[str]:
-        """Every teacher of the merge, then those that a GRPO stage alone follows, in the recipe's order."""
+        """Return every teacher of the merge, then those of GRPO stages only, in the recipe's order."""
         return list(dict.fromkeys([*self.taught(), *self.followed()]))
 
     def specialist_domains(self) -> list[str]:
-        """Domains whose specialist this run trains: those some domain names as teacher without a path."""
+        """Domains whose specialist this run trains: some domain names it as teacher and it has no path."""
         named = {name for domain in self.domains for name in self.teacher_weights(domain)}
         given = self.given_teachers()
         return [domain for domain in self.domains if domain in named and domain not in given]
 
     @property
     def trains_base(self) -> bool:
-        """Whether the base learns something before specialists and merge begin from it."""
+        """True if the base is trained before specialists and merge start from it."""
         return self.base is not None or self.sft is not None
 
     def for_domain(self, domain: str) -> Recipe:
-        """The recipe of what is trained for `domain` alone: its own settings are in their places."""
+        """Return the recipe for training on `domain` alone, with its own settings in place."""
         config = self.domains[domain]
         own: dict[str, Config] = {}
         if config.specialist is not None:
@@ -388,7 +386,7 @@ class Recipe(Config):
         return self.model_copy(update=own) if own else self
 
     def rollouts(self) -> dict[str, RolloutConfig]:
-        """How each domain and evaluation set is written, by the key that says it; the run's own first."""
+        """Map the key of each domain's and evaluation set's rollout settings to them; the run's own first."""
         found = {"rollout": self.rollout}
         for where, recipe in (("domains", self), ("evaluation.sets", self.of_sets())):
             for name, config in recipe.domains.items():
@@ -398,12 +396,12 @@ class Recipe(Config):
 
     @property
     def cuts_tokens(self) -> bool:
-        """Whether any response is drawn with a `top_p` or `top_k`."""
+        """True if any response is drawn with a `top_p` or `top_k`."""
         return any(rollout.top_p < 1 or rollout.top_k > 0 for rollout in self.rollouts().values())
 
     def drawn_alike(self) -> Recipe:
-        """The recipe with one temperature, `top_p` and `top_k` in all domains, for a policy that learns from
-        all of them at one temperature."""
+        """Return the recipe with one temperature, `top_p` and `top_k` in all domains, for a policy that
+        trains on all of them at one temperature."""
         drawn = {key: getattr(self.rollout, key) for key in ("temperature", "top_p", "top_k")}
         domains = {
             name: config
@@ -414,9 +412,9 @@ class Recipe(Config):
         return self.model_copy(update={"domains": domains})
 
     def of_sets(self) -> Recipe:
-        """The recipe with its evaluation sets in the place of its domains: how they are asked and rewarded.
+        """Return the recipe with its evaluation sets as its domains.
 
-        All of a file is held out; of what is generated the share that no generated domain is trained on.
+        All of a file is held out. Of generated data the share is held out that no generated domain trains on.
         """
         generated = [config.held_out for config in self.domains.values() if not config.is_file]
         least = min([DomainConfig.model_fields["held_out"].default, *generated])
@@ -431,25 +429,25 @@ class Recipe(Config):
         return self.model_copy(update={"domains": domains})
 
     def longest_response(self) -> int:
-        """The most response tokens that any domain allows."""
+        """Return the maximum response tokens of any domain."""
         return max(self.for_domain(name).rollout.max_new_tokens for name in self.domains)
 
     def grpo_domains(self) -> list[str]:
-        """Domains whose specialist is trained with GRPO, after demonstrations or without any."""
+        """Return domains whose specialist is trained with GRPO, after demonstrations or without any."""
         return [name for name in self.specialist_domains() if self.for_domain(name).specialist.steps]
 
     def is_started(self, domain: str) -> bool:
-        """Whether a stage before GRPO lets the specialist of `domain` learn from demonstrations."""
+        """Return True if a stage before GRPO trains the specialist of `domain` on demonstrations."""
         return self.domains[domain].sft is not None and domain in self.grpo_domains()
 
     def demonstrated(self) -> dict[str, SFTConfig]:
-        """Domain -> the demonstrations its specialist learns from; of the base under ``."""
+        """Map a domain to its specialist's demonstrations; the key `` has the base's."""
         found = {"": self.sft} if self.sft is not None else {}
         own = {name: self.domains[name].sft for name in self.specialist_domains()}
         return found | {name: sft for name, sft in own.items() if sft is not None}
 
     def model_post_init(self, context: Any, /) -> None:
-        """Whoever has the recipe, in whatever process, writes its secrets nowhere."""
+        """Hide the recipe's secrets in every process that loads it."""
         learn(self.model_dump(mode="json"))
 
     @model_validator(mode="before")
@@ -460,7 +458,7 @@ class Recipe(Config):
     @model_validator(mode="before")
     @classmethod
     def _kinds_of_teachers(cls, data: Any) -> Any:
-        """An entry without `type` takes it, and the settings beside it, from `distill.teachers`."""
+        """Give an entry without `type` the type and settings of `distill.teachers`."""
         entries = data.get("teachers") if isinstance(data, Mapping) else None
         if not isinstance(entries, Mapping):
             return data
@@ -470,7 +468,7 @@ class Recipe(Config):
         chosen = distill.get("teachers") if isinstance(distill, Mapping) else None
         chosen = {"type": chosen} if isinstance(chosen, str) else chosen
         chosen = chosen if isinstance(chosen, Mapping) else {}
-        # Whatever is wrong with `distill.teachers` is said of it alone.
+        # Errors in `distill.teachers` are reported there only.
         kind = KINDS_HERE.get(str(chosen.get("type")), StreamedTeacherConfig)
         own = {key: chosen[key] for key in kind.model_fields if key in chosen}
         own["type"] = kind.model_fields["type"].default

@@ -1,4 +1,4 @@
-"""What scores answers: `domains.NAME.reward`. The code of a kind is in `opd/rewards`."""
+"""Rewards of answers: `domains.NAME.reward`. `opd/rewards` has their code."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from opd.config.base import Changes, Config, Located, is_url
 
 Way = Literal["whole", "boxed", "answer", "number", "last_line", "code", "json"]
 Ways = Annotated[list[Way], Field(min_length=1), BeforeValidator(lambda v: [v] if isinstance(v, str) else v)]
-"""One way to read an answer, or several, of which the first counts that finds something."""
+"""One way to read an answer, or several; the first that finds something counts."""
 
 
 class FunctionReward(Config):
@@ -166,9 +166,9 @@ HOW_ASKED = (
     "cache",
     *(name for name, field in ServedReward.model_fields.items() if Changes("aside") in field.metadata),
 )
-"""Settings of a `ServedReward` that decide no number."""
+"""Settings of a `ServedReward` that change no number."""
 PLACES = ("prompt", "context", "answer", "label")
-"""What a template may name in braces."""
+"""Names in braces that a template may use."""
 
 
 def _template(text: str) -> str:
@@ -262,12 +262,12 @@ VerifierSettings = (
     | JudgeReward
     | ScorerReward
 )
-"""Those that are built in."""
+"""The built-in rewards."""
 VERIFIERS: tuple[str, ...] = tuple(kind.model_fields["type"].default for kind in get_args(VerifierSettings))
 
 
 def _named(value: Any) -> Any:
-    """`math` is short for `{type: math}`, `package.module:function` for a function."""
+    """Expand `math` to `{type: math}`, and `package.module:function` to a function."""
     if not isinstance(value, str):
         return value
     if value in VERIFIERS:

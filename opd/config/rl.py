@@ -1,10 +1,10 @@
-"""Settings of reinforcement learning: advantages, policy loss, importance corrections, reference KL; and of
-the divergences from teachers, which the merge and a specialist may follow.
+"""Settings of reinforcement learning (advantages, policy loss, importance corrections, reference KL) and of
+divergences from teachers, for the merge and for a specialist.
 
-A correction is about tokens that the trainer's policy would have drawn with another probability. The ratio is
-`pi_train / pi_rollout`: the trainer's log-probability at the start of the step against the one the engine
-logged when it drew the token. It is 1 for a synchronous run on one kind of kernel, and not for stale
-rollouts, quantised engines or other kernels.
+A correction is for tokens that the trainer's policy would draw with another probability. The ratio is
+`pi_train / pi_rollout`: the trainer's log-probability at the start of the step against the engine's, logged
+when it drew the token. It is 1 for a synchronous run on one kind of kernel, and not for stale rollouts,
+quantised engines or other kernels.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class _Advantage(Config):
     """Take the mean over the step's tokens off the advantages and divide by their standard deviation."""
 
     compares: ClassVar[bool] = True
-    """Whether a response is only worth something beside the others of its group."""
+    """True if a response is worth something only relative to the others of its group."""
 
 
 class GRPOAdvantage(_Advantage):
@@ -208,7 +208,7 @@ class CISPOLoss(_PolicyLoss):
 
 
 def _loss_type(value: Any) -> str:
-    """The `type` of a policy loss; one without is the clipped one."""
+    """Return the `type` of a policy loss. Without one it is the clipped loss."""
     found = value.get("type", "clip") if isinstance(value, Mapping) else getattr(value, "type", "clip")
     return found if isinstance(found, str) else repr(found)
 
@@ -309,12 +309,12 @@ class DistillLoss(Config):
 
     @property
     def signal(self) -> Signal:
-        """The least that servers of a teacher have to be asked for."""
+        """The minimum signal that a teacher's servers have to give."""
         return "hidden"
 
     @property
     def weighs_samples(self) -> bool:
-        """Whether it is itself an expectation over the tokens that were sampled."""
+        """True if the loss is itself an expectation over sampled tokens."""
         return False
 
 
@@ -343,7 +343,7 @@ class SampledTokenK1(DistillLoss):
 
     @property
     def signal(self) -> Signal:
-        """Of the tokens that were written."""
+        """The sampled tokens' log-probabilities."""
         return "sampled"
 
 
@@ -354,12 +354,12 @@ class SampledTokenK2(DistillLoss):
 
     @property
     def signal(self) -> Signal:
-        """Of the tokens that were written."""
+        """The sampled tokens' log-probabilities."""
         return "sampled"
 
     @property
     def weighs_samples(self) -> bool:
-        """All of it."""
+        """True: the whole loss."""
         return True
 
 
@@ -380,12 +380,12 @@ class TopKKL(DistillLoss):
 
     @property
     def signal(self) -> Signal:
-        """The teacher's own top k can be asked for; of what the student chooses, only hidden states tell."""
+        """The teacher's own top k; if the student chooses tokens, only hidden states suffice."""
         return "topk" if self.support == "teacher" else "hidden"
 
     @property
     def weighs_samples(self) -> bool:
-        """The term of tokens outside the support."""
+        """True with the term of tokens outside the support."""
         return self.form == "hybrid"
 
 
@@ -398,7 +398,7 @@ class CustomDivergence(DistillLoss):
 
     @property
     def weighs_samples(self) -> bool:
-        """It may be."""
+        """True, because it may be."""
         return True
 
 
@@ -412,7 +412,7 @@ Mixture = Literal["one_hot", "geometric", "arithmetic"]
 
 
 def check_mixture(loss: DistillLoss, mixture: Mixture) -> None:
-    """`ValueError` for a mixture of teachers that `loss` is not defined for."""
+    """Raise `ValueError` for a mixture of teachers that `loss` is not defined for."""
     reverse = isinstance(loss, FullVocabularyKL) and loss.kind == "reverse"
     if mixture == "arithmetic" and not (reverse or isinstance(loss, SampledTokenK1)):
         raise ValueError(
@@ -422,11 +422,11 @@ def check_mixture(loss: DistillLoss, mixture: Mixture) -> None:
 
 
 _LEAST = 1e-6
-"""Least share of a teacher among several: one with less is never asked, and its logarithm is far off."""
+"""Minimum share of a teacher among several. One with less is never asked, and its logarithm is far off."""
 
 
 def check_weights(given: str | dict[str, float] | None) -> str | dict[str, float] | None:
-    """A teacher, or weights over several. Raises `ValueError` unless each of them counts."""
+    """Return a teacher, or weights over several. Raises `ValueError` unless each of them counts."""
     if isinstance(given, dict):
         if not given or min(given.values()) <= 0:
             raise ValueError("give the name of a teacher, or several with positive weights")
@@ -480,7 +480,7 @@ class OPDConfig(Config):
 
 
 def shared_out(teacher: str | Mapping[str, float]) -> dict[str, float]:
-    """A teacher, or weights over several, as weights that sum to 1."""
+    """Return a teacher, or weights over several, as weights that sum to 1."""
     weights = {teacher: 1.0} if isinstance(teacher, str) else dict(teacher)
     total = sum(weights.values())
     return {name: weight / total for name, weight in weights.items()}

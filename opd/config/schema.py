@@ -1,7 +1,7 @@
-"""Which keys a recipe may have: a walk over the configuration models, for merging, overrides and messages.
+"""Walks over the configuration models, to find the keys of a recipe for merging, overrides and messages.
 
-From the same walk come sentences in place of pydantic's errors (the file or option, the dotted key, the way
-out), and every field with its type, default and sentence, for `opd run --help` and shell completion.
+The same walk turns pydantic's errors into sentences (file or option, dotted key, fix), and lists every field
+with its type, default and sentence, for `opd run --help` and shell completion.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from opd.config.yaml_reader import KeyPath
 
 
 def arms(annotation: Any) -> list[Any]:
-    """The alternatives of an annotation, with `Annotated`, `Union` and `None` taken away."""
+    """Return the alternatives of an annotation, without `Annotated`, `Union` and `None`."""
     origin = get_origin(annotation)
     if origin is Annotated:
         return arms(get_args(annotation)[0])
@@ -35,12 +35,12 @@ def arms(annotation: Any) -> list[Any]:
 
 
 def models(annotation: Any) -> list[type[Config]]:
-    """The configuration models among the alternatives of an annotation."""
+    """Return the configuration models among the alternatives of an annotation."""
     return [arm for arm in arms(annotation) if isinstance(arm, type) and issubclass(arm, Config)]
 
 
 def tag(model: type[Config] | Config) -> Any:
-    """The value of `type` that selects `model` in a union; `None` for a model without one."""
+    """Return the value of `type` that selects `model` in a union; `None` for a model without one."""
     kind = model if isinstance(model, type) else type(model)
     field = kind.model_fields.get("type")
     if field is None:
@@ -50,7 +50,7 @@ def tag(model: type[Config] | Config) -> Any:
 
 
 def below(annotation: Any, key: str) -> Any:
-    """The annotation of `key` in a value of `annotation`; `None` if there can be no such key."""
+    """Return the annotation of `key` in a value of `annotation`; `None` if there can be no such key."""
     found = [model.model_fields[key].annotation for model in models(annotation) if key in model.model_fields]
     for arm in arms(annotation):
         if get_origin(arm) is dict:
@@ -61,7 +61,7 @@ def below(annotation: Any, key: str) -> Any:
 
 
 def follow(annotation: Any, path: Iterable[str]) -> Any:
-    """The annotation at `path`; `None` if no recipe has such a path."""
+    """Return the annotation at `path`; `None` if no recipe has such a path."""
     for key in path:
         annotation = below(annotation, key)
         if annotation is None:
@@ -70,7 +70,7 @@ def follow(annotation: Any, path: Iterable[str]) -> Any:
 
 
 def key_paths(annotation: Any, data: Any, prefix: KeyPath = ()) -> Iterator[KeyPath]:
-    """Every path a recipe may have; below mappings with free keys, those that `data` has."""
+    """Yield every path of a recipe. Below mappings with free keys, yield those of `data`."""
     keys = {name for model in models(annotation) for name in model.model_fields}
     if isinstance(data, Mapping):
         keys |= {str(key) for key in data if below(annotation, str(key)) is not None}
@@ -84,7 +84,7 @@ M = TypeVar("M", Changes, Located, Own)
 
 
 def marked(config: Config, mark: type[M], prefix: KeyPath = ()) -> Iterator[tuple[KeyPath, M, Any]]:
-    """Every field of `config` with a mark of that kind: its path, its mark and its value."""
+    """Yield path, mark and value of every field of `config` with a mark of this kind."""
     for name, field in type(config).model_fields.items():
         value, path = getattr(config, name), (*prefix, name)
         yield from ((path, found, value) for found in field.metadata if isinstance(found, mark))
@@ -95,7 +95,7 @@ def marked(config: Config, mark: type[M], prefix: KeyPath = ()) -> Iterator[tupl
 
 
 def change_at(path: KeyPath) -> Changes | None:
-    """How a setting of a recipe may change while its run goes on; `None` if it may not."""
+    """Return how a setting of a recipe may change while its run goes on; `None` if it may not."""
     annotation: Any = Recipe
     for place, key in enumerate(path):
         fields = [model.model_fields[key] for model in models(annotation) if key in model.model_fields]
@@ -107,14 +107,14 @@ def change_at(path: KeyPath) -> Changes | None:
 
 
 def nearest(word: str, candidates: Iterable[str]) -> str | None:
-    """The candidate most like `word`, whatever its capitals, or `None` where nothing is remotely like it."""
+    """Return the candidate most like `word`, ignoring capitals, or `None` if nothing is remotely like it."""
     plain = {one.lower(): one for one in sorted(set(candidates), reverse=True)}
     close = difflib.get_close_matches(word.lower(), plain, n=1, cutoff=0.5)
     return plain[close[0]] if close else None
 
 
 def dotted(path: Iterable[str | int]) -> str:
-    """`("methods", 0)` is `methods[0]`, `("distill", "steps")` is `distill.steps`."""
+    """Format `("methods", 0)` as `methods[0]`, and `("distill", "steps")` as `distill.steps`."""
     text = ""
     for part in path:
         text += f"[{part}]" if isinstance(part, int) else f".{part}"
@@ -125,9 +125,9 @@ _SHOWN = 5
 
 
 def explain(error: ValidationError, schema: Any, data: Any, places: Mapping[KeyPath, str]) -> str:
-    """One sentence per wrong key, joined by semicolons.
+    """Return one sentence per wrong key, joined by semicolons.
 
-    `places` says where each key was written; its entry for the empty path serves keys nobody wrote.
+    `places` has the location of each key. Its entry for the empty path serves keys without one.
     """
     sentences: dict[str, str] = {}
     errors = error.errors(include_url=False)
@@ -135,7 +135,7 @@ def explain(error: ValidationError, schema: Any, data: Any, places: Mapping[KeyP
     said = {(path, item["msg"]) for path, item in items}
     for path, item in items:
         if path[:1] == ("domains",) and (path[2:], item["msg"]) in said:
-            continue  # a domain has it from the recipe, of which the same is said
+            continue  # inherited from the recipe, which has the same error
         key = dotted(path)
         if key not in sentences:
             sentences[key] = f"{_place(path, places)}: {_sentence(item, path, schema, data)}"
@@ -145,7 +145,7 @@ def explain(error: ValidationError, schema: Any, data: Any, places: Mapping[KeyP
 
 
 def _path(loc: tuple[int | str, ...], data: Any, *, missing: bool) -> tuple[int | str, ...]:
-    """`loc` without the names of union members that pydantic puts into it."""
+    """Return `loc` without the names of union members that pydantic adds."""
     path: list[int | str] = []
     for index, part in enumerate(loc):
         inside: Any = dict(enumerate(data)) if isinstance(data, list) else data
@@ -186,11 +186,11 @@ def _sentence(item: Any, path: tuple[int | str, ...], schema: Any, data: Any) ->
 
 
 _NUMERIC = ("greater_than", "less_than", "float_", "int_", "not_finite", "finite")
-"""How the kinds of errors of numbers begin."""
+"""Prefixes of pydantic's errors of numbers."""
 
 
 def is_endless(value: Any) -> bool:
-    """Whether a value is NaN or infinite, or a word for it in YAML or Python."""
+    """Return True if a value is NaN or infinite, or a word for it in YAML or Python."""
     if isinstance(value, str):
         return value.strip().lower().lstrip("+-").lstrip(".") in ("nan", "inf", "infinity")
     return isinstance(value, float) and not math.isfinite(value)
@@ -229,7 +229,7 @@ def _unknown(path: tuple[int | str, ...], schema: Any, data: Any) -> str:
 
 
 def _at(data: Any, path: Iterable[str | int]) -> Any:
-    """What stands at `path` in `data`; `None` if nothing does."""
+    """Return the value at `path` in `data`; `None` if there is none."""
     for part in path:
         inside: Any = dict(enumerate(data)) if isinstance(data, list) else data
         data = inside.get(part) if isinstance(inside, Mapping) else None
@@ -237,7 +237,7 @@ def _at(data: Any, path: Iterable[str | int]) -> Any:
 
 
 def _other_within(path: tuple[str | int, ...], value: Any) -> str | None:
-    """The sentence for the first and deepest key below `path` that others have; `None` if none is theirs."""
+    """The sentence for the first and deepest key below `path` of another library; `None` if none is."""
     if not isinstance(value, Mapping):
         return None
     for key, inner in value.items():
@@ -276,27 +276,27 @@ _WIDTH = 100
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """One field, or group of fields, as people are told of it."""
+    """One field, or group of fields, for display."""
 
     key: str
-    """Dotted, with NAME for keys of the user's own."""
+    """Dotted, with NAME for user-chosen keys."""
     kind: str
     default: str
-    """As the command line takes it; empty for a group and for what has to be given."""
+    """In the command line's form; empty for a group and for a required field."""
     sentence: str
 
 
 def described(
     model: type[Config] = Recipe, default: Any = None, prefix: str = "", only: str = ""
 ) -> Iterator[Described]:
-    """Every field below `model` in order; where `type` chooses among models, each choice, as `KEY.type`, and
-    then its fields.
+    """Yield every field below `model` in order. If `type` chooses among models, yield each choice as
+    `KEY.type`, and then its fields.
 
-    `default` is the instance that stands in the recipe where nothing is given; `only` names that choice.
+    `default` is the recipe's default instance. `only` names that choice.
     """
     for name, field in model.model_fields.items():
         if name == "type":
-            continue  # told with the field that has the choice
+            continue  # listed with the field that has the choice
         value = getattr(default, name) if isinstance(default, model) else field.get_default()
         inside, free = models(field.annotation), models(below(field.annotation, "NAME"))
         told = field.description or (inside or free)[0].__doc__ or ""
@@ -315,7 +315,7 @@ def described(
 
 
 def listing() -> str:
-    """All fields, for a terminal."""
+    """Return all fields, for a terminal."""
     lines = ["fields of the recipe, each of them an option:"]
     for one in described():
         default = f" [{one.default}]" if one.default else ""

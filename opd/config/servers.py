@@ -1,4 +1,4 @@
-"""Groups of inference servers that a run starts, watches and ends by itself: `servers: NAME: {...}`."""
+"""Groups of inference servers that a run starts, watches and stops: `servers: NAME: {...}`."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from opd.config.base import Config
 
 @dataclass(frozen=True, slots=True)
 class ServerProgram:
-    """How servers of a program are started, in the program's own words."""
+    """Command-line form of a server program."""
 
     module: str
-    """What an interpreter runs to serve."""
+    """Module that an interpreter runs to serve."""
     model: str
-    """The argument for the model's path."""
+    """Argument for the model's path."""
     ranks: str
-    """The argument for the GPUs of a server."""
+    """Argument for the GPUs of a server."""
     share: str
-    """The argument for a server's share of a device's memory."""
+    """Argument for a server's share of a device's memory."""
     room: str
-    """The argument for the tokens of a request."""
+    """Argument for the tokens of a request."""
     questions: Sequence[tuple[str, str, dict[str, Any] | None]]
-    """Method, path and body of what the process that computes has to answer itself, the first that a server
-    knows."""
+    """Method, path and body of requests that the computing process has to answer itself. The first that a
+    server knows is used."""
     repeats: bool = False
-    """Whether its noise is the same at each start, unless it is given a seed."""
+    """Its noise is the same at each start, unless it gets a seed."""
     key_file: bool = True
-    """Whether it reads its key from the file that `config` names; else a middleware does from a variable."""
+    """It reads its key from the file that `config` names; otherwise a middleware reads it from a variable."""
 
 
 PROGRAMS = {
@@ -44,8 +44,8 @@ PROGRAMS = {
         "context-length",
         [("GET", "/server_info", None)],
     ),
-    # It says whether it sleeps in the developers' mode alone, between two steps of whatever it computes;
-    # without that mode it has to compute a token, or one's states where it pools.
+    # It reports its sleep in the developers' mode only, between two steps of any computation. Without that
+    # mode it has to compute a token, or a token's states if it pools.
     "vllm": ServerProgram(
         "vllm.entrypoints.openai.api_server",
         "model",
@@ -96,15 +96,15 @@ COMPUTED = (
     "preferred-sampling-params",
     "config",
 )
-"""Arguments by which a server computes other numbers, or draws otherwise, on purpose, from weights that it
-has proved; `config` is a file that may hold any of them.
+"""Arguments that make a server compute other numbers, or draw otherwise, on purpose, from verified weights.
+`config` is a file that may hold any of them.
 """
 
 
 _NUMBER = re.compile(r"-(\d+\.?\d*|\.\d+)(e-?\d+)?")
-"""The only texts with a dash in front that a server takes for a value."""
+"""The only texts with a leading dash that a server takes for a value."""
 Argument = bool | int | float | str | list[str]
-"""What an argument of a server may be; a list is several words after one flag."""
+"""Values of a server's argument. A list is several words after one flag."""
 
 
 def _is_share(value: Argument) -> bool:
@@ -115,8 +115,8 @@ def _is_share(value: Argument) -> bool:
 
 
 def _check_argument(name: str, value: Any) -> None:
-    """Raise `ValueError` for what is no argument, or is ours to give, however it is written: servers take the
-    beginning of a name for the whole, and a value that begins with a dash for a name.
+    """Raise `ValueError` for an invalid argument, or one that opd sets, in any spelling. Servers take the
+    beginning of a name for the whole, and a value with a leading dash for a name.
     """
     plain = name.lstrip("-").replace("_", "-")
     if not plain.replace("-", "").isalnum():
@@ -224,7 +224,7 @@ class ServerGroupConfig(Config):
 
     @property
     def locked(self) -> bool:
-        """Whether its servers ask for a key: SGLang's cannot where several processes take their requests."""
+        """True if its servers require a key. SGLang's cannot if several processes take their requests."""
         workers = self.arguments.get("tokenizer-worker-num", 1)
         return self.key and (not self.server_program.key_file or workers in (1, "1"))
 
@@ -235,7 +235,7 @@ class ServerGroupConfig(Config):
 
     @property
     def words(self) -> list[str]:
-        """`arguments` as a command line has them; a flag that is true stands alone, one that is false not."""
+        """`arguments` as command-line words. A true flag stands alone, a false one is left out."""
         found = []
         for name, value in self.arguments.items():
             if value is not False:
@@ -245,7 +245,7 @@ class ServerGroupConfig(Config):
 
 
 def _share_of(group: ServerGroupConfig) -> float:
-    """Of a device's memory that each of its servers takes."""
+    """Return the share of a device's memory that each server of `group` takes."""
     given = group.arguments.get(group.server_program.share, 1.0)
     return 1.0 if isinstance(given, list) else float(given)
 
@@ -253,8 +253,8 @@ def _share_of(group: ServerGroupConfig) -> float:
 def shared_devices(
     groups: Mapping[str, ServerGroupConfig], in_turn: Collection[str] = ()
 ) -> tuple[str, str, int] | None:
-    """Two groups and a device of both, which have not said that they leave each other room there; of those
-    that are awake `in_turn`, one at a time, only the largest needs any.
+    """Return two groups and a shared device on which they need more than its memory, or `None`. Of groups
+    awake `in_turn`, one at a time, only the largest counts.
     """
     for group in groups.values():
         for device in group.devices or ():

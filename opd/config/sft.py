@@ -1,4 +1,4 @@
-"""Learning from demonstrations: of a file (the base, or a domain's specialist), or made up (warm-up)."""
+"""Training on demonstrations: of a file (the base, or a domain's specialist), or generated (warm-up)."""
 
 from __future__ import annotations
 

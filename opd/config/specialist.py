@@ -1,4 +1,4 @@
-"""Settings of a specialist: how it is trained, and which prompts it asks."""
+"""Settings of a specialist: its training and its prompts."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class ReplayConfig(Config):
     """Prompts that wait at once; the oldest are forgotten beyond that."""
 
     def prompts(self, per_step: int) -> int:
-        """How many of a step's prompts come again, where as many wait."""
+        """Return how many of a step's prompts are asked again, if enough wait."""
         return int(self.share * per_step)
 
 
@@ -196,13 +196,13 @@ class SpecialistConfig(Config):
 
     @property
     def most_prompts(self) -> int:
-        """Most prompts of a step, with what `refill` may take."""
+        """Maximum prompts of a step, with those of `refill`."""
         return self.prompts_per_step * (1 if self.refill is None else self.refill.limit)
 
     @property
     def needs_old_logprobs(self) -> bool:
-        """Whether anything needs log-probabilities before the update that computes them anyway. A step of one
-        update learns with the weights it began with: its ratios are to its own log-probabilities.
+        """True if log-probabilities are needed before the update, which computes them anyway. A step of one
+        update trains with the weights it began with, so its ratios are to its own log-probabilities.
         """
         reference, loss = self.reference_kl, self.policy_loss
         several = self.minibatches * self.epochs > 1 or self.to_batch is not None
@@ -213,7 +213,7 @@ class SpecialistConfig(Config):
 
     @property
     def critic_warmup(self) -> int:
-        """Steps in which a critic alone learns."""
+        """Steps in which only the critic is trained."""
         return 0 if self.critic is None else self.critic.warmup_steps
 
     @model_validator(mode="after")
@@ -242,7 +242,7 @@ class SpecialistConfig(Config):
         return self
 
     def check_rollout(self, domain: str, rollout: RolloutConfig) -> None:
-        """`ValueError` if `domain` cannot be trained with what `rollout` says of its answers."""
+        """Raise `ValueError` if `domain` cannot be trained with the response settings of `rollout`."""
         for key in ("refill", "replay"):
             if getattr(self, key) is not None and rollout.schedule != "in_turn":
                 raise ValueError(

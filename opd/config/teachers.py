@@ -1,6 +1,6 @@
 """The kinds of teachers: `teachers.NAME: {type: ...}`. The code of a kind is `teachers/TYPE_teacher.py`.
 
-Those behind HTTP also say where the servers are and how patiently they are asked.
+Those behind HTTP also have settings of their servers and of requests.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class ServerConfig(Config):
     """Servers of one model behind HTTP (extra `sglang`)."""
 
     program: ClassVar[str] = "sglang"
-    """What the servers run: the `type` that a group under `servers` must have."""
+    """Program of the servers: the `type` that a group under `servers` must have."""
     kept: ClassVar[int] = 0
     """Tokens at the end of a server's context that no sequence may reach into."""
 
@@ -54,7 +54,7 @@ class ServerConfig(Config):
     @classmethod
     def _are_urls(cls, urls: list[str]) -> list[str]:
         wrong = next((place for place, url in enumerate(urls) if not is_url(url)), None)
-        if wrong is not None:  # which is not shown: it may have a password
+        if wrong is not None:  # not shown: it may have a password
             raise ValueError(
                 f"number {wrong + 1} is no URL of a server; write http://HOST:PORT or https://..."
             )
@@ -72,27 +72,27 @@ class ServerConfig(Config):
 
     @property
     def server_arguments(self) -> dict[str, Argument]:
-        """What servers that the run starts need to be told, unless their group says otherwise."""
+        """Arguments for servers that the run starts, unless their group sets them."""
         return {}
 
     def server_environment(self, arguments: Mapping[str, Argument]) -> dict[str, str]:
-        """Variables that they need with these arguments, unless their group says otherwise."""
+        """Environment variables that servers need with these arguments, unless their group sets them."""
         return {}
 
     def at(self, urls: list[str], key: str = "") -> Self:
-        """The same, once its servers have these URLs and ask for this key."""
+        """Return the same settings with the URLs and key of its started servers."""
         found = self.model_copy(update={"urls": urls, "servers": None})
         found._started, found._key = self.servers, key
         return found
 
     @property
     def key(self) -> str:
-        """What its servers ask for, where the run has started them; empty if they ask for none."""
+        """The key of servers that the run has started; empty if they need none."""
         return self._key
 
     @property
     def started(self) -> str | None:
-        """The group that its servers are of, where the run has started them."""
+        """The group of servers that the run has started."""
         return self._started
 
 
@@ -109,16 +109,16 @@ class TorchEngineConfig(Config):
 
 
 ADAPTED = USUAL_TARGETS
-"""Last names of the layers that servers are known to apply adapters to."""
+"""Last names of the layers that servers can apply adapters to."""
 
 
 class ServedEngineConfig(ServerConfig):
     """The student writes on workers, which serve a model of its architecture."""
 
     sleeps: ClassVar[bool] = False
-    """Whether workers can give their memory back between the times when they write."""
+    """Workers can free their memory while they do not generate."""
     goes_on: ClassVar[bool] = True
-    """Whether workers can write on after what the model's own configuration says is an end."""
+    """Workers can generate past an end token of the model's own configuration."""
     type: str
     lora: Literal["adapters", "merged"] | None = None
     """What workers are given where `model.lora` trains adapters. `adapters`: the base once, then adapters
@@ -135,17 +135,17 @@ class ServedEngineConfig(ServerConfig):
     `sync: delta` adapters alone are written there, and nothing else."""
 
     def sync_of(self, launch: str) -> str:
-        """How new weights get to workers, of a run of that kind of launch."""
+        """Return how new weights get to workers with that kind of launch."""
         own = launch == "ray" and self.servers is not None and self.folder is None
         return self.sync or ("delta" if own else "folder")
 
     def urls_of(self, rank: int, ranks: int) -> list[str]:
-        """Its own workers for each rank that writes. Raises `ConfigError` if there are fewer than ranks."""
+        """Separate workers of each generating rank. Raises `ConfigError` for fewer workers than ranks."""
         check_worker_count(len(self.urls), ranks)
         return self.urls[rank::ranks]
 
     def merged_because(self, lora: LoRAConfig) -> str | None:
-        """Why adapters are not sent alone; `None` if nothing here speaks against it."""
+        """Return why adapters are not sent alone; `None` if nothing here prevents it."""
         if self.lora == "merged":
             return "rollout.engine.lora is merged"
         unknown = [target for target in lora.targets or () if target not in ADAPTED]
@@ -154,7 +154,7 @@ class ServedEngineConfig(ServerConfig):
         return None
 
     def lora_arguments(self, lora: LoRAConfig) -> dict[str, Argument]:
-        """What servers are started with that are given adapters alone."""
+        """Return arguments of servers that get adapters only."""
         return {"enable-lora": True, "max-lora-rank": lora.rank}
 
 
@@ -178,13 +178,13 @@ class SGLangEngineConfig(ServedEngineConfig):
     them."""
 
     def merged_because(self, lora: LoRAConfig) -> str | None:
-        """Adapters come through a folder, or pickled, which nothing here writes."""
+        """Adapters come through a folder, or pickled, which opd never writes."""
         if self.sync == "tensors" and self.lora != "merged":
             return "sync is tensors, and adapters alone need a folder"
         return super().merged_because(lora)
 
     def lora_arguments(self, lora: LoRAConfig) -> dict[str, Argument]:
-        """One adapter writes at a time, beside one that is tried."""
+        """One adapter generates at a time, beside one under test."""
         targets = sorted(lora.targets or USUAL_TARGETS)
         more: dict[str, Argument] = {
             "lora-target-modules": targets,
@@ -194,11 +194,11 @@ class SGLangEngineConfig(ServedEngineConfig):
 
 
 COLDEST = 0.01
-"""The lowest temperature above 0: vLLM takes it in place of a lower one."""
+"""Minimum temperature above 0; vLLM raises lower ones to it."""
 
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""The highest ranks of adapters that a vLLM server may be started for."""
+"""Maximum adapter ranks that a vLLM server can be started for."""
 SPECULATES = "vLLM 0.32 tells log-probabilities of what is left after its drafts, not those it draws by"
 
 
@@ -230,34 +230,34 @@ class VLLMEngineConfig(ServedEngineConfig):
 
     @property
     def server_arguments(self) -> dict[str, Argument]:
-        """Token ids in and out, and nothing of how the model's folder says that it is sampled."""
+        """Token ids in and out, and no sampling defaults of the model's folder."""
         return {"enable-scale-out": True, "generation-config": "vllm"}
 
     def server_environment(self, arguments: Mapping[str, Argument]) -> dict[str, str]:
-        """The developers' mode, without which a server takes no weights, and where they are for adapters what
-        those need: with it several API servers do not start.
+        """Set the developers' mode, without which a server takes no weights, and the variables of adapters if
+        it has them. With it several API servers do not start.
         """
         loads = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"} if arguments.get("enable-lora") else {}
         return {"VLLM_SERVER_DEV_MODE": "1", **loads}
 
     def merged_because(self, lora: LoRAConfig) -> str | None:
-        """They know ranks up to some."""
+        """vLLM supports ranks up to a limit."""
         if lora.rank > RANKS[-1] and self.lora != "merged":
             return f"model.lora.rank is {lora.rank}, and vLLM's adapters have {RANKS[-1]} at most"
         return super().merged_because(lora)
 
     def lora_arguments(self, lora: LoRAConfig) -> dict[str, Argument]:
-        """The least of the ranks they know that will do."""
+        """Use the smallest supported rank that suffices."""
         return super().lora_arguments(lora) | {"max-lora-rank": least_rank(lora)}
 
 
 def least_rank(lora: LoRAConfig) -> int:
-    """The least of the ranks vLLM's servers know that will do for these adapters."""
+    """Return the smallest rank of vLLM's servers that suffices for these adapters."""
     return next(rank for rank in RANKS if rank >= lora.rank)
 
 
 def check_worker_count(workers: int, ranks: int) -> None:
-    """Raise `ConfigError` if the student has fewer `workers` than ranks that write."""
+    """Raise `ConfigError` if the student has fewer `workers` than ranks that generate."""
     if workers < ranks:
         raise ConfigError(
             f"rollout.engine has {workers} workers for {ranks} ranks, each of which writes its share with"
@@ -271,9 +271,9 @@ EngineConfig = Annotated[
 
 
 Reads = Literal["folder", "whole", "published", "adapted"]
-"""What a teacher is read from. `folder`: a Hugging Face folder, a published model fetched for it; `whole`:
-one or the other, as it is; `published`: what `opd publish` writes, a folder published for it; `adapted`: the
-same, a model that has kept its adapters as those, beside its base."""
+"""The source of a teacher's weights. `folder`: a Hugging Face folder; a published model is fetched for it.
+`whole`: either, as it is. `published`: the output of `opd publish`; a folder is published for it. `adapted`:
+the same, with a model's separate adapters published beside its base."""
 
 
 class TeacherSettings(Config):
@@ -282,19 +282,18 @@ class TeacherSettings(Config):
     type: str
 
     elsewhere: ClassVar[bool] = False
-    """Whether it computes outside of this run's processes."""
+    """It computes outside of this run's processes."""
     needs_architecture: ClassVar[bool] = True
-    """Whether this project's code of models computes it, which has to know the architecture."""
+    """opd's own model code computes it and has to support the architecture."""
 
     @property
     def reads(self) -> Reads:
-        """What its weights are read from."""
+        """The source of its weights."""
         return "published"
 
     @property
     def streams(self) -> bool:
-        """Whether weights are read in passing and hidden states kept on disk, in place of weights in
-        memory."""
+        """True if weights are streamed and hidden states cached on disk, instead of weights in memory."""
         return self.reads in ("published", "adapted")
 
 
@@ -317,7 +316,7 @@ class StreamedTeacherConfig(TeacherSettings):
 
     @property
     def reads(self) -> Reads:
-        """What is published."""
+        """Published weights."""
         return "adapted"
 
 
@@ -334,7 +333,7 @@ class MegatronTeacherConfig(TeacherSettings):
 
     @property
     def reads(self) -> Reads:
-        """What is published, or with `keep` also a folder."""
+        """Published weights, or with `keep` also a folder."""
         return "whole" if self.keep else "published"
 
 
@@ -381,7 +380,7 @@ class ServedTeacherConfig(TeacherSettings, ServerConfig):
 
 
 def check_temperature(name: str, config: ServedTeacherConfig, temperature: float) -> None:
-    """`ConfigError` if servers cannot give its signal at `temperature`: they score at 1 and say nothing."""
+    """Raise `ConfigError` if servers cannot give the signal at `temperature`, as they score at 1 silently."""
     if config.signal != "hidden" and temperature != 1.0:
         raise ConfigError(
             f"teacher {name}: servers give log-probabilities at temperature 1 only, but rollout.temperature"
@@ -392,7 +391,7 @@ def check_temperature(name: str, config: ServedTeacherConfig, temperature: float
 class SGLangTeacherConfig(ServedTeacherConfig):
     """SGLang servers that run the model at `path` (extra `sglang`)."""
 
-    kept: ClassVar[int] = SGLangEngineConfig.kept + 1  # to them a sample is a prompt
+    kept: ClassVar[int] = SGLangEngineConfig.kept + 1  # a sample is a prompt to them
     type: Literal["sglang"] = "sglang"
     signal: Literal["hidden", "topk", "sampled"] = "hidden"
     """What is asked for. `hidden`: last hidden states, from which the published head rebuilds the whole
@@ -405,7 +404,7 @@ class SGLangTeacherConfig(ServedTeacherConfig):
 
     @property
     def server_arguments(self) -> dict[str, Argument]:
-        """Servers return hidden states only if they are told to when they start."""
+        """Servers return hidden states only if an argument at their start says so."""
         return {"enable-return-hidden-states": True} if self.signal == "hidden" else {}
 
 
@@ -424,7 +423,7 @@ class VLLMTeacherConfig(ServedTeacherConfig):
     VLLM_SERVER_DEV_MODE=1; `null` compares the model's outputs alone."""
 
     program: ClassVar[str] = "vllm"
-    kept: ClassVar[int] = 1  # they write a token behind a sample
+    kept: ClassVar[int] = 1  # they generate a token after a sample
     POOLING: ClassVar[dict[str, Argument]] = {
         "runner": "pooling",
         "convert": "embed",
@@ -433,18 +432,18 @@ class VLLMTeacherConfig(ServedTeacherConfig):
 
     @property
     def server_arguments(self) -> dict[str, Argument]:
-        """A server either gives hidden states or log-probabilities, of these 20 at most unless it is told
-        otherwise when it starts; -1 is any number.
+        """A server gives either hidden states or log-probabilities, at most 20 of these unless an argument at
+        its start says otherwise; -1 is any number.
         """
         return dict(self.POOLING) if self.signal == "hidden" else {"max-logprobs": -1}
 
     def server_environment(self, arguments: Mapping[str, Argument]) -> dict[str, str]:
-        """The developers' mode, in which a server tells what it computes in."""
+        """Set the developers' mode, in which a server reports its dtype."""
         return {"VLLM_SERVER_DEV_MODE": "1"}
 
 
 def _named(value: Any) -> Any:
-    """`streamed` is short for `{type: streamed}`."""
+    """Expand `streamed` to `{type: streamed}`."""
     if value == "resident":
         raise ValueError("resident teachers are called local now; set distill.teachers to local")
     return {"type": value} if isinstance(value, str) else value
@@ -460,4 +459,4 @@ TeacherConfig = Annotated[
 ]
 """An entry of `teachers`."""
 TeachersConfig = Annotated[_Here, Field(discriminator="type"), BeforeValidator(_named)]
-"""The kind of those that have no `type` of their own, and of the specialists that the run trains."""
+"""The kind of teachers without `type`, and of the specialists that the run trains."""

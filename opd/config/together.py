@@ -1,7 +1,6 @@
-"""What must fit together in a recipe, beyond each field: one function a rule, each with its sentence.
+"""Rules across the fields of a recipe: one function a rule, each with its error sentence.
 
-They raise `ValueError`, to which the reader of recipes puts file and line. Their order is that in which a
-recipe's faults are said.
+They raise `ValueError`. The recipe reader adds file and line. Their order is the order of reported errors.
 """
 
 from __future__ import annotations
@@ -133,7 +132,7 @@ def _nobody_waits_for_teachers(recipe: Recipe) -> None:
 
 
 def _trained_with(recipe: Recipe) -> list[tuple[str, SpecialistConfig]]:
-    """Each domain that is trained with GRPO, and the settings it is trained with."""
+    """Return each domain that is trained with GRPO, with its training settings."""
     met = [(name, recipe.for_domain(name).specialist) for name in recipe.specialist_domains()]
     if "mixed_grpo" in recipe.baselines.methods or recipe.baselines.mixed_grpo_all_tokens:
         met += [(name, recipe.specialist) for name in recipe.domains]
@@ -166,7 +165,7 @@ def _one_stage_for_the_workers(recipe: Recipe) -> None:
 
 
 def _vllm_tells_what_it_draws(recipe: Recipe) -> None:
-    """Its log-probabilities are at the temperature and after cuts, or at 1 and before them."""
+    """vLLM's log-probabilities are at the temperature and after cuts, or at 1 and before them."""
     engine = recipe.rollout.engine
     if not isinstance(engine, VLLMEngineConfig):
         return
@@ -266,7 +265,7 @@ def _servers_that_take_turns(recipe: Recipe) -> None:
 
 
 def _users_of_servers(recipe: Recipe) -> dict[str, ServerConfig]:
-    """Teachers and the engine that ask servers, by the key that says so."""
+    """Map the key of each teacher and engine with servers to its settings."""
     teachers = {f"teachers.{name}": entry for name, entry in recipe.teachers.items()}
     asked = {**teachers, "rollout.engine": recipe.rollout.engine}
     return {where: config for where, config in asked.items() if isinstance(config, ServerConfig)}

@@ -28,7 +28,7 @@ class LoRAConfig(Config):
 
     @property
     def scaling(self) -> float:
-        """What `B A` is multiplied by."""
+        """Factor of `B A`."""
         return self.alpha / self.rank
 
 
@@ -153,24 +153,24 @@ class TrainConfig(Config):
 
     @property
     def together(self) -> int:
-        """Ranks that have the same samples: one student, shared."""
+        """Number of ranks that have the same samples: one student, shared."""
         return self.tensor_parallel * self.context_size * self.pipeline_parallel
 
     @property
     def context_size(self) -> int:
-        """Where it is chosen from the lengths, any number of ranks can be divided."""
+        """Context-parallel size; 1 for `auto`, which follows the lengths and divides any number of ranks."""
         return 1 if self.context_parallel == "auto" else self.context_parallel
 
     @property
     def offloads_itself(self) -> bool:
-        """Whether DeepSpeed is told to keep something elsewhere than on the device."""
+        """True if a DeepSpeed setting keeps something off the device."""
         own = self.deepspeed.get("zero_optimization", {})
         parts = [own.get(name) for name in ("offload_optimizer", "offload_param")]
         told = any(isinstance(part, dict) and part.get("device", "none") != "none" for part in parts)
         return self.backend == "deepspeed" and (told or own.get("cpu_offload") is True)
 
     def misfit(self, size: int) -> str | None:
-        """Why `size` ranks cannot be divided as is asked for, and what could; `None` if they can."""
+        """Return why `size` ranks cannot be divided as configured, with a fix; `None` if they can."""
         sizes = {
             "train.tensor_parallel": self.tensor_parallel,
             "train.context_parallel": self.context_size,
@@ -256,7 +256,7 @@ class RayLaunch(Config):
 
 
 def _named(value: Any) -> Any:
-    """`launch: ray` is short for `launch: {type: ray}`."""
+    """Expand `launch: ray` to `launch: {type: ray}`."""
     return {"type": value} if isinstance(value, str) else value
 
 
@@ -298,7 +298,7 @@ class OffloadConfig(Config):
     None scores while the student writes."""
 
     def check(self, schedule: str, train: TrainConfig, *, ends: bool) -> None:
-        """`ValueError` where there is nobody to hand the device over; `ends`: engines end with the run."""
+        """Raise `ValueError` if nothing can take over the device. `ends`: engines end with the run."""
         for name in ("engine", "trainer", "teachers"):
             if getattr(self, name) and schedule != "in_turn":
                 raise ValueError(

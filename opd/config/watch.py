@@ -1,6 +1,6 @@
-"""What a run watches of itself: rules over the metrics of its steps, and the set that is on by default.
+"""Rules over the metrics of a run's steps, and the default set.
 
-Where the bounds of the default set come from, and the test that provokes each: `docs/reference/watch.md`.
+`docs/reference/watch.md` has the source of the default bounds, and the test that provokes each.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from opd.config.base import Config
 
 RuleName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]{1,60}$")]
 NO_NAMES = ("mean", "floor")
-"""Last parts of metrics that no domain or teacher is called."""
+"""Last parts of metrics that are no domain's or teacher's name."""
 
 
 def covers(pattern: str, name: str) -> bool:
-    """Whether the metric `name` is meant by `pattern`, a name in which `*` stands for anything; but not for
-    the `mean` and the `floor` of several.
+    """Return True if `pattern` covers the metric `name`. A `*` stands for anything, except the `mean` and the
+    `floor` of several.
     """
     if pattern == name:
         return True
@@ -139,7 +139,7 @@ DEFAULT_RULES: dict[str, RuleConfig] = {
         form="ratio",
         also=Condition(metric="reward/mean", below=0.5),
         steps=3,
-        stages=_LEARNERS,  # a merge gets as certain as its teachers are
+        stages=_LEARNERS,  # a merge gets as certain as its teachers
     ),
     "entropy_explosion": _rule(
         "entropy",
@@ -235,7 +235,7 @@ DEFAULT_RULES: dict[str, RuleConfig] = {
         " prompts_per_domain; of a specialist its learning rate or specialist.opd.coef",
         above=0.9,
         form="ratio",
-        first=60,  # a task learnt first moves the student away from other teachers for some tens of steps
+        first=60,  # an earlier task moves the student away from other teachers for some tens of steps
         last=20,
         also=Condition(metric="kl/*", above=0.1, last=20),
         steps=180,
@@ -251,7 +251,7 @@ DEFAULT_RULES: dict[str, RuleConfig] = {
 
 
 def _over_defaults(given: Any) -> Any:
-    """`given` rules, each laid over the default one of its name; the default ones beside them."""
+    """Merge `given` rules over the default ones of their names, and add the other defaults."""
     if not isinstance(given, Mapping):
         return given
     found: dict[Any, Any] = {name: rule for name, rule in DEFAULT_RULES.items() if name not in given}
@@ -267,12 +267,12 @@ def _over_defaults(given: Any) -> Any:
             raise ValueError(f"watch.{name} is no rule of the default set; give it a metric{hint}")
         else:
             found[name] = rule
-    # In one order, whoever says what: rules fire in it.
+    # One order for all, because rules fire in it.
     return {name: found[name] for name in [*DEFAULT_RULES, *(n for n in given if n not in DEFAULT_RULES)]}
 
 
 def _over(known: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-    """`given` laid over `known`, with what it says of the other condition."""
+    """Merge `given` over `known`, including the other condition."""
     found = {**known, **given}
     if isinstance(given.get("also"), Mapping) and known["also"] is not None:
         found["also"] = {**known["also"], **given["also"]}
@@ -316,8 +316,8 @@ METRICS = (
     *("difficulty/rate", "curriculum/share", "replay/share", "replay/waiting"),
     *("critic/value_mean", "critic/return_mean", "critic/clip_ratio", "critic/grad_norm", "critic/lr"),
 )
-"""All that a stage may log, as `docs/reference/metrics.md` has it: DOMAIN and TEACHER are names of the
-recipe, PART is of a reward in parts, PHASE of a step, KIND of what memory holds, P a power of two.
+"""All metrics of a stage, as in `docs/reference/metrics.md`. DOMAIN and TEACHER are names of the recipe, PART
+is of a reward in parts, PHASE of a step, KIND of a use of memory, P a power of two.
 """
 _PHASES = ("data", "rollout", "score", "train", "sync", "evaluate")
 _KINDS = (
@@ -328,7 +328,7 @@ _POWERS = tuple(str(2**exponent) for exponent in range(31))
 
 
 def metrics_of(domains: Sequence[str], teachers: Sequence[str]) -> Iterator[str]:
-    """The names of `METRICS` in a run with these domains and teachers; PART stays as it is."""
+    """Yield the names of `METRICS` in a run with these domains and teachers; PART stays as it is."""
     names = {"DOMAIN": domains, "TEACHER": teachers, "PHASE": _PHASES, "KIND": _KINDS, "P": _POWERS}
     for template in METRICS:
         parts = [names.get(part, (part,)) for part in template.split("/")]
@@ -338,10 +338,10 @@ def metrics_of(domains: Sequence[str], teachers: Sequence[str]) -> Iterator[str]
 def check_metrics(
     rules: Mapping[str, RuleConfig | None] | None, domains: Sequence[str], teachers: Sequence[str]
 ) -> None:
-    """Raise `ValueError` naming a rule that asks for a metric which no stage of such a run can log."""
+    """Raise `ValueError` naming a rule for a metric that no stage of such a run can log."""
     known = list(dict.fromkeys(metrics_of(domains, teachers)))
     for name, rule in (rules or {}).items():
-        if rule is None or rule == DEFAULT_RULES.get(name):  # those are about whatever teachers there are
+        if rule is None or rule == DEFAULT_RULES.get(name):  # those are for any teachers
             continue
         asked = {f"watch.{name}.metric": rule.metric}
         if rule.also is not None:

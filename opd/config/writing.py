@@ -1,4 +1,4 @@
-"""How responses are written: by the student, and what domains and evaluation sets may have of their own."""
+"""Settings of responses: the student's, and those that domains and evaluation sets may override."""
 
 from __future__ import annotations
 

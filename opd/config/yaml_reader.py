@@ -1,6 +1,6 @@
 """Reads and writes the YAML of recipes and clusters: 1.2 core schema, no repeated keys, each with its line.
 
-PyYAML speaks YAML 1.1, in which `3e-5` is text, `no` is false and `1:30` is ninety; none of it is meant.
+PyYAML speaks YAML 1.1, in which `3e-5` is text, `no` is false and `1:30` is ninety. None of it applies here.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ KeyPath = tuple[str, ...]
 
 MAX_BYTES = 512 * 1024
 MAX_DEPTH = 64
-"""Mappings and lists inside each other, aliases written out."""
+"""Maximum nesting of mappings and lists, with aliases expanded."""
 MAX_VALUES = 20_000
-"""Keys and values of one document, aliases written out."""
+"""Maximum keys and values of one document, with aliases expanded."""
 MAX_TEXT = 100_000
-"""Characters of one text."""
+"""Maximum characters of one text."""
 MAX_DIGITS = 100
-"""Characters of one number."""
+"""Maximum characters of one number."""
 
 
 class _TooMuch(yaml.MarkedYAMLError):
-    """Valid YAML that no recipe needs: refused before anything is built from it."""
+    """Valid YAML that no recipe needs, refused before anything is built from it."""
 
 
 class _Refusal(yaml.MarkedYAMLError):
-    """YAML that is valid and says what no recipe may say."""
+    """Valid YAML with content that no recipe may have."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -45,7 +45,7 @@ class _Loader(yaml.SafeLoader):
         self._depth = self._values = 0
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        """Bounds what is recursive below, and what takes memory, as it is read."""
+        """Limit recursion and memory while reading."""
         self._depth += 1
         self._values += 1
         mark = self.peek_event().start_mark
@@ -72,14 +72,14 @@ _RESOLVERS = (
 )
 _TAG = "tag:yaml.org,2002:"
 _FORMS = {_TAG + tag: re.compile(f"(?:{pattern})\\Z") for tag, pattern, _ in _RESOLVERS}
-"""What a value of each tag looks like: what is not text."""
+"""Patterns of each tag's values, for everything that is not text."""
 _KINDS = {
     yaml.ScalarNode: {_TAG + "str", *_FORMS},
     yaml.SequenceNode: {_TAG + "seq"},
     yaml.MappingNode: {_TAG + "map"},
 }
 _UNWRITABLE = re.compile("[\0\ud800-\udfff]")
-"""What UTF-8 or the names of files have no place for."""
+"""Characters without a place in UTF-8 or in file names."""
 for _tag, _pattern, _first in _RESOLVERS:
     _Loader.add_implicit_resolver(_TAG + _tag, _FORMS[_TAG + _tag], _first)
 
@@ -94,7 +94,7 @@ class _Dumper(yaml.SafeDumper):
 
 
 def read_yaml(path: Path, kind: str = "recipe") -> tuple[dict[str, Any], dict[KeyPath, str]]:
-    """Content of a file of this `kind`, and where each key stands as `FILE:LINE`.
+    """Read a file of this `kind`. Return its content, and the location of each key as `FILE:LINE`.
 
     Raises `ConfigError` if the file cannot be read, is not YAML, repeats a key, is not a mapping or is empty.
     """
@@ -116,12 +116,12 @@ def read_yaml(path: Path, kind: str = "recipe") -> tuple[dict[str, Any], dict[Ke
 
 
 def parse_value(text: str) -> Any:
-    """The YAML value written in `text`. Raises `yaml.YAMLError` (see `complaint`)."""
+    """Parse the YAML value in `text`. Raises `yaml.YAMLError` (see `complaint`)."""
     return _build(text, "")[0]
 
 
 def complaint(error: yaml.YAMLError) -> str:
-    """What is wrong with a document, and how to mend it, in one line."""
+    """Return the fault of a document, with the fix, in one line."""
     said = getattr(error, "problem", None) or getattr(error, "reason", None) or error
     reason = " ".join(str(said).split())
     if isinstance(error, _Refusal):
@@ -161,11 +161,11 @@ _WAYS_OUT = (
     ("YAML document|a digit|directive|%", "take the line that begins with % out"),
     ("", "mend it there, or put the text in quotes"),
 )
-"""What PyYAML may say, and what then has to be done."""
+"""PyYAML's problems, with their fixes."""
 
 
 def write_yaml(data: Mapping[str, Any]) -> str:
-    """`data` as YAML that `read_yaml` reads back unchanged; keys keep their order."""
+    """Write `data` as YAML that `read_yaml` reads back unchanged; keys keep their order."""
     return yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
 
 
@@ -184,7 +184,7 @@ def _text(path: Path, kind: str) -> str:
 
 
 def _content(path: Path, kind: str) -> bytes | None:
-    """The bytes of a file or of a pipe that somebody writes to; `None` for anything else."""
+    """Return the bytes of a file or of a named pipe; `None` for anything else."""
     try:
         mode = path.stat().st_mode
         if not stat.S_ISREG(mode) and not (stat.S_ISFIFO(mode) and path.is_relative_to("/dev")):
@@ -200,7 +200,7 @@ def _content(path: Path, kind: str) -> bytes | None:
 
 
 def _build(text: str, file: str) -> tuple[Any, dict[KeyPath, str]]:
-    """The value written in `text` and where its keys stand; nothing is built that `_check` refuses."""
+    """Return the value in `text` and the locations of its keys. Nothing is built that `_check` refuses."""
     loader = _Loader(text)
     places: dict[KeyPath, str] = {}
     try:
@@ -221,8 +221,8 @@ def _build(text: str, file: str) -> tuple[Any, dict[KeyPath, str]]:
 
 
 def _measure(node: yaml.Node, known: dict[int, tuple[int, int] | None]) -> tuple[int, int]:
-    """(values, levels) of `node` with aliases written out; `known` remembers those of nodes seen before, and
-    `None` for those it is inside of. Recursive to the depth of the text: what an alias means comes before it.
+    """Return (values, levels) of `node` with aliases expanded. `known` caches those of earlier nodes, and
+    `None` for its parents. It recurses to the depth of the text, because an alias follows its anchor.
     """
     if id(node) in known:
         found = known[id(node)]
@@ -248,7 +248,7 @@ def _children(node: yaml.Node) -> list[yaml.Node]:
 
 
 def _check(node: yaml.Node, path: KeyPath, file: str, places: dict[KeyPath, str]) -> None:
-    """Raise for what no recipe may hold; note in `places` where each key stands."""
+    """Raise for content that no recipe may have. Add the location of each key to `places`."""
     _check_tag(node)
     if isinstance(node, yaml.ScalarNode):
         _check_scalar(node)

@@ -1,1 +1,1 @@
-"""Where prompts come from: procedural tasks, files, optional libraries. Importable without torch."""
+"""Sources of prompts: procedural tasks, files, optional libraries. Importable without torch."""

@@ -1,9 +1,9 @@
-"""Whether evaluation prompts stand in what a model is trained on: the n-grams of words that they share.
+"""Find evaluation prompts in training data, by shared n-grams of words.
 
-The evaluation's side is an index of a few bytes an n-gram; training texts pass by it one at a time and
-leave nothing but marks. An n-gram of many different training texts is how tasks are put (an instruction, a
-template) and says nothing, nor does one that is mostly made of such. Prompts with fewer words are compared
-whole, signs and all: `2 + 3` is not `2 - 3`.
+The evaluation side is an index of a few bytes per n-gram. Training texts are compared one at a time and leave
+only marks. An n-gram of many different training texts is phrasing (an instruction, a template) and does not
+count, nor does one mostly made of such. Prompts with fewer words are compared in full, signs and all, because
+`2 + 3` is not `2 - 3`.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from opd.rollout.prompts import Prompt
 _SIGNS = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af"
 _WORD = re.compile(rf"[{_SIGNS}]|[^\W_{_SIGNS}]+")
 _COMMON = 10
-"""An n-gram of more different training texts than this is a common one (GPT-3's rule: Brown et al. 2020,
-appendix C)."""
+"""An n-gram of more different training texts than this is common (GPT-3's rule: Brown et al. 2020, appendix
+C)."""
 _MOST = 4_000_000
-"""n-grams of the index. With more of them only every second is taken, or third, ...: then what is shared must
+"""Maximum n-grams of the index. Above it only every second, or third, ... is indexed, and a shared text must
 be a word or two longer to be found for sure."""
 _FACTOR = np.uint64(0x9E3779B97F4A7C15)
 _SHOWN = 3
@@ -34,23 +34,23 @@ _CHARACTERS = 300
 
 
 def words(text: str) -> list[str]:
-    """The words of `text` without case and signs; `unicodedata`'s NFKC, so that forms of one letter agree."""
+    """Return the words of `text` without case and signs. NFKC makes forms of one letter equal."""
     return _WORD.findall(unicodedata.normalize("NFKC", text).casefold())
 
 
 def whole(text: str) -> int:
-    """A number that stands for `text` but for case and blanks."""
+    """Return a hash of `text`, ignoring case and blanks."""
     plain = " ".join(unicodedata.normalize("NFKC", text).casefold().split())
     return xxhash.xxh64_intdigest(plain.encode("utf-8", "surrogatepass"))
 
 
 def text_of(prompt: Prompt) -> str:
-    """What a prompt says: its text, or that of its messages."""
+    """Return a prompt's text, or that of its messages."""
     return prompt.text if prompt.text is not None else said(prompt.messages or [])
 
 
 def said(messages: Sequence[Mapping[str, Any]]) -> str:
-    """The text of messages, one after the other."""
+    """Return the text of messages, one after the other."""
     parts: list[str] = []
     for message in messages:
         content = message.get("content")
@@ -63,7 +63,7 @@ def said(messages: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _grams(text: str, size: int) -> np.ndarray:
-    """[N] uint64: a number for each `size` words in a row."""
+    """Return `[N]` uint64, a hash of each `size` consecutive words."""
     found = words(text)
     count = max(0, len(found) - size + 1)
     numbers = np.array([xxhash.xxh64_intdigest(word.encode()) for word in found], dtype=np.uint64)
@@ -75,7 +75,7 @@ def _grams(text: str, size: int) -> np.ndarray:
 
 @dataclass(slots=True)
 class Index:
-    """Evaluation prompts, by set, and what of them was seen in training.
+    """Evaluation prompts by set, and the parts of them seen in training.
 
     Args:
         texts: Set -> its prompts' texts.
@@ -85,23 +85,23 @@ class Index:
     texts: Mapping[str, Sequence[str]]
     size: int
     stride: int = 1
-    """Every how many-th n-gram is in the index."""
+    """The index has every `stride`-th n-gram."""
     seen: int = 0
-    """Training texts that were looked at."""
+    """Number of training texts compared."""
     _owners: list[tuple[str, int]] = field(default_factory=list)
     _keys: np.ndarray = field(default_factory=lambda: np.zeros(0, np.uint64))
     """[U] uint64, sorted: the n-grams."""
     _of: np.ndarray = field(default_factory=lambda: np.zeros((0, 2), np.int64))
     """[P, 2]: n-gram, and a prompt that has it."""
     _marks: np.ndarray = field(default_factory=lambda: np.zeros(0, np.uint64))
-    """[U] uint64: a bit for each training text that has it, one of 64 by the text's hash: as many bits are as
-    many different texts, or more."""
+    """[U] uint64: a bit for each training text with the n-gram, one of 64 by the text's hash. The number of
+    bits is a lower bound on the number of different texts."""
     _first: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
-    """[U]: where it was seen first, in `_places`; -1 where it was not."""
+    """[U]: index in `_places` of the first text with it; -1 if there is none."""
     _places: list[str] = field(default_factory=list)
     _wholes: dict[int, list[int]] = field(default_factory=dict)
     _equal: dict[int, str] = field(default_factory=dict)
-    """Prompt -> where the same prompt stands."""
+    """Prompt -> location of an equal training prompt."""
 
     def __post_init__(self) -> None:
         self._owners = [(name, place) for name, texts in self.texts.items() for place in range(len(texts))]
@@ -128,7 +128,7 @@ class Index:
         return self.texts[name][place]
 
     def look(self, prompt: str, where: str, answer: str = "") -> None:
-        """Compare with a training prompt, and the answer that is learnt with it, which stand at `where`."""
+        """Compare with a training prompt at `where`, and with its answer."""
         self.seen += 1
         key = whole(prompt)
         for number in self._wholes.get(key, ()):
@@ -147,8 +147,8 @@ class Index:
             self._places.append(where)
 
     def found(self) -> dict[str, Any]:
-        """Set -> how many `prompts` it has, how many are `contaminated`, and a few `examples`: the prompt,
-        the `shared` words, and where in training they stand (`where`).
+        """Return, by set, the number of `prompts`, the number `contaminated`, and a few `examples`: the
+        prompt, the `shared` words, and their training location (`where`).
         """
         bits = np.array([int(mark).bit_count() for mark in self._marks.tolist()], np.int64)
         candidates = self._of[(bits > 0)[self._of[:, 0]], 1] if len(self._of) else self._of[:, 0]
@@ -166,8 +166,8 @@ class Index:
         return result
 
     def _telling(self, number: int, bits: np.ndarray) -> int | None:
-        """Where in a prompt the first n-gram stands that was seen and of which at least half is in no common
-        one; `None` where there is none. `bits` [U]: in how many different texts each was seen.
+        """Return the index of the first n-gram of a prompt that was seen in training and is at most half
+        covered by common ones, or `None`. `bits` [U] counts the different texts of each.
         """
         grams = _grams(self._text(number), self.size)
         at = np.minimum(np.searchsorted(self._keys, grams), len(self._keys) - 1)
@@ -193,6 +193,6 @@ class Index:
 
 
 def training_texts(prompts: Sequence[Prompt], name: str) -> Iterator[tuple[str, str]]:
-    """(text, where it stands) of the training prompts of domain `name`."""
+    """Yield (text, location) of the training prompts of domain `name`."""
     for prompt in prompts:
         yield text_of(prompt), prompt.where or f"training prompt {prompt.key} of domain {name}"

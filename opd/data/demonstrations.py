@@ -1,8 +1,8 @@
-"""Demonstrations: rows of a file, as tokens, and which of these the assistant writes.
+"""Demonstrations: rows of a file, as tokens, with a mask of the assistant's tokens.
 
-Where the chat template marks that (`{% generation %}`), its marks are taken. Else an answer is what the
-template adds to the conversation before it: from where the prompt ends at which the model would begin, to
-where the conversation with the answer ends.
+If the chat template marks answers (`{% generation %}`), its marks are used. Otherwise an answer is the text
+that the template adds to the conversation before it. It starts at the end of the prompt at which the model
+would begin, and stops at the end of the conversation with the answer.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def _otherwise(place: int) -> str:
 
 
 def _refuse_lost_thoughts(where: str, answer: str, written: str) -> None:
-    """Raise `DataError` where a chat template has cut off what an answer was thought in."""
+    """Raise `DataError` if a chat template has dropped the thoughts of an answer."""
     if "</think>" in answer and "</think>" not in written:
         raise DataError(
             f"{where}: the chat template leaves out what the last answer has up to </think>, so that it would"
@@ -67,24 +67,24 @@ def _refuse_lost_thoughts(where: str, answer: str, written: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Demonstration:
-    """A row. Exactly one of `completion` and `messages` is given."""
+    """A row. It has either `completion` or `messages`."""
 
     prompt: Prompt
-    """What is asked: a text, or the messages before the first answer that is learnt from."""
+    """The question: a text, or the messages before the first trained answer."""
     completion: str | None = None
     """The answer to a text."""
     messages: list[dict[str, Any]] | None = None
-    """The whole conversation."""
+    """The full conversation."""
     unlearnt: Collection[int] = ()
-    """Places of answers behind the prompt of which nothing counts."""
+    """Indices of answers after the prompt that are not trained."""
 
 
 def read_demonstrations(source: str, domain: str | None) -> list[Demonstration]:
-    """The rows of a .jsonl or .parquet file: of `domain` where they have such a column, all of them for
-    `None`.
+    """Return the rows of a .jsonl or .parquet file. If it has a column `domain`, only those of `domain`
+    (`None`: all).
 
-    Raises `DataError` naming file and line for a row without an answer or of another form, and for a file of
-    which nothing is left.
+    Raises `DataError` naming file and line for a row without an answer or of another form, and for a file
+    without any remaining row.
     """
     found: set[str] = set()
     read = list(demonstrations(source, domain, found))
@@ -96,15 +96,15 @@ def read_demonstrations(source: str, domain: str | None) -> list[Demonstration]:
 
 
 def demonstrations(source: str, domain: str | None, found: set[str]) -> Iterator[Demonstration]:
-    """The same one by one; nothing is said of a file without any. The names in its column `domain` are added
-    to `found`.
+    """Yield the rows one by one; an empty file is no error. The names in the column `domain` are added to
+    `found`.
     """
     for where, row in rows_of(Path(source), domain, found):
         yield _demonstration(where, row, domain or str(row.get("domain") or ""))
 
 
 _TOKENS = ("assistant_masks", "assistant_mask", "completion_mask", "loss_mask", "labels", "input_ids")
-"""Columns in which others say what counts by token."""
+"""Columns of other formats with a mask by token."""
 _PARTS = (*SHOWN, *THOUGHT)
 _OTHERS = {
     "segments": "write its parts as messages, with `train: false` where nothing is learnt",
@@ -112,7 +112,7 @@ _OTHERS = {
     "instruction": "write `prompt` (with its `input` behind it) and `completion`",
     "text": "write `prompt` and `completion`, or messages: what is learnt has to be told from what is asked",
 }
-"""Columns in which others have what stands here in `messages`, or `prompt` and `completion`."""
+"""Columns of other formats that belong in `messages`, or `prompt` and `completion`."""
 
 
 def _demonstration(where: str, row: dict[str, Any], domain: str) -> Demonstration:
@@ -150,7 +150,7 @@ def _demonstration(where: str, row: dict[str, Any], domain: str) -> Demonstratio
 
 
 def _refuse_other(where: str, row: dict[str, Any]) -> None:
-    """Raise `DataError` for a row with columns that say more of it than what is learnt here."""
+    """Raise `DataError` for a row with columns that training here would ignore."""
     refuse_media(where, row)
     for column in _TOKENS:
         if isinstance(row.get(column), list):
@@ -158,7 +158,7 @@ def _refuse_other(where: str, row: dict[str, Any]) -> None:
                 f"{where}: `{column}` speaks of tokens that others made, and here a row is text; leave the"
                 " column out, and write `train: false` in messages of which nothing is learnt."
             )
-    # A `loss` of a number is what somebody has measured.
+    # A number in `loss` is a measurement.
     said = {name: row[name] for name in WEIGHTS if row.get(name) is not None}
     zero = next((name for name, one in said.items() if one == 0 and (name != "loss" or one is False)), None)
     if zero is not None:
@@ -189,8 +189,8 @@ def _of_texts(where: str, row: dict[str, Any], domain: str, asked: str, answer: 
 def _conversation(
     where: str, row: dict[str, Any], domain: str, given: Any, asked: int | None, column: str
 ) -> Demonstration:
-    """The messages `given`, of which the first `asked` are the prompt, or all before the first answer that is
-    learnt.
+    """Build a demonstration from the messages `given`. The first `asked` are the prompt, or all before the
+    first trained answer.
     """
     messages = check_messages(where, given, column)
     with naming(where, column):
@@ -225,8 +225,8 @@ def _refuse_empty(where: str, answer: Any) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """A demonstration as tokens: of the prompt `[C]` int32, of all that follows up to the last one that
-    counts `[R]` int32, and which of those count `[R]` bool.
+    """A demonstration as tokens: the prompt `[C]` int32, the rest up to the last trained token `[R]` int32,
+    and the mask of trained tokens `[R]` bool.
     """
 
     prompt_ids: np.ndarray
@@ -237,20 +237,19 @@ class Encoded:
         return len(self.prompt_ids) + len(self.response_ids)
 
     def cut(self, tokens: int) -> Encoded:
-        """Its first `tokens`."""
+        """Return its first `tokens`."""
         kept = max(0, tokens - len(self.prompt_ids))
         return Encoded(self.prompt_ids, self.response_ids[:kept], self.mask[:kept])
 
 
 @dataclass(frozen=True, slots=True)
 class Writes:
-    """What turns rows into tokens.
+    """Encodes rows as tokens.
 
     Args:
         tokenizer: The student's.
-        template: Arguments of the chat template's own.
-        stops: Ids at which responses end. Of what the template writes for an answer nothing counts behind the
-            last of them but text.
+        template: Arguments of the chat template.
+        stops: End ids of responses. After the last of them in an answer only text is trained.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -258,8 +257,8 @@ class Writes:
     stops: Collection[int]
 
     def encode(self, row: Demonstration) -> Encoded:
-        """The tokens of `row`. Raises `DataError` naming it where they, or what the assistant writes of them,
-        cannot be told.
+        """Encode `row`. Raises `DataError` naming it if its tokens, or the assistant's among them, cannot be
+        determined.
         """
         if row.completion is not None:
             return self._text(row.prompt, row.completion)
@@ -280,13 +279,13 @@ class Writes:
                 " set its eos_token, or give messages."
             )
         whole = self._ids(f"{prompt.text}{completion}", prompt.where, framed=True)
-        # Where the texts share a token the answer is what the model would have to write behind the prompt.
+        # If the texts share a token, the answer is the text that the model would generate after the prompt.
         own = whole[len(asked) :] if whole[: len(asked)] == asked else self._ids(completion, prompt.where)
         ids = own if own[-1:] == [eos] else [*own, eos]
         return _encoded(asked, ids, [True] * len(ids))
 
     def _answers(self, row: Demonstration) -> tuple[str, list[tuple[int, int]]]:
-        """The conversation as the template writes it, and where in it the answers stand."""
+        """Return the rendered conversation and the ranges of its answers."""
         messages, where = row.messages or [], row.prompt.where
         arguments = {**self.template, **row.prompt.arguments}
         refuse_unread(self.tokenizer, messages, arguments, row.prompt.arguments)
@@ -313,7 +312,7 @@ class Writes:
     def _turn(
         self, row: Demonstration, place: int, text: str, arguments: Mapping[str, Any]
     ) -> tuple[int, int]:
-        """Where in `text` the message at `place` stands, with what the template writes around it."""
+        """The range in `text` of the message at `place`, with the text that the template adds around it."""
         messages = row.messages or []
         before, after = (render(self.tokenizer, messages[:n], arguments) for n in (place, place + 1))
         if not (text.startswith(after) and after.startswith(before)):
@@ -323,7 +322,7 @@ class Writes:
     def _place(
         self, row: Demonstration, place: int, text: str, arguments: Mapping[str, Any]
     ) -> tuple[int, int]:
-        """Where in `text` the answer at `place` stands, from where the model would begin it."""
+        """The range in `text` of the answer at `place`, from the position where the model would begin it."""
         messages, where = row.messages or [], row.prompt.where
         before = render(self.tokenizer, messages[:place], arguments, answer=True)
         last = place == len(messages) - 1
@@ -331,7 +330,7 @@ class Writes:
         if text.startswith(after) and after.startswith(before):
             return len(before), len(after)
         plain = render(self.tokenizer, messages[:place], arguments)
-        if after.startswith(plain) and before.startswith(plain):  # what is before it is as it was
+        if after.startswith(plain) and before.startswith(plain):  # the text before it is unchanged
             same = next(
                 (n for n, (a, b) in enumerate(zip(before, after, strict=False)) if a != b), len(after)
             )
@@ -344,7 +343,9 @@ class Writes:
         raise DataError(f"{where}: {_otherwise(place)}; {_MEND}.")
 
     def _counted(self, where: str, text: str, answers: Sequence[tuple[int, int]]) -> Encoded:
-        """Each part is encoded as it continues what is before it: the prompt as when the model answers it."""
+        """Encode each part as a continuation of the text before it, and the prompt as when the model answers
+        it.
+        """
         ids: list[int] = []
         mask: list[bool] = []
         begin = 0
@@ -363,7 +364,7 @@ class Writes:
         return _encoded(ids[:asked], ids[asked:end], mask[asked:end])
 
     def _written(self, ids: list[int]) -> int:
-        """How many of an answer's tokens the model writes: what the template adds behind the end is none."""
+        """Return how many of an answer's tokens the model generates. Tokens after the end id do not count."""
         ends = [place for place, token in enumerate(ids) if token in self.stops]
         if not ends or str(self.tokenizer.decode(ids[ends[-1] + 1 :])).strip():
             return len(ids)
@@ -386,19 +387,20 @@ def _encoded(asked: Sequence[int], answer: Sequence[int], mask: Sequence[bool]) 
 
 
 _ANSWER = "zebra"
-"""Stands for an answer in a conversation that is rendered to see what is before it."""
+"""An answer in a probe conversation, to find the text before it."""
 
 
 def missing_header(tokenizer: PreTrainedTokenizerBase, template: Mapping[str, Any]) -> str | None:
-    """What the chat template writes before an answer and not at the end of a prompt, so that the model would
-    have to write it: of a template without a generation prompt its header; `None` if there is nothing.
+    """Return the text that the chat template writes before an answer but not at the end of a prompt, so that
+    the model would have to generate it, such as the header of a template without a generation prompt. `None`
+    if there is none.
     """
     asked = [{"role": "user", "content": "?"}]
     try:
         before = render(tokenizer, asked, template)
         prompt = render(tokenizer, asked, template, answer=True)
         whole = render(tokenizer, [*asked, {"role": "assistant", "content": _ANSWER}], template)
-    except TemplateError:  # conversations that cannot be rendered say so themselves
+    except TemplateError:  # conversations that cannot be rendered are reported elsewhere
         return None
     if prompt != before or not whole.startswith(prompt):
         return None
@@ -407,16 +409,16 @@ def missing_header(tokenizer: PreTrainedTokenizerBase, template: Mapping[str, An
 
 @dataclass(slots=True)
 class Sized:
-    """Demonstrations of which none is longer than a limit, and what became of the others."""
+    """Demonstrations within a length limit, and the locations of longer ones."""
 
     rows: list[tuple[Demonstration, Encoded]] = field(default_factory=list)
     dropped: list[str] = field(default_factory=list)
-    """Where those stand that are left out."""
+    """Locations of dropped rows."""
     cut: list[str] = field(default_factory=list)
-    """And those that have lost their end."""
+    """Locations of truncated rows."""
 
     def sentence(self, limit: int, why: str) -> str:
-        """What was too long and what became of it; empty if nothing was."""
+        """Describe the rows that were too long and their fate; empty if there are none."""
         total, parts = len(self.rows) + len(self.dropped), []
         for places, done in ((self.dropped, "left out"), (self.cut, "cut at their end")):
             if places:
@@ -426,8 +428,8 @@ class Sized:
 
 
 def sized(rows: Sequence[Demonstration], writes: Writes, limit: int, policy: str, why: str) -> Sized:
-    """`rows` as tokens, of at most `limit`. Raises `DataError` for one that cannot be encoded, and where
-    `policy` is `error` for one that is longer.
+    """Encode `rows` as at most `limit` tokens. Raises `DataError` for a row that cannot be encoded, and for a
+    longer one if `policy` is `error`.
     """
     found = Sized()
     for row in rows:

@@ -1,6 +1,6 @@
-"""Say what a file is that was to be rows of data, and what other data sets call its columns.
+"""Identify files that are no rows of data, and other data sets' names for columns.
 
-A file is known by its first bytes; the error says what to do about it.
+A file is identified by its first bytes. The error names the fix.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from opd.foreign import POINTER, is_pointer, shown
 
 HEAD = 4096
-"""Bytes that are looked at."""
+"""Number of bytes read."""
 _PACKED = "is packed ({}); unpack it, and name the file that comes out"
 _BINARY = {
     b"\x1f\x8b": _PACKED.format("gzip"),
@@ -30,16 +30,16 @@ _BINARY = {
     b"\x80": "looks like a pickle, which is never read; write its rows as .jsonl or .parquet",
     b"%PDF": "is a PDF; write its rows as .jsonl or .parquet",
 }
-"""How files begin -> what they are, and the mend."""
+"""Magic bytes -> description and fix."""
 _PAGE = re.compile(rb"\s*<(?:!doctype|html|head|body|\?xml|!--|error)", re.IGNORECASE)
 _TABLE = re.compile(r"""\s*"?[\w .-]+"?\s*(?:[,;\t|]\s*"?[\w .-]+"?\s*)+""")
 _BEGUN = re.compile(r"[\[{]\s*[\[{]?|.*[\[{,:]")
-"""The first line of a document of JSON that goes on."""
+"""First line of a JSON document that spans lines."""
 
 
 def file_fault(path: Path, begin: bytes) -> str | None:
-    """What the file `path`, which begins with `begin`, is in place of what its name says, and how to mend it;
-    `None` if it may be that.
+    """Return why the file `path`, which begins with `begin`, does not match its name, with the fix. `None` if
+    it may match.
     """
     begin = begin.removeprefix(b"\xef\xbb\xbf")
     if is_pointer(begin):
@@ -80,7 +80,7 @@ def _not_lines(begin: bytes) -> str | None:
 
 
 def _text_fault(line: str, more: bool) -> str | None:
-    """What a text is whose first line is no JSON."""
+    """Return the fault of a text whose first line is no JSON."""
     if "\0" in line or "\ufffd" in line:
         return None
     if line.startswith(("{'", "[{'")):
@@ -131,15 +131,15 @@ _SAID = (
 )
 _NAMES = {"prompt": _ASKED, "label": _RIGHT, "completion": _SAID}
 SHOWN = ("instruction", "input", "context", "passage", "history", "choices", "options")
-"""Columns in which others have a part of what is asked."""
+"""Columns of other formats with a part of the question."""
 THOUGHT = ("thinking", "reasoning", "reasoning_content", "thoughts")
-"""And a part of what is answered."""
+"""Columns with a part of the answer."""
 SPOKEN = ("messages", "conversations", "conversation", "dialogue", "dialog", "chat", "turns")
 """Columns of conversations."""
 
 
 def rename_hint(row: Mapping[str, Any], *wanted: str) -> str:
-    """How to rename columns of `row` to those `wanted` that it lacks: `; rename ...`, or nothing."""
+    """Return how to rename columns of `row` to the missing ones of `wanted`: `; rename ...`, or nothing."""
     found, free = [], {name.strip().lower(): name for name in row if row[name] is not None}
     for column in wanted:
         if row.get(column) is not None:
@@ -165,7 +165,7 @@ def rename_hint(row: Mapping[str, Any], *wanted: str) -> str:
 
 
 def rows_within(row: Mapping[str, Any]) -> str | None:
-    """The column of `row` that holds the rows themselves, as in `{"data": [{...}, ...]}`."""
+    """Return the column of `row` that holds the rows themselves, as in `{"data": [{...}, ...]}`."""
     known = {"prompt", "messages", *_ASKED}
     lists = ((name, value[0]) for name, value in row.items() if isinstance(value, list) and value)
     found = (name for name, first in lists if isinstance(first, dict) and first.keys() & known)

@@ -1,4 +1,4 @@
-"""From a recipe's domain to its prompts; the files among the sources.
+"""Load a recipe's domain as prompts, and read source files.
 
 Files are .jsonl or .parquet: columns `prompt`, `label`, and `domain` if several share one.
 """
@@ -43,9 +43,9 @@ _SOURCES = {"procedural": load_procedural, "reasoning-gym": load_reasoning_gym}
 
 
 def load_domain(name: str, config: DomainConfig, *, seed: int, held_out_prompts: int) -> Domain:
-    """The prompts of `config.source`, split into training and held-out.
+    """Load the prompts of `config.source`, split into training and held-out.
 
-    Generated sources give exactly the numbers asked for; a file gives at most `held_out_prompts` held-out
+    Generated sources give exactly the requested numbers. A file gives at most `held_out_prompts` held-out
     prompts. The same arguments give the same prompts in the same order. Raises `DataError` if the source is
     unknown, unreadable, malformed or empty, and `MissingExtraError` if it needs an optional package.
     """
@@ -61,21 +61,19 @@ def load_domain(name: str, config: DomainConfig, *, seed: int, held_out_prompts:
 
 
 _KEPT_BYTES, _KEPT_FILES = 64 << 20, 16
-"""Of a file that is kept parsed, at most; and how many are."""
+"""Maximum bytes of a cached file, and number of cached files."""
 _known: dict[tuple[str, ...], Domain] = {}
 
 
 def _load_known(name: str, config: DomainConfig, held_out_prompts: int) -> Domain:
-    """`load_file`, or what it gave the last time for a file with the same bytes: the checks before a run and
-    its stages ask several times.
-    """
+    """`load_file` with a cache by the file's bytes, because checks and stages load it several times."""
     path = Path(config.source)
     try:
         if path.stat().st_size > _KEPT_BYTES:
             return load_file(name, config, held_out_prompts=held_out_prompts)
         asked = {"source", "params", "held_out", "environment"}
         key = name, config.model_dump_json(include=asked), file_digest(path)
-    except OSError:  # the words for it are those of reading it
+    except OSError:  # reading it reports the error
         return load_file(name, config, held_out_prompts=held_out_prompts)
     found = _known.pop(key, None) or load_file(name, config, held_out_prompts=sys.maxsize)
     _known[key] = found  # the newest comes last
@@ -85,23 +83,23 @@ def _load_known(name: str, config: DomainConfig, held_out_prompts: int) -> Domai
 
 
 Row = tuple[str, dict[str, Any], int]
-"""Where it stands, for error messages (`FILE:LINE`), its columns, and how many bytes they take."""
+"""Location for error messages (`FILE:LINE`), columns, and their bytes."""
 
 _LONGEST_ROW = 64 * 2**20
-"""Most bytes of one line or row: some twenty million tokens."""
+"""Maximum bytes of one line or row: some twenty million tokens."""
 _ROWS_AT_ONCE = 16
-"""Of a .parquet file, in which a few bytes may stand for rows of any length."""
+"""Rows read at a time from a .parquet file, whose few bytes may stand for rows of any length."""
 _ROW_BYTES = 1000
-"""What a row takes in memory beside its text, about."""
+"""Approximate memory of a row other than its text."""
 
 
 def load_file(name: str, config: DomainConfig, *, held_out_prompts: int) -> Domain:
-    """The file's prompts, of which a share of `config.held_out`, chosen by a hash of the prompt, is held out.
+    """Load the file's prompts. A share of `config.held_out`, chosen by a hash of the prompt, is held out.
 
-    If rows have a `domain` column, those of `params.domain` (default: the domain's name) are taken. Columns
-    other than `prompt`, `label`, `domain` and `messages` become the prompts' metadata. Raises `DataError` for
-    a bad row, naming file and line, and if nothing is left to train or to evaluate on.
-    With a share of 1, an evaluation set's, there is nothing to train on.
+    If rows have a `domain` column, only those of `params.domain` (default: the domain's name) count. Columns
+    other than `prompt`, `label`, `domain` and `messages` become metadata. Raises `DataError` for a bad row,
+    naming file and line, and if nothing is left to train or to evaluate on. With a share of 1 (an evaluation
+    set) there is nothing to train on.
     """
     wanted = _wanted_domain(name, config)
     found: set[str] = set()
@@ -122,10 +120,10 @@ def load_file(name: str, config: DomainConfig, *, held_out_prompts: int) -> Doma
 
 
 def rows_of(path: Path, wanted: str | None, found: set[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Place (`FILE:LINE`) and columns of the rows of a file whose column `domain` says `wanted`, or which
-    have none; of all rows for `None`. The names in that column are added to `found`.
+    """Yield location (`FILE:LINE`) and columns of the rows whose column `domain` is `wanted` or missing; of
+    all rows for `None`. The names in that column are added to `found`.
 
-    Raises `DataError` for what cannot be read, and for more rows than this machine can hold.
+    Raises `DataError` for an unreadable file, and for more rows than this machine can hold.
     """
     room = machine_memory() // 2
     for where, row, size in _rows(path):
@@ -223,7 +221,7 @@ def _parsed(where: str, line: bytes) -> Any:
         raise DataError(
             f"{where}: not UTF-8 (byte {byte:#04x} at {error.start}); write the file as UTF-8, uncompressed."
         ) from error
-    except (ValueError, RecursionError) as error:  # bad JSON, or nested without end
+    except (ValueError, RecursionError) as error:  # bad JSON, or endless nesting
         if b"\0" in line:  # ASCII as UTF-16 or UTF-32 has one in every character
             raise DataError(
                 f"{where}: it holds NUL bytes, so the file is damaged or of another encoding; write it again,"
@@ -235,7 +233,7 @@ def _parsed(where: str, line: bytes) -> Any:
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of JSON, of which no key may stand for two values."""
+    """Build a JSON object. Raises `ValueError` for a duplicate key."""
     found = dict(pairs)
     if len(found) < len(pairs):
         keys = [key for key, _ in pairs]
@@ -245,7 +243,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def kind(value: Any) -> str:
-    """What a value of JSON is called."""
+    """Return the name of a JSON value's type."""
     names = {type(None): "null", bool: "true or false", str: "a text", list: "a list", dict: "an object"}
     return names.get(type(value), "a number" if isinstance(value, int | float) else type(value).__name__)
 
@@ -254,11 +252,11 @@ _SPOKEN = (
     *("prompt", "messages", "conversations", "completion", "chosen", "rejected"),
     *("tools", "functions", "chat_template_kwargs"),
 )
-"""Columns of which a table makes objects with the keys of all rows."""
+"""Columns whose objects get the keys of all rows in a table."""
 
 
 def _without_nulls(value: Any) -> Any:
-    """`value` without the keys that other rows of its table have, and a message's content."""
+    """Remove keys of `value` that only other rows of its table have, except a message's content."""
     if isinstance(value, list):
         return [_without_nulls(one) for one in value]
     if not isinstance(value, dict):
@@ -267,7 +265,7 @@ def _without_nulls(value: Any) -> Any:
 
 
 def _refuse_twice(path: Path, names: Sequence[str]) -> None:
-    """Raise `DataError` if two columns have one name: a row would hold the last."""
+    """Raise `DataError` if two columns have one name, because a row would hold the last only."""
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
         raise DataError(f"{path}: the column {twice!r} is there twice; take one of them out.")
@@ -293,7 +291,7 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
                 _refuse_long(f"{path}: row {number + 1}", share)
                 for row in batch.to_pylist():
                     number += 1
-                    # One text that many rows refer to is shared in the batch, and not in what is made of it.
+                    # Rows may share one text in the batch, but not in the parsed rows.
                     size = max(
                         share, sum(len(text) for text in row.values() if isinstance(text, str | bytes))
                     )
@@ -303,7 +301,7 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
                     yield f"{path}: row {number}", row, size
     except DataError:
         raise
-    # ValueError: of values that Python has no type for, and of pyarrow's own errors.
+    # ValueError: values without a Python type, and pyarrow's own errors.
     except (pyarrow.ArrowException, ValueError, OverflowError, MemoryError) as error:
         raise DataError(f"{path} is no readable parquet file ({reason_of(error)}).") from error
 
@@ -314,12 +312,12 @@ def _as_written(value: Any, kind: type[np.floating[Any]]) -> Any:
 
 
 _OWN = ("prompt", "label", "domain", "messages")
-"""Columns that are no metadata."""
+"""Columns that are not metadata."""
 _MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 
 
 def prompt_of(where: str, row: dict[str, Any], domain: str) -> Prompt:
-    """The prompt of a row. Raises `DataError` for one without, or with another than a prompt can be."""
+    """Return the prompt of a row. Raises `DataError` if it is missing or invalid."""
     content = row.get("prompt")
     if content is None:
         columns, spoken = ", ".join(row) or "none", next((one for one in SPOKEN if row.get(one)), None)
@@ -352,7 +350,7 @@ def prompt_of(where: str, row: dict[str, Any], domain: str) -> Prompt:
         refuse_beside_text(where, row)
     refuse_unshown(where, row, "prompt", content)
     _refuse_no_label(where, row.get("label"))
-    # `messages` are a prompt's own, and what tells rewards and reports that it is a conversation.
+    # `messages` belong to the prompt, and tell rewards and reports that it is a conversation.
     metadata = {key: value for key, value in row.items() if key not in _OWN}
     return Prompt.of(content, row.get("label"), domain, metadata, where, arguments)
 
@@ -360,8 +358,8 @@ def prompt_of(where: str, row: dict[str, Any], domain: str) -> Prompt:
 def refuse_unshown(
     where: str, row: Mapping[str, Any], column: str, said: str | list[Message], parts: Collection[str] = SHOWN
 ) -> None:
-    """Raise `DataError` for a column among `parts` with a text that is not in what is `said`, the row's
-    `column`: no model sees it.
+    """Raise `DataError` for a column of `parts` with a text that is not in `said`, the row's `column`,
+    because no model would see it.
     """
     if not isinstance(said, str):
         said = "\n".join(
@@ -376,7 +374,7 @@ def refuse_unshown(
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """The texts of a column: itself, or those in its lists and in what its objects call a text."""
+    """Yield the texts of a column: itself, or those in its lists and in its objects' text fields."""
     if isinstance(value, str):
         yield value
     within = [value.get(key) for key in ("text", "content", "value")] if isinstance(value, dict) else value
@@ -385,7 +383,7 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def _refuse_no_label(where: str, label: Any) -> None:
-    """Raise `DataError` for a label that is nothing of JSON, such as what a spreadsheet takes for a date."""
+    """Raise `DataError` for a label that is no JSON, such as a spreadsheet's date."""
     try:
         json.dumps(plain_label(label))
     except (TypeError, ValueError):
@@ -396,7 +394,7 @@ def _refuse_no_label(where: str, label: Any) -> None:
 
 
 def refuse_media(where: str, row: Mapping[str, Any]) -> None:
-    """Raise `DataError` for a row with images or the like, which no model here is shown."""
+    """Raise `DataError` for a row with images or other media, because no model here sees them."""
     for column in _MEDIA:
         if row.get(column):
             raise DataError(
@@ -406,7 +404,7 @@ def refuse_media(where: str, row: Mapping[str, Any]) -> None:
 
 
 def said_in(where: str, content: Any, column: str = "prompt") -> Any:
-    """`content`, or the messages that a text is the JSON of. Raises `DataError`."""
+    """Return `content`, or the messages if it is their JSON text. Raises `DataError`."""
     if not isinstance(content, str):
         return content
     if column == "prompt" and content.strip() == "[]":
@@ -419,11 +417,11 @@ def said_in(where: str, content: Any, column: str = "prompt") -> Any:
 
 
 _SYSTEM = ("system", "system_prompt", "system_message")
-"""Columns of what the system says."""
+"""Columns of the system message."""
 
 
 def with_system(where: str, row: Mapping[str, Any], given: Any) -> Any:
-    """`given` behind what the column `system` says, if it has no such message of its own."""
+    """Prepend the column `system` to `given`, unless it has such a message."""
     said = {column: row[column] for column in _SYSTEM if row.get(column)}
     if not said or not isinstance(given, list) or not given:
         return given
@@ -441,7 +439,7 @@ def with_system(where: str, row: Mapping[str, Any], given: Any) -> Any:
 
 
 def refuse_beside_text(where: str, row: Mapping[str, Any]) -> None:
-    """Raise `DataError` for columns that a prompt of text has no place for."""
+    """Raise `DataError` for columns that a text prompt cannot use."""
     column = next((name for name in _SYSTEM if row.get(name)), None)
     if column is not None:
         raise DataError(
@@ -456,7 +454,7 @@ def refuse_beside_text(where: str, row: Mapping[str, Any]) -> None:
 
 
 def template_arguments(where: str, row: Mapping[str, Any]) -> dict[str, Any]:
-    """What the chat template is given for this row alone. Raises `DataError`."""
+    """Return the chat template's arguments of this row. Raises `DataError`."""
     try:
         return arguments_of(row)
     except MessageError as error:
@@ -474,7 +472,7 @@ def check_text(where: str, text: str, column: str = "prompt") -> None:
 
 
 def check_messages(where: str, messages: Any, column: str = "prompt") -> list[Message]:
-    """`messages` as a chat template can be given them. Raises `DataError`."""
+    """Return `messages` in the form for a chat template. Raises `DataError`."""
     if not isinstance(messages, list):
         raise DataError(f"{where}: `{column}` is {kind(messages)}; give a list of messages.")
     if not messages:
@@ -487,7 +485,7 @@ def check_messages(where: str, messages: Any, column: str = "prompt") -> list[Me
 
 @contextmanager
 def naming(where: str, column: str = "prompt") -> Iterator[None]:
-    """Raise `DataError` for a `MessageError`, naming its message, counted from 1."""
+    """Turn a `MessageError` into a `DataError` that names its message, counted from 1."""
     try:
         yield
     except MessageError as error:

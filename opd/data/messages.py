@@ -1,7 +1,7 @@
-"""Messages as people write them, in the one form that chat templates take: for files, requests and commands.
+"""Normalise messages to the one form of chat templates, for files, requests and commands.
 
-OpenAI's, TRL's, axolotl's and ShareGPT's forms are read. What a template could not be told is refused by its
-name, never left out.
+OpenAI's, TRL's, axolotl's and ShareGPT's forms are read. Fields that a template cannot be given are refused
+by name, never left out.
 """
 
 from __future__ import annotations
@@ -13,37 +13,37 @@ from opd.config.recipe import NOT_THE_TEMPLATES
 from opd.foreign import read_document, shown
 
 Message = dict[str, Any]
-"""`role`, `content` (a text), and where given `name`, `tool_call_id`, `tool_calls` with their arguments as
-objects, `reasoning_content`, and fields of others' that the chat template has to read."""
+"""`role`, `content` (a text), and if present `name`, `tool_call_id`, `tool_calls` with arguments as objects,
+`reasoning_content`, and fields of other formats that the chat template has to read."""
 
 TEXTS = ("text", "input_text", "output_text")
-"""Types of the parts of a content that are text."""
+"""Types of content parts that are text."""
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")
-"""What the thoughts before an answer are called."""
+"""Names of the thoughts before an answer."""
 WEIGHTS = ("weight", "loss_weight", "train", "training", "trainable", "train_on_turn", "loss")
-"""What says whether an answer is learnt from."""
+"""Fields that say whether an answer is trained."""
 _OF_ANY_ROLE = ("weight", "loss_weight")
-"""Those that some give every message, whose role then decides."""
+"""Some formats give these to every message; the role then decides."""
 _OF_TEXT = ("type", "text", "annotations", "cache_control", "id", "index")
-"""Keys of a part of a content that is text."""
+"""Keys of a content part that is text."""
 _LONGEST = 16 << 20
-"""Bytes of JSON within a text."""
+"""Maximum bytes of JSON within a text."""
 _ROLES = {
     **dict.fromkeys(("developer",), "system"),
     **dict.fromkeys(("human",), "user"),
     **dict.fromkeys(("gpt", "chatgpt", "bot", "model", "function_call"), "assistant"),
     **dict.fromkeys(("function", "observation", "tool_response", "function_response"), "tool"),
 }
-"""Role of others' -> the one that chat templates know."""
+"""Role of other formats -> the chat templates' role."""
 _KNOWN = ("system", "user", "assistant", "tool")
 _ASIDE = (*("refusal", "annotations", "audio", "audios", "images", "videos", "tool_plan", "prefix"),)
-"""Fields that would change what is read, and that nothing here can use."""
+"""Fields that would change the text and are not supported."""
 _IN_PART = ("train_detail", "training_detail")
-"""Fields that say which parts of an answer are learnt."""
+"""Fields that select the trained parts of an answer."""
 
 
 class MessageError(ValueError):
-    """What is wrong with messages; `place` says where: `[0].content`."""
+    """A fault of messages; `place` is its location: `[0].content`."""
 
     def __init__(self, place: str, said: str) -> None:
         super().__init__(said)
@@ -51,13 +51,13 @@ class MessageError(ValueError):
 
 
 def read_messages(given: Sequence[Any]) -> list[Message]:
-    """`given` in the form that chat templates take, one for one. Raises `MessageError`."""
+    """Return `given` in the form of chat templates, one for one. Raises `MessageError`."""
     return [_message(one, f"[{place}]") for place, one in enumerate(given)]
 
 
 def learnt(given: Sequence[Any]) -> list[bool]:
-    """Of each of these messages whether it may be learnt from: what `weight` or `train` says, else what is
-    the assistant's. Raises `MessageError`.
+    """Return for each message whether it may be trained on, by its `weight` or `train`, else by the
+    assistant's role. Raises `MessageError`.
     """
     return [
         all(_weights(one, f"[{place}]").values()) and _role(one, f"[{place}]") == "assistant"
@@ -66,7 +66,7 @@ def learnt(given: Sequence[Any]) -> list[bool]:
 
 
 def refuse_learnt(given: Sequence[Any]) -> None:
-    """Raise `MessageError` for one of a prompt's messages that says that it is learnt from."""
+    """Raise `MessageError` for a prompt's message that asks to be trained."""
     for place, one in enumerate(given):
         said = _weights(one, f"[{place}]")
         name = next((name for name, value in said.items() if value), None)
@@ -76,7 +76,7 @@ def refuse_learnt(given: Sequence[Any]) -> None:
 
 
 def _weights(given: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The fields of a message that say whether it is learnt from, each 0 or 1."""
+    """Return the message's fields that say whether it is trained, each 0 or 1."""
     role, said = _role(given, where), {name: given[name] for name in WEIGHTS if given.get(name) is not None}
     for name, value in said.items():
         if isinstance(value, str) or value not in (0, 1):
@@ -88,8 +88,8 @@ def _weights(given: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def from_text(text: str) -> list[Any] | None:
-    """The messages that `text` is the JSON of, such as a table's cell; `None` for any other text. Raises
-    `MessageError` for what Python prints of some.
+    """Return the messages if `text` is their JSON, such as a table's cell; `None` for any other text. Raises
+    `MessageError` for Python's `repr` of messages.
     """
     begin = text[:200].strip()
     if begin[:1] == '"' and begin[1:].lstrip().startswith(("[", "{")):  # JSON of JSON
@@ -110,7 +110,7 @@ def from_text(text: str) -> list[Any] | None:
 
 
 def _is_message(given: Any) -> bool:
-    """Whether `given` is an object with the keys of a message."""
+    """Return True if `given` is an object with the keys of a message."""
     return isinstance(given, dict) and (
         ("role" in given and bool(given.keys() & {"content", "tool_calls"}))
         or (given.keys() >= {"from", "value"} and str(given["from"]).lower() in (*_ROLES, *_KNOWN))
@@ -118,7 +118,7 @@ def _is_message(given: Any) -> bool:
 
 
 def _text_within(text: str) -> str | None:
-    """The text that `text` is the JSON of; `None` if it is of nothing, or of something else."""
+    """Return the text if `text` is its JSON; `None` otherwise."""
     try:
         found = read_document(text, _LONGEST)
     except (ValueError, RecursionError):
@@ -127,8 +127,8 @@ def _text_within(text: str) -> str | None:
 
 
 def arguments_of(row: Mapping[str, Any]) -> dict[str, Any]:
-    """What the chat template is given for one row: `tools` (or `functions`) and `chat_template_kwargs`, if it
-    has these columns; lists and objects, or their JSON. Raises `MessageError`.
+    """Return the chat template's arguments of one row: `tools` (or `functions`) and `chat_template_kwargs`,
+    if it has these columns, as lists and objects or their JSON. Raises `MessageError`.
     """
     found: dict[str, Any] = {}
     if row.get("chat_template_kwargs"):
@@ -158,7 +158,7 @@ def _tool(given: Any, where: str) -> dict[str, Any]:
 
 
 def _parsed(given: Any, where: str, kind: type) -> Any:
-    """A value, or the JSON of one: tables have no column of objects with other keys in each row."""
+    """Return a value, or parse its JSON: tables have no column of objects with other keys in each row."""
     if isinstance(given, str):
         try:
             given = read_document(given or "{}", _LONGEST)
@@ -204,7 +204,7 @@ def _message(given: Any, where: str) -> Message:
 
 
 def _from_sharegpt(given: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """`from` and `value` as `role` and `content`; the value of a `function_call` is the JSON of calls."""
+    """Rename `from` and `value` to `role` and `content`. A `function_call` has the JSON of calls as value."""
     made = {key: value for key, value in given.items() if key not in ("from", "value")}
     if "value" not in given:
         raise MessageError(where, "it has `from` and no `value`; name them `role` and `content`")
@@ -227,7 +227,7 @@ def _thoughts(given: Mapping[str, Any], where: str) -> dict[str, str]:
 
 
 def _names(given: Mapping[str, Any], role: str, where: str) -> dict[str, str]:
-    """`name`, and of a tool's message the call that it answers."""
+    """Return `name`, and for a tool's message the id of its call."""
     made = {}
     for name in ("name", "tool_call_id"):
         value = given.get(name)
@@ -260,7 +260,7 @@ def _content(given: Any, where: str) -> str:
 
 
 def _calls(given: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
-    """Tool calls, `function_call` (which OpenAI's API had before them) among them."""
+    """Return tool calls, including `function_call` of OpenAI's older API."""
     calls, old = given.get("tool_calls"), given.get("function_call")
     place = f"{where}.tool_calls"
     if isinstance(calls, str):

@@ -1,7 +1,8 @@
-"""Generated prompts: exact tasks on strings of digits, for a character model; `reasoning-gym`'s, for text.
+"""Generated prompts: digit tasks for a character model, and `reasoning-gym`'s for text.
 
-A digit task is one right rule and one consistent wrong rule close to it; its prompts are distinct strings of
-digits, split by their hash. Add one here, or register your own. Of the library: its generators and verifiers.
+A digit task has one right rule and one consistent wrong rule close to it. Its prompts are distinct strings of
+digits, split by their hash. Add one here, or register your own. From the library come generators and
+verifiers.
 """
 
 from __future__ import annotations
@@ -23,31 +24,31 @@ from opd.rollout.prompts import Checker, Domain, Prompt, fraction, raw_stream
 ALPHABET = "0123456789="
 
 TASKS: dict[str, type[DigitTask]] = {}
-"""Name -> task; the name is what follows `procedural:` in a recipe."""
+"""Name -> task. A recipe names it after `procedural:`."""
 
 
 class DigitTask(ABC):
-    """Maps a string of digits to another. All tasks share the same strings and are told apart by a tag:
-    the prompt is `<sort>31415926=` and the answer `11234569`.
+    """Maps a string of digits to another. All tasks share the same strings; a tag tells them apart. The
+    prompt is `<sort>31415926=` and the answer `11234569`.
     """
 
     name: str
 
     @property
     def tag(self) -> str:
-        """What a prompt begins with; one token."""
+        """First token of a prompt."""
         return f"<{self.name}>"
 
     @abstractmethod
     def right(self, digits: str) -> str:
-        """The right answer."""
+        """Return the right answer."""
 
     @abstractmethod
     def wrong_rule(self, digits: str) -> str:
-        """The answer of an algorithm near the right one: a habit that reinforcement learning has to break."""
+        """The answer of an algorithm near the right one, a habit for reinforcement learning to break."""
 
     def corrupt(self, answer: str, rng: np.random.Generator) -> str:
-        """`answer` with one to three of its digits replaced by other digits: never `answer` itself."""
+        """Replace one to three digits of `answer` by other digits, so the result always differs."""
         count = min(int(rng.integers(1, 4)), len(answer))
         digits = list(answer)
         for place in rng.choice(len(answer), size=count, replace=False):
@@ -55,15 +56,15 @@ class DigitTask(ABC):
         return "".join(digits)
 
     def prompt(self, digits: str) -> str:
-        """The text the model sees."""
+        """Return the prompt's text."""
         return f"{self.tag}{digits}="
 
     def digits(self, prompt: str) -> str:
-        """The digits of a prompt's text."""
+        """Return the digits of a prompt's text."""
         return prompt.removeprefix(self.tag).removesuffix("=")
 
     def demonstration(self, prompt: str, rng: np.random.Generator, right: float, wrong_rule: float) -> str:
-        """An answer to the text of a prompt: right with probability `right`, by the wrong rule with
+        """Return an answer to a prompt's text: right with probability `right`, by the wrong rule with
         `wrong_rule`, else corrupted.
         """
         digits = self.digits(prompt)
@@ -76,7 +77,7 @@ class DigitTask(ABC):
 
 
 def register(name: str) -> Callable[[type[DigitTask]], type[DigitTask]]:
-    """Class decorator: makes a task available as `procedural:NAME`; `ValueError` if the name is taken."""
+    """Decorate a class, which becomes `procedural:NAME`. Raises `ValueError` if the name is taken."""
 
     def add(task: type[DigitTask]) -> type[DigitTask]:
         if name in TASKS:
@@ -89,7 +90,7 @@ def register(name: str) -> Callable[[type[DigitTask]], type[DigitTask]]:
 
 
 def _each(digits: str, offset: int, sign: int = 1) -> str:
-    """Every digit `d` as `(offset + sign * d) mod 10`."""
+    """Map every digit `d` to `(offset + sign * d) mod 10`."""
     return "".join(str((offset + sign * int(digit)) % 10) for digit in digits)
 
 
@@ -206,10 +207,10 @@ def exact_match(completion: str, label: Any) -> float:
 def load_procedural(
     task_name: str, name: str, config: DomainConfig, *, seed: int, held_out_prompts: int
 ) -> Domain:
-    """`config.prompts` training and `held_out_prompts` held-out prompts of a task, which is a registered name
-    or the dotted path `package.module:Class` of a `DigitTask`.
+    """Load `config.prompts` training and `held_out_prompts` held-out prompts of a task. Its name is
+    registered, or the dotted path `package.module:Class` of a `DigitTask`.
 
-    A string of digits is held out by its own hash, in every task and with every seed: no run ever trains on
+    A string's own hash decides if it is held out, in every task and with every seed. So no run trains on
     another run's evaluation prompts, and no specialist on another domain's. Raises `DataError` for an unknown
     task or parameter, or if the strings are too short for that many prompts.
     """
@@ -237,7 +238,7 @@ def _find(task_name: str, domain: str) -> DigitTask:
 
 
 def _own_task(path: str, domain: str) -> DigitTask:
-    """A task outside this package, by the dotted path of its class."""
+    """Load a user's task by the dotted path of its class."""
     where = f"domains.{domain}.source"
     task = import_attribute(path, where, DataError)
     if not (isinstance(task, type) and issubclass(task, DigitTask)) or not hasattr(task, "name"):
@@ -260,7 +261,7 @@ def _digits(domain: str, config: DomainConfig) -> int:
 
 
 class _Strings:
-    """Distinct strings of digits in a seeded order, dealt to two piles by their hash."""
+    """Distinct strings of digits in a seeded order, split into two piles by their hash."""
 
     def __init__(self, length: int, held_out_share: float, seed: int) -> None:
         self._length = length
@@ -268,7 +269,7 @@ class _Strings:
         self._seed = seed
 
     def draw(self, domain: str, train: int, held_out: int) -> tuple[list[str], list[str]]:
-        """`train` and `held_out` strings; `DataError` if there are not as many."""
+        """Return `train` and `held_out` strings. Raises `DataError` if there are too few."""
         piles: tuple[list[str], list[str]] = ([], [])
         wanted = (train, held_out)
         for digits in self._distinct():
@@ -291,7 +292,7 @@ class _Strings:
             return
         stream = raw_stream("digits", self._length, self._seed)
         seen: set[int] = set()
-        # Sparse: collisions are rare, and half of all strings is more than any run asks for.
+        # Sparse: collisions are rare, and half of all strings is more than any run needs.
         while len(seen) < total // 2:
             for number in (stream.random_raw(4096) % total).tolist():
                 if number not in seen:
@@ -300,7 +301,7 @@ class _Strings:
 
 
 _MOST_TRIES = 2000
-"""A task counts as exhausted after this many entries in a row that brought no new prompt."""
+"""A task counts as exhausted after this many consecutive entries without a new prompt."""
 
 
 def load_reasoning_gym(
@@ -308,11 +309,11 @@ def load_reasoning_gym(
 ) -> Domain:
     """Distinct questions of a reasoning-gym task, held out by a hash of the question, with its own verifier.
 
-    `config.params` are the task's own arguments, and `chat: true` to ask as a user message instead of plain
-    text. A label is `{"answer": ..., "index": ...}`: the verifier generates the entry of that index again. A
-    task with few different questions gives fewer training prompts than asked for. Raises `DataError` for an
-    unknown task or argument, or if nothing is left to train or to evaluate on; `MissingExtraError` without
-    the library.
+    `config.params` are the task's own arguments, and `chat: true` for a user message instead of plain text. A
+    label is `{"answer": ..., "index": ...}`, because the verifier generates the entry of that index again. A
+    task with few different questions gives fewer training prompts than requested. Raises `DataError` for an
+    unknown task or argument, or if nothing is left to train or to evaluate on, and `MissingExtraError`
+    without the library.
     """
     params = dict(config.params)
     chat = bool(params.pop("chat", False))

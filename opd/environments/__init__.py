@@ -1,1 +1,1 @@
-"""What agents act in."""
+"""Environments that agents act in."""

@@ -1,9 +1,9 @@
-"""Agents of the user's own: any program that speaks OpenAI's API writes a domain's responses.
+"""Agents of the user's own: any program that speaks OpenAI's API generates a domain's responses.
 
-`run(task, base_url, api_key)` is called once a sample. What it asks the gateway for becomes requests of that
-sample, written by the same engine and behind the same log as everything else; the branch in which it ends
-becomes the `Sample`, and every other branch a further one of its group's `branches`. Their loss masks are
-True on exactly the tokens that the engine wrote, and on each of them in one sample.
+`run(task, base_url, api_key)` is called once a sample. Its API calls to the gateway become requests of that
+sample. The same engine generates them behind the same log as all others. The branch in which it ends becomes
+the `Sample`. Every other branch becomes one of its group's `branches`. Their loss masks are True on exactly
+the engine's tokens, and on each of them in one sample.
 """
 
 from __future__ import annotations
@@ -54,24 +54,24 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class AgentOutcome:
-    """What an agent returned."""
+    """The result of an agent."""
 
     reward: float | None = None
     info: dict[str, Any] = field(default_factory=dict)
     answer: tuple[str, int] | None = None
-    """Name of the answer, and number of its choice, whose branch becomes the sample; others are branches."""
+    """Name and choice number of the answer whose branch becomes the sample. The others become branches."""
 
 
 @dataclass(slots=True, eq=False)
 class _Episode:
-    """One sample on its way."""
+    """One sample while its episode runs."""
 
     sample: Sample
     group: SampleGroup
     task: Task
     session: Session
     branches: list[Sample] = field(default_factory=list)
-    """Further samples of it."""
+    """Further samples of the episode."""
 
 
 class Agents(EpisodeKind):
@@ -80,7 +80,7 @@ class Agents(EpisodeKind):
     Args:
         config: The domain's.
         domain: Its name.
-        tokenizer: Of the model that writes.
+        tokenizer: The student's.
         template: Arguments of the chat template's own.
     """
 
@@ -123,8 +123,8 @@ class Agents(EpisodeKind):
 
 
 class _AgentPlayer:
-    """Calls the agents of a domain, in a loop of their own: one that holds it up holds up others, but not the
-    gateway.
+    """Calls the agents of a domain, in a loop of their own. An agent that blocks the loop blocks the others,
+    but not the gateway.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class _AgentPlayer:
         self._writer = writer
         self._room = asyncio.Semaphore(config.concurrent)
         self._without_room: list[str] = []
-        """Of episodes that were refused turns or tokens, and raised: what they raised."""
+        """Errors of episodes that raised after they were refused turns or tokens."""
 
     def ask(self, session: Session, turn: BranchTurn, told: Callable[[Tokens, Status | None], None]) -> None:
         """See `Gateway`."""
@@ -154,12 +154,12 @@ class _AgentPlayer:
         )
 
     async def play(self, gateway: Gateway, episode: _Episode) -> None:
-        """Play `episode` to its end, once there is room for it; its sample is whole then."""
+        """Play `episode` to its end, once a slot is free. Its sample is complete then."""
         async with self._room:
             self._end(episode, await self._play(gateway, episode))
 
     def log_without_room(self, count: int) -> None:
-        """Say how many of `count` episodes raised because there was no room left."""
+        """Log how many of `count` episodes raised after they were refused turns or tokens."""
         if self._without_room:
             _log.info(
                 "%s): %d of %d episodes raised with no room left, which is reward 0; the first: %s",
@@ -178,7 +178,7 @@ class _AgentPlayer:
             try:
                 return self._checked(await self._call(gateway, episode, key), session.branches)
             except FailedError as error:
-                if session.branches.limit is not None:  # it was refused what the recipe does not allow
+                if session.branches.limit is not None:  # it was refused turns or tokens
                     self._without_room.append(f"{episode.task.uid} {error}")
                     return AgentOutcome(0.0)
                 if failures == retry.attempts:
@@ -191,7 +191,7 @@ class _AgentPlayer:
         raise AssertionError("a retry has at least one attempt")
 
     async def _call(self, gateway: Gateway, episode: _Episode, key: str) -> Any:
-        """What the agent returns. Raises `FailedError` if it raises, or does nothing for too long."""
+        """Return the agent's result. Raises `FailedError` if it raises, or does nothing for too long."""
         given = {name: value for name, value in self._config.params.items() if name != "run"}
         call = partial(self._run, episode.task, gateway.url, key, **given)
         limit, session = self._config.seconds, episode.session
@@ -218,7 +218,7 @@ class _AgentPlayer:
             except Exception as error:
                 raise FailedError(raised(error)) from error
             finally:
-                work.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody asks
+                work.add_done_callback(lambda done: done.cancelled() or done.exception())  # error unread
                 work.cancel()
 
     async def _called(self, call: Callable[..., Any]) -> Any:
@@ -228,7 +228,7 @@ class _AgentPlayer:
         return await without_exit(lambda: found) if inspect.isawaitable(found) else found
 
     def _checked(self, said: Any, branches: Branches) -> AgentOutcome:
-        """`said`, if it is what an agent may return."""
+        """Return `said` as an outcome, if an agent may return it."""
         what = f"{self._what}) returned"
         given = dict(said) if isinstance(said, Mapping) else {"reward": said}
         reward, answer, choice = given.pop("reward", None), given.pop("answer", None), given.pop("choice", 0)
@@ -247,14 +247,14 @@ class _AgentPlayer:
             raise FailedError(f"{what} more than {MOST_INFO:,} characters beside its reward")
         if answer is None:
             return AgentOutcome(number, info)
-        known = isinstance(answer, str) and isinstance(choice, int | np.integer)  # others may have no hash
+        known = isinstance(answer, str) and isinstance(choice, int | np.integer)  # others may be unhashable
         if not known or (answer, choice) not in branches.answered:
             named = f"answer {told(answer, repr)[:100]}, choice {told(choice, repr)[:100]}"
             raise FailedError(f"{what} {named}, which is none it had")
         return AgentOutcome(number, info, (answer, int(choice)))
 
     def _end(self, episode: _Episode, outcome: AgentOutcome) -> None:
-        """The agent has returned: the branch in which it ended becomes the sample, others its branches."""
+        """Build the sample from the branch in which the agent ended, and further samples from the others."""
         branches, sample = episode.session.branches, episode.sample
         why = branches.limit or "done"
         sample.status = Status.COMPLETED if why == "done" else Status.TRUNCATED
@@ -285,8 +285,8 @@ class _AgentPlayer:
 
 
 def _written(path: Sequence[BranchTurn], learnt: Collection[BranchTurn]) -> list[tuple[Tokens, bool]]:
-    """The response of a branch: what was written, and what lies between. Turns that another sample has in its
-    loss mask are what this one is written behind, as all that the model has not written is.
+    """The response of a branch: the model's turns, and the tokens between. A turn that is in another sample's
+    loss mask counts as context here, like all tokens the model has not generated.
     """
     parts: list[tuple[Tokens, bool]] = []
     for turn in path:

@@ -1,7 +1,7 @@
-"""What an agent asks the gateway for: the requests of OpenAI's API, read strictly, and its error objects.
+"""Requests of an agent to the gateway in OpenAI's API, read strictly, and its error objects.
 
-Nothing here trusts the body. What would change how tokens are drawn is refused or left aside: what is learnt
-from is sampled as the recipe says.
+Nothing here trusts the body. A setting that would change how tokens are drawn is refused or ignored, because
+training samples are drawn as the recipe says.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from opd.foreign import read_document, shown
 MOST_BODY = 16 << 20
 """Bytes of a request."""
 MOST_OBJECTS = 1 << 20
-"""Characters, as JSON, of a request's tools, and of all tool calls in it: each request renders them all."""
+"""Characters, as JSON, of a request's tools, and of all tool calls in it. Each request renders them all."""
 MOST_MESSAGES, MOST_TOOLS, MOST_CHOICES, MOST_STOPS, LONGEST_STOP = 10_000, 1_000, 16, 16, 1_000
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _READ = ("role", "content", "name", "tool_call_id", "tool_calls", *THOUGHTS)
-"""Of a message; what else a client keeps in it is for itself."""
+"""Fields of a message that are read. A client's other fields are ignored."""
 _AS_RECIPE = "is not applied: what is learnt from is sampled as the recipe says"
 
 
 class RefusedRequestError(Exception):
-    """A request that is not answered: an error object of OpenAI's API."""
+    """A refusal of a request, as an error object of OpenAI's API."""
 
     def __init__(
         self, said: str, code: str = "invalid_value", param: str | None = None, status: int = 400
@@ -47,29 +47,29 @@ class RefusedRequestError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class AgentRequest:
-    """A request, read."""
+    """A parsed request."""
 
     prompt: str | tuple[int, ...] | None
-    """Of `/v1/completions`: text, or token ids; `None` for messages."""
+    """Of `/v1/completions`: text, or token ids. `None` for messages."""
     messages: tuple[Message, ...]
     tools: tuple[dict[str, Any], ...]
     calls: bool
-    """Whether tool calls are looked for in what is written."""
+    """True if tool calls are parsed in the answer."""
     choices: int
     most: int | None
-    """Tokens that may be written."""
+    """Most tokens of the answer."""
     stops: tuple[str, ...]
     stream: bool
     usage: bool
-    """Whether a stream ends with its usage."""
+    """True if a stream ends with its usage."""
     logprobs: bool
     ids: bool
-    """Whether the answer has its token ids."""
+    """True if the answer has its token ids."""
     model: str
 
     @property
     def chat(self) -> bool:
-        """Whether it asks behind messages."""
+        """True for messages, False for a prompt."""
         return self.prompt is None
 
 
@@ -83,7 +83,7 @@ class _Common(BaseModel):
     stream: bool | None = None
     stream_options: dict[str, Any] | None = None
     return_token_ids: bool | None = None
-    # Left aside.
+    # Ignored.
     temperature: float | None = Field(default=None, ge=0, le=2)
     top_p: float | None = Field(default=None, ge=0, le=1)
     top_k: int | None = None
@@ -132,13 +132,13 @@ class _Chat(_Common):
     messages: list[dict[str, Any]] = Field(min_length=1, max_length=MOST_MESSAGES)
     tools: list[dict[str, Any]] | None = Field(default=None, max_length=MOST_TOOLS)
     tool_choice: str | dict[str, Any] | None = None
-    # `required` is `auto`: what is learnt from is what the model draws, with a call in it or without.
+    # `required` is `auto`, because training uses the model's own draw, with a call in it or without.
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = None
     response_format: dict[str, Any] | None = None
     modalities: list[str] | None = None
-    # Left aside.
+    # Ignored.
     parallel_tool_calls: bool | None = None
     metadata: dict[str, Any] | None = None
     store: bool | None = None
@@ -217,15 +217,15 @@ class _Completion(_Common):
         if not prompt:
             raise RefusedRequestError("prompt is empty.", param="prompt")
         prompt = prompt if isinstance(prompt, str) else tuple(prompt)
-        # OpenAI's own default of 16 tokens is an old one: what is left is what a chat would have.
+        # OpenAI's own default of 16 tokens is an old one. The rest of the budget is used, as for a chat.
         return self._asked(prompt=prompt, logprobs=self.logprobs is not None)
 
 
 def read_asked(body: bytes, chat: bool) -> AgentRequest:
-    """The request in `body`. Raises `RefusedRequestError`."""
+    """Parse the request in `body`. Raises `RefusedRequestError`."""
     try:
         given = read_document(body, MOST_BODY)
-        json.dumps(given, ensure_ascii=False).encode()  # halves of characters are no text
+        json.dumps(given, ensure_ascii=False).encode()  # unpaired surrogates are no text
     except (ValueError, RecursionError) as error:
         raise RefusedRequestError(
             f"the body is no JSON that is read: {shown(error, 200)}.", "invalid_json"
@@ -251,7 +251,7 @@ def _refuse_large(objects: Sequence[Any], what: str) -> None:
 def _refused(error: ValidationError) -> RefusedRequestError:
     first = error.errors(include_url=False, include_input=False, include_context=False)[0]
     param = shown(".".join(str(part) for part in first["loc"]))
-    if param.startswith("prompt."):  # a form for each kind of it
+    if param.startswith("prompt."):  # one error for each form of it
         return RefusedRequestError("prompt is one text, or the token ids of one.", "invalid_value", "prompt")
     if first["type"] == "extra_forbidden":
         return RefusedRequestError(f"{param} is not supported.", "unsupported_parameter", param)
@@ -260,8 +260,8 @@ def _refused(error: ValidationError) -> RefusedRequestError:
 
 
 def messages_of(given: Sequence[Mapping[str, Any]]) -> tuple[Message, ...]:
-    """Messages as chat templates take them: text, calls with their arguments as objects, and nothing else of
-    what a client may keep in them. Raises `RefusedRequestError`.
+    """Convert messages for chat templates: text, and calls with their arguments as objects. A client's other
+    fields are dropped. Raises `RefusedRequestError`.
     """
     _refuse_large([one.get("tool_calls") for one in given if one.get("tool_calls")], "tool_calls")
     for place, one in enumerate(given):

@@ -1,7 +1,7 @@
-"""What one agent asks for, as branches of tokens: a request goes on with an earlier answer, or begins anew.
+"""One agent's requests, as branches of tokens. A request continues an earlier answer, or begins a branch.
 
-A request whose messages are those of an earlier one, the answer to it and more goes on with that answer: its
-tokens are the earlier ones as they were written, and what the chat template puts behind them. Any other (an
+A request continues an answer if its messages are an earlier request's, the answer to it, and more. Its tokens
+are the earlier ones as generated, and the chat template's text for the new messages. Any other request (an
 edited history, another conversation, a sub-agent) begins a branch of its own, whose prompt is all it brings.
 """
 
@@ -32,40 +32,40 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Limit = Literal["turns", "tokens"]
-"""What an agent has met: `max_turns`, or `rollout.max_new_tokens`."""
+"""The limit an agent has met: `max_turns`, or `rollout.max_new_tokens`."""
 
 
 @dataclass(slots=True, eq=False)
 class BranchTurn:
-    """What the model is asked for once, and what it wrote."""
+    """One turn of the model: its context and its tokens."""
 
     uid: str
-    """Of its request."""
+    """Uid of its request."""
     parent: BranchTurn | None
-    """The turn that it goes on with."""
+    """The turn that it continues."""
     added: np.ndarray
-    """[A] int32: what lies between the parent's tokens and its own; a branch's whole prompt."""
+    """[A] int32: the tokens between the parent's tokens and its own, or a branch's full prompt."""
     most: int
-    """Tokens it may have."""
+    """Most tokens of the turn."""
     stops: tuple[str, ...]
     """Texts that end it."""
     branch: str
     depth: int
     taken: bool = True
-    """Whether a client waits for it or has been answered: what nobody has taken is for whoever asks again."""
+    """True if a client waits for it or has been answered. Otherwise the next equal request gets it."""
     live: bool = False
-    """Whether somebody wants to hear of it before it has ended."""
+    """True if a client streams it."""
     tokens: Tokens = field(default_factory=Tokens.empty)
-    """Written so far."""
+    """Tokens so far."""
     status: Status | None = None
-    """Once it has ended."""
+    """Set once it has ended."""
     looked: int = 0
-    """Tokens in which no stop string is."""
+    """Leading tokens that hold no stop string."""
     changed: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set by whoever hears the engine, in the gateway's loop."""
+    """Set in the gateway's loop when tokens arrive."""
 
     def context(self) -> np.ndarray:
-        """[C] int32: the tokens it is written behind."""
+        """[C] int32: the tokens before the turn."""
         parts: list[np.ndarray] = []
         turn: BranchTurn | None = self
         while turn is not None:
@@ -74,7 +74,7 @@ class BranchTurn:
         return np.concatenate(parts[::-1])
 
     def path(self) -> list[BranchTurn]:
-        """From the branch's first turn to this."""
+        """The turns from the branch's first to this."""
         found, turn = [], self
         while turn is not None:
             found.append(turn)
@@ -82,13 +82,13 @@ class BranchTurn:
         return found[::-1]
 
     def feed(self, tokens: Tokens, status: Status | None) -> None:
-        """What is written by now. In the gateway's loop."""
+        """Set the tokens so far. Called in the gateway's loop."""
         if self.status is None:
             self.tokens, self.status = tokens, status
             self.changed.set()
 
     def stop_at(self, stops: StopStrings) -> None:
-        """End at the first of these strings in it: what is written behind it counts for nothing."""
+        """End at the first of these strings. Tokens behind it are dropped."""
         ids = self.tokens.token_ids.tolist()
         for end in range(self.looked + 1, len(ids) + 1):
             if stops.found(ids[max(0, end - stops.window) : end]):
@@ -99,26 +99,26 @@ class BranchTurn:
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """What a turn says to its client."""
+    """The answer of a turn for its client."""
 
     text: str
     calls: list[dict[str, Any]]
-    """As OpenAI's API has them."""
+    """In the form of OpenAI's API."""
     finish: str
 
     @property
     def message(self) -> Message:
-        """The assistant's."""
+        """The answer as the assistant's message."""
         return {"role": "assistant", "content": self.text, "tool_calls": self.calls}
 
 
 class Branches:
-    """All that one agent asks for in its episode.
+    """All requests of one agent in its episode.
 
     Args:
-        sample: What becomes of it; its prompt is what the agent is given.
+        sample: The sample of the episode. Its prompt is the agent's task.
         config: The domain's.
-        sampling: The recipe's; `max_new_tokens` bounds each branch behind its prompt.
+        sampling: The recipe's. `max_new_tokens` bounds each branch behind its prompt.
         template: Arguments of the chat template's own.
     """
 
@@ -133,29 +133,29 @@ class Branches:
         self.sample, self.sampling = sample, sampling
         self._config, self._tokenizer, self._template = config, tokenizer, template
         self.room = len(sample.prompt_ids) + sampling.max_new_tokens
-        """Tokens of a branch, its prompt included."""
+        """Most tokens of a branch, with its prompt."""
         self.turns: list[BranchTurn] = []
         self.limit: Limit | None = None
-        """For which a request was refused last."""
+        """The limit for which a request was refused last."""
         self.calls = self.broken = 0
-        """Tool calls that could be read, and that could not."""
+        """Tool calls that could be parsed, and that could not."""
         self.asks: list[list[BranchTurn]] = []
-        """The turns of each request, one a choice, in the order in which they were asked for."""
+        """The turns of each request, one a choice, in the order of the requests."""
         self.answered: dict[tuple[str, int], BranchTurn] = {}
         """By name of the answer and number of the choice."""
         self._ends: dict[bytes, BranchTurn] = {}
         """By digest of a conversation whose last message is the turn's."""
         self._texts: dict[BranchTurn, tuple[str, ...]] = {}
-        """Prompt and what was written, of turns without messages: all of it, and up to the stop string's end
-        if that is within a token."""
+        """Prompt and answer of turns without messages: in full, and up to the stop string's end if that is
+        within a token."""
 
     def conversation(self, asked: AgentRequest) -> Conversation:
-        """What makes tokens of messages, with the tools of the request."""
+        """Return the encoder of messages, with the tools of the request."""
         tools = {"tools": list(asked.tools)} if asked.tools else {}
         return Conversation(self._tokenizer, {**self._template, **tools}, self.sampling.stop_ids)
 
     def again(self) -> None:
-        """The agent is called anew: the same requests are given the same answers."""
+        """Prepare for another call of the agent. Equal requests get the same answers."""
         for turn in self.turns:
             turn.taken = False
         self.limit = None
@@ -163,8 +163,8 @@ class Branches:
         self.answered.clear()
 
     def chosen(self, answer: tuple[str, int] | None = None) -> BranchTurn | None:
-        """The turn that ends the branch which becomes the sample: that of `answer`, else the one that was
-        asked for last of those that were answered. Raises `KeyError` if no answer has that name.
+        """Return the last turn of the branch that becomes the sample: the turn of `answer`, else the last
+        requested one of those answered. Raises `KeyError` if no answer has that name.
         """
         if answer is not None:
             return self.answered[answer]
@@ -172,9 +172,9 @@ class Branches:
         return next((turn for turns in reversed(self.asks) for turn in turns if turn in told), None)
 
     def ends(self, chosen: BranchTurn | None) -> list[BranchTurn]:
-        """The turns in which branches end: those that were answered and that no answered one goes on with.
-        The one `chosen` comes first, if it is given; the others by name, since sub-agents that ask side by
-        side do so in no order.
+        """Return the last turns of all branches: answered turns that no answered turn continues. `chosen`
+        comes first, if it is given. The others are sorted by uid, because concurrent sub-agents have no
+        order.
         """
         told = set(self.answered.values())
         gone_on = {turn.parent for turn in told}
@@ -183,8 +183,8 @@ class Branches:
         return [*first, *sorted(ends, key=lambda turn: turn.uid)]
 
     def place(self, asked: AgentRequest) -> tuple[list[BranchTurn], list[BranchTurn]]:
-        """The turns that answer `asked`, one a choice, and those of them that the model has to be asked for.
-        Raises `RefusedRequestError`.
+        """Return the turns that answer `asked`, one a choice, and those of them that need a request to the
+        engine. Raises `RefusedRequestError`.
         """
         self._refuse_text(asked)
         try:
@@ -203,7 +203,7 @@ class Branches:
         same = [one for one in self.turns if not one.taken and _is(one, parent, added, most, asked.stops)]
         found = same[: asked.choices]
         lacking = asked.choices - len(found)
-        # What was asked of the engine counts, though its client may have gone.
+        # Requests sent to the engine count, even if their client has gone.
         had = {one for turns in self.asks for one in turns}
         if len(had.union(found)) + lacking > self._config.max_turns:
             self.limit = "turns"
@@ -221,20 +221,21 @@ class Branches:
         return self.asks[-1], new
 
     def request(self, turn: BranchTurn, seed: int) -> RolloutRequest:
-        """What the engine is asked for."""
+        """Return the request to the engine."""
         sampling = replace(self.sampling, max_new_tokens=turn.most)
         return RolloutRequest(
             turn.uid, turn.context(), sampling, seed, session=self.sample.uid, continues=True
         )
 
     def tell(self, asked: AgentRequest, turn: BranchTurn, name: str, choice: int, begun: str = "") -> Said:
-        """What a turn that has ended says to its client, to whom `begun` of it was told before."""
+        """Return the answer of an ended turn for its client, which has already received `begun`."""
         written = self.conversation(asked).text(turn.tokens.token_ids.tolist())
         ends = [(place, place + len(stop)) for stop in asked.stops if (place := written.find(stop)) >= 0]
         text = written[: min(ends)[0]] if ends else written
         text = text if text.startswith(begun) else begun
-        # A stop string is in the tokens: who goes on with them has it in the text, though it was not told. It
-        # may end within its last token, the rest of which nobody has seen.
+        # A stop string is in the tokens. So a client that continues them has it in the text, though the
+        # answer left it out. It may end within its last token, and the client never saw the rest of that
+        # token.
         wholes = [written] if written.startswith(text) else [text]
         if ends and min(ends)[1] < len(written) and written.startswith(text):
             wholes.append(written[: min(ends)[1]])
@@ -255,8 +256,8 @@ class Branches:
         return said
 
     def _calls(self, asked: AgentRequest, text: str, name: str) -> list[dict[str, Any]]:
-        """The calls in `text`, for a client. One with a token of the chat template's own in it is broken: it
-        would be refused when it is brought back.
+        """Return the calls in `text`, for a client. A call that holds a token of the chat template's own is
+        broken, because it would be refused when it is sent back.
         """
         read, broken = parse(text, self._config.tool_format)
         special_in, found = self.conversation(asked).special_in, []
@@ -271,7 +272,7 @@ class Branches:
         return found
 
     def _most(self, asked: AgentRequest, parent: BranchTurn | None, added: np.ndarray) -> int:
-        """Tokens that may follow."""
+        """Most tokens that may follow."""
         path = [] if parent is None else parent.path()
         first = len(path[0].added) if path else len(added)
         before = sum(len(one.added) + len(one.tokens) for one in path) + len(added)
@@ -288,15 +289,15 @@ class Branches:
         return min(left, self._config.turn_tokens or left, asked.most or left)
 
     def _refuse_text(self, asked: AgentRequest) -> None:
-        """Raise `RefusedRequestError` for text that fits in no branch however it is encoded: everybody would
-        wait while megabytes are encoded.
+        """Raise `RefusedRequestError` for text that fits in no branch however it is encoded. Otherwise all
+        agents would wait while megabytes are encoded.
         """
         longest = longest_token(self._tokenizer)
         given = asked.prompt if isinstance(asked.prompt, str) else ""
         texts = [one.get(key) or "" for one in asked.messages for key in ("content", "reasoning_content")]
         count = len(given) + sum(map(len, texts))
         calls = [one["tool_calls"] for one in asked.messages if "tool_calls" in one]
-        objects = [*asked.tools, *calls]  # which a template writes as JSON, once at least if it shows any
+        objects = [*asked.tools, *calls]  # a template that shows them writes them as JSON at least once
         count += len(json.dumps(objects, ensure_ascii=False)) if objects else 0
         if longest is not None and count > self.room * longest:
             self.limit = "tokens"
@@ -308,8 +309,8 @@ class Branches:
             )
 
     def _refuse_unread(self, asked: AgentRequest, messages: Sequence[Message]) -> None:
-        """Raise `RefusedRequestError` for what the chat template would not show the model of `messages`,
-        which are new to it, and for tools.
+        """Raise `RefusedRequestError` if the chat template would not show the model the new `messages`, or
+        tools.
         """
         own = {"tools": list(asked.tools)} if asked.tools else {}
         try:
@@ -320,7 +321,7 @@ class Branches:
     def _new(
         self, parent: BranchTurn | None, added: np.ndarray, most: int, stops: tuple[str, ...]
     ) -> BranchTurn:
-        """A turn with a name that a resumed run gives again, whatever other branches it is asked beside."""
+        """Make a turn with a name that a resumed run gives again, whatever other branches are concurrent."""
         before = [one for one in self.turns if one.parent is parent]
         if parent is None:
             before = [one for one in before if np.array_equal(one.added, added)]
@@ -335,7 +336,7 @@ class Branches:
         return BranchTurn(f"{self.sample.uid}/{branch}/{depth}", parent, added, most, stops, branch, depth)
 
     def _behind(self, asked: AgentRequest) -> tuple[BranchTurn | None, np.ndarray]:
-        """The turn that `asked` goes on with, and the tokens that come behind it."""
+        """Return the turn that `asked` continues, and the tokens that come behind it."""
         if isinstance(asked.prompt, str):
             return self._behind_text(asked.prompt)
         if asked.prompt is not None:
@@ -394,14 +395,14 @@ class Branches:
 
 @functools.lru_cache(maxsize=8)
 def longest_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """Bytes of the longest token, or characters where they are not written as bytes: no token stands for more
-    characters. `None` if the tokenizer makes nothing, or one token for all, of what it does not know.
+    """Bytes of the longest token, or characters if tokens are not written as bytes. No token stands for more
+    characters. `None` if the tokenizer turns unknown text into nothing, or into one token for all of it.
     """
     longest = max(map(len, tokenizer.get_vocab()), default=0)
     odd = "\U0010fffd " * 8 * longest
     try:
         ids = _ids(tokenizer(odd, add_special_tokens=False)["input_ids"])
-    except BaseException as error:  # plain Exceptions, of text that it does not know
+    except BaseException as error:  # plain Exceptions, for text that it does not know
         if not is_of_library(error):
             raise
         return longest
@@ -420,8 +421,8 @@ def _ids(given: Any) -> np.ndarray:
 
 
 def _digest(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[bytes]:
-    """Of the conversation up to each message. Blanks around what the assistant says, and the ids of its
-    calls, which clients make anew, are no difference.
+    """Digest of the conversation up to each message. Blanks around the assistant's text and the ids of its
+    calls are ignored, because clients change them.
     """
     found, digest = [], hashlib.sha256(json.dumps(tools, sort_keys=True).encode()).digest()
     for one in messages:

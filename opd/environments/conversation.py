@@ -1,11 +1,11 @@
-"""Encode what an environment says, and read the tool calls in what the model wrote.
+"""Encoding of an environment's messages, and parsing of the model's tool calls.
 
-The tokens of a conversation only ever grow: what the model wrote is kept as the engine wrote it and never
-made from text again. Behind it go the tokens that the chat template adds for the environment's messages, from
-where the assistant's text ends to where the next turn begins.
+The tokens of a conversation only grow. The engine's tokens are kept as generated and never rebuilt from text.
+Behind them go the tokens that the chat template adds for the environment's messages, from the end of the
+assistant's text to the start of the next turn.
 
-Tool calls are read by the formats of the common families. Nothing here trusts the text: a call that cannot be
-read is reported to the model by its environment, as one sentence, and ends nothing.
+Tool calls are parsed by the formats of the common families. Nothing here trusts the text. The environment
+reports an unreadable call to the model as one sentence, and the episode goes on.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
 
 
 _WRITTEN = "WrittenByTheModel0"
-"""Stands for the model's text where the template is asked what comes behind it."""
+"""Stands for the model's text, to find the template's text behind it."""
 _SAID = "SaidByTheEnvironment"
 _CUT = "\n[... {} characters left out ...]\n"
 
 
 def shortened(text: str, most: int) -> str:
-    """`text`, without its middle if it has more than `most` characters, and a line that says so."""
+    """Return `text`, with its middle replaced by a note if it has more than `most` characters."""
     if len(text) <= most:
         return text
     half = most // 2
@@ -43,7 +43,9 @@ def shortened(text: str, most: int) -> str:
 
 
 def bounded(said: str | Sequence[Message], most: int) -> str | list[Message]:
-    """What an environment says, with some `most` characters: short messages leave long ones their room."""
+    """Shorten an environment's messages to about `most` characters. Long messages use the space that short
+    ones leave.
+    """
     if isinstance(said, str):
         return shortened(said, most)
     texts = [str(one["content"]) for one in said]
@@ -55,11 +57,11 @@ def bounded(said: str | Sequence[Message], most: int) -> str | list[Message]:
 
 
 class Conversation:
-    """Makes tokens of what an environment says.
+    """Encodes an environment's messages.
 
     Args:
-        tokenizer: Of the model that writes.
-        template: Arguments of the chat template's own, `tools` included.
+        tokenizer: The student's.
+        template: Arguments of the chat template's own, with `tools`.
         stops: Token ids that end a turn.
     """
 
@@ -70,14 +72,14 @@ class Conversation:
         special = {str(one) for one in tokenizer.added_tokens_decoder.values() if one.special}
         special |= {str(tokenizer.convert_ids_to_tokens(one)) for one in stops}
         self._special = sorted(special, key=len, reverse=True)
-        """Texts that are one token with a meaning of its own, the longest first."""
+        """Texts of special tokens, the longest first."""
 
     def special_in(self, text: str) -> str | None:
-        """The text of a special token that `text` holds, if it holds one."""
+        """Return the text of a special token that `text` holds, or None."""
         return next((one for one in self._special if one in text), None)
 
     def text(self, ids: Sequence[int]) -> str:
-        """What the model wrote in a turn, without the token that ended it."""
+        """Return the model's text in a turn, without the token that ended it."""
         kept = ids[:-1] if len(ids) and ids[-1] in self._stops else ids
         said = self._tokenizer.decode(
             list(kept), skip_special_tokens=False, clean_up_tokenization_spaces=False
@@ -86,27 +88,29 @@ class Conversation:
         return said
 
     def opening(self, messages: Sequence[Message], said: Sequence[Message] | str) -> np.ndarray:
-        """[C] int32: the prompt `messages` and what the environment says behind them, up to where the
-        assistant begins. Raises `RolloutError`.
+        """[C] int32: the prompt `messages` and the environment's `said`, up to where the assistant begins.
+        Raises `RolloutError`.
         """
         messages, first = list(messages), len(messages)
         if isinstance(said, str) and messages and messages[-1].get("role") == "user":
-            # Many templates refuse two messages of the user's in a row.
+            # Many templates refuse two consecutive messages of the user.
             asked, first = messages.pop(), first - 1
             said = [{**asked, "content": f"{asked.get('content')}\n\n{said}"}]
         told, held = self._held([*messages, *_messages(said)], first)
         return self._ids(self._render(told), held)
 
     def plain(self, said: Sequence[Message] | str) -> np.ndarray:
-        """[R] int32: behind a prompt of text, what is said as it stands."""
+        """[R] int32: `said` verbatim, behind a prompt of text."""
         text = said if isinstance(said, str) else "".join(str(one.get("content") or "") for one in said)
         return self._ids(_SAID, {_SAID: text})
 
     def answer(self, written: np.ndarray, said: Sequence[Message] | str, role: str) -> np.ndarray:
-        """[R] int32: what follows a turn whose tokens are `written`: what the template puts behind it, the
-        messages `said`, a text as one of `role`, and where the next turn begins. Raises `RolloutError`.
+        """[R] int32: the tokens behind a turn whose tokens are `written`: the template's text behind it, the
+        messages `said` (a text is one message of `role`), and the start of the next turn. Raises
+        `RolloutError`.
         """
-        # The question stands for all that came before: what a template writes behind an answer is its own.
+        # One question stands for everything before, because the template's text behind an answer does not
+        # depend on it.
         before = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _WRITTEN}]
         told, held = self._held([*before, *_messages(said, role)], len(before))
         whole = self._render(told)
@@ -116,7 +120,7 @@ class Conversation:
                 " put behind it; give model.chat_template one that does."
             )
         ids = self._ids(whole.partition(_WRITTEN)[2], held)
-        # The model has written the token that ends its turn, unless it was cut.
+        # The model has generated the token that ends its turn, unless it was cut.
         return ids[1:] if len(written) and len(ids) and written[-1] == ids[0] else ids
 
     def _render(self, messages: Sequence[Message]) -> str:
@@ -130,8 +134,8 @@ class Conversation:
             ) from error
 
     def _held(self, messages: list[Message], first: int) -> tuple[list[Message], dict[str, str]]:
-        """`messages`, of which those from `first` on hold names in place of text that would be read as
-        special tokens, and those texts by name.
+        """Return `messages`, with names from index `first` on in place of text that would be read as special
+        tokens, and those texts by name.
         """
         held: dict[str, str] = {}
 
@@ -149,7 +153,7 @@ class Conversation:
         return [*messages[:first], *(hold(message) for message in messages[first:])], held
 
     def _ids(self, text: str, held: Mapping[str, str]) -> np.ndarray:
-        """[R] int32: `text` with `held` put in; what is held is never read as special tokens."""
+        """[R] int32: `text` with `held` inserted. Held text is never read as special tokens."""
         parts: list[int] = []
         names = "|".join(map(re.escape, held))
         # A template may write one twice, or never.
@@ -162,14 +166,14 @@ class Conversation:
             return []
         try:
             return self._tokenizer(text, add_special_tokens=False)["input_ids"]
-        except Exception as error:  # whatever a tokenizer raises
+        except Exception as error:  # tokenizers raise errors of any kind
             raise RolloutError(
                 f"the tokenizer cannot encode {shown(text)} ({reason_of(error)}); give the model one that has"
                 " tokens for every character, or let the environment say what it can."
             ) from error
 
     def _encode_plain(self, text: str) -> list[int]:
-        """Text in which a special token is just its characters."""
+        """Encode text in which a special token is just its characters."""
         if not any(special in text for special in self._special):
             return self._encode(text)
         ids: list[int] = []
@@ -183,10 +187,10 @@ def _messages(said: Sequence[Message] | str, role: str = "user") -> list[Message
 
 
 def _split(text: str, special: Sequence[str]) -> list[str]:
-    """`text` cut in the middle of every special token's text, so that no piece holds one."""
+    """Cut `text` in the middle of every special token's text, so that no piece holds one."""
     found, pieces, begin = [one for one in special if len(one) > 1 and one in text], [], 0
     while True:
-        # The one that ends first: what lies before its middle holds no other.
+        # The first to end: the text before its middle holds no other.
         places = [(place + len(one), place, one) for one in found if (place := text.find(one, begin)) >= 0]
         if not places:
             return [*pieces, text[begin:]]
@@ -197,15 +201,15 @@ def _split(text: str, special: Sequence[str]) -> list[str]:
 
 
 MOST_CALLS = 32
-"""Of a turn; more are not looked at."""
+"""Calls of a turn. More are ignored."""
 LONGEST_CALL = 1 << 20
 """Characters."""
 Found = tuple[list[ToolCall], list[str]]
-"""Calls, and what is wrong with those that cannot be read."""
+"""Calls, and the errors of those that cannot be read."""
 
 
 def parse(text: str, form: ToolFormat) -> Found:
-    """The calls in `text`, in their order, and a sentence for each that cannot be read."""
+    """Return the calls in `text`, in their order, and a sentence for each that cannot be read."""
     calls: list[ToolCall] = []
     broken: list[str] = []
     if form == "none":
@@ -222,7 +226,7 @@ def parse(text: str, form: ToolFormat) -> Found:
 
 
 def without_calls(text: str, form: ToolFormat) -> str:
-    """What `text`, in which calls were read, says beside them."""
+    """Return the rest of `text` without its calls."""
     if form == "hermes":
         return _HERMES.sub("", text).strip()
     if form == "llama":
@@ -273,7 +277,7 @@ def _deepseek(text: str) -> Iterator[str | dict[str, Any]]:
 
 
 def _unfenced(text: str) -> str:
-    """What is in a fence, or all. By no pattern: one with three runs of blanks takes their number cubed."""
+    """Return the contents of a fence, or all. No pattern: three runs of blanks would take cubic time."""
     if len(text) < 2 * len(_FENCE) or not (text.startswith(_FENCE) and text.endswith(_FENCE)):
         return text
     return text[len(_FENCE) : -len(_FENCE)].removeprefix("json").strip()
@@ -287,7 +291,7 @@ _FORMATS: dict[str, Callable[[str], Iterator[Any]]] = {
 
 
 def _objects(text: str) -> Iterator[str]:
-    """The JSON objects of `a; b`."""
+    """Yield the JSON objects of `a; b`."""
     decoder, at = json.JSONDecoder(), 0
     while at < len(text):
         while at < len(text) and (text[at].isspace() or text[at] == ";"):
@@ -328,7 +332,7 @@ def _call(said: Any) -> ToolCall:
 
 
 def _checked(name: str, arguments: dict[str, Any]) -> ToolCall:
-    """Raises `ValueError` or `TypeError` for what is no JSON, or no text: no client could send it back."""
+    """Raise `ValueError` or `TypeError` for invalid JSON or text, which no client could send back."""
     if depth_exceeds(arguments, MAX_DEPTH):
         raise ValueError(f"the arguments of {name[:100]} are nested deeper than {MAX_DEPTH}")
     try:
@@ -340,7 +344,7 @@ def _checked(name: str, arguments: dict[str, Any]) -> ToolCall:
 
 
 def _pythonic(text: str) -> list[ToolCall]:
-    """`[f(a=1), g()]`: literals only, nothing is run."""
+    """Parse `[f(a=1), g()]`. Literals only, nothing is run."""
     tree = ast.parse(text, mode="eval").body
     if not isinstance(tree, ast.List):
         raise ValueError("it is no list of calls")

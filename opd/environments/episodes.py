@@ -1,9 +1,9 @@
 """Episodes: the model acts, its environment answers, turn after turn, many at once.
 
-A turn is one request of the engine, so it is logged, interrupted and resumed as any other, and while some
-episodes wait for their environments the others' turns are decoded together. An episode becomes one `Sample`:
-its response is every token from the first turn to the last, and the loss mask is True on exactly those that
-the engine wrote.
+A turn is one request of the engine, so it is logged, interrupted and resumed as any other. While some
+episodes wait for their environments, the turns of others are decoded in one batch. An episode becomes one
+`Sample`. Its response is every token from the first turn to the last. The loss mask is True on exactly the
+engine's tokens.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ if TYPE_CHECKING:
     from opd.environments.trajectory import TrajectoryLog
 
 Ended = Literal["done", "turns", "tokens"]
-"""Why an episode is over: its environment says so, or `max_turns` or `rollout.max_new_tokens` are reached."""
+"""Reason why an episode is over: its environment's, or `max_turns` or `rollout.max_new_tokens`."""
 
 
 @dataclass(slots=True)
 class Episode:
-    """One sample on its way."""
+    """One sample while its episode runs."""
 
     sample: Sample
     world: World
     parts: list[tuple[Tokens, bool]] = field(default_factory=list)
-    """Tokens that follow one another, and whether the model wrote them."""
+    """Consecutive tokens, and True for the model's."""
     opening: np.ndarray | None = None
     """[C] int32: prompt and first observation, once the environment was reset."""
     turn: int = 0
@@ -53,19 +53,19 @@ class Episode:
     rewards: list[float] = field(default_factory=list)
     info: dict[str, Any] = field(default_factory=dict)
     calls: int = 0
-    """Tool calls that could be read."""
+    """Tool calls that could be parsed."""
     faults: int = 0
-    """Those that could not."""
+    """Tool calls that could not be parsed."""
     success: float | str = 0.5
     """`EnvironmentConfig.success`."""
 
     @property
     def uid(self) -> str:
-        """Of the request of the present turn."""
+        """Uid of the present turn's request."""
         return f"{self.sample.uid}/{self.turn}"
 
     def add(self, tokens: Tokens, written: bool) -> None:
-        """Tokens that follow, which the model has `written` or has not."""
+        """Append tokens, which the model has `written` or has not."""
         self.parts.append((tokens, written))
         self.length += len(tokens)
 
@@ -75,7 +75,7 @@ class Episode:
         return np.concatenate([self.opening, *(part.token_ids for part, _ in self.parts)])
 
     def finish(self, why: Ended) -> Sample:
-        """The sample, whole."""
+        """Complete the sample and return it."""
         sample = self.sample
         assemble(sample, self.opening, self.parts)
         sample.status = Status.COMPLETED if why == "done" else Status.TRUNCATED
@@ -93,8 +93,8 @@ class Episode:
 
 
 def assemble(sample: Sample, opening: np.ndarray | None, parts: Sequence[tuple[Tokens, bool]]) -> None:
-    """Make the response of `sample` of `parts`: tokens, and whether the model wrote them. `opening`: its
-    prompt, if that is another by now.
+    """Set the response of `sample` from `parts`: tokens, and True for the model's. `opening`: its prompt, if
+    it has changed.
     """
     joined = Tokens.join([part for part, _ in parts])
     masks = [np.full(len(part), written, dtype=bool) for part, written in parts]
@@ -106,7 +106,7 @@ def assemble(sample: Sample, opening: np.ndarray | None, parts: Sequence[tuple[T
 
 
 def task_of(sample: Sample, seed: int) -> Task:
-    """What the episode of `sample` is about, in a run of `seed`."""
+    """Return the task of the episode of `sample`, in a run of `seed`."""
     metadata = {key: value for key, value in sample.metadata.items() if key not in ("messages", "prompt")}
     prompt, messages = sample.metadata.get("prompt"), sample.metadata.get("messages")
     named = hashlib.sha256(str(seed).encode() + b"/" + sample.prompt_ids.tobytes()).digest()
@@ -120,9 +120,9 @@ class Episodes(EpisodeKind):
     Args:
         config: The domain's.
         domain: Its name.
-        tokenizer: Of the model that writes.
+        tokenizer: The student's.
         template: Arguments of the chat template's own.
-        log: Where the commands are kept of an environment that runs any.
+        log: Log of the commands, for an environment that runs any.
     """
 
     def __init__(
@@ -188,7 +188,7 @@ class _Player:
         self._room = asyncio.Semaphore(config.concurrent)
 
     async def play(self, episode: Episode) -> None:
-        """Play `episode` to its end, once there is room for it; its sample is whole then."""
+        """Play `episode` to its end, once a slot is free. Its sample is complete then."""
         try:
             async with self._room:
                 episode.finish(await self._turns(episode))
@@ -196,13 +196,13 @@ class _Player:
             await episode.world.close()
 
     async def _turns(self, episode: Episode) -> Ended:
-        """Write and act in turn. Returns why the episode is over."""
+        """Generate and act in turn. Returns why the episode is over."""
         self._open(episode, await episode.world.reset())
         while (left := self._left(episode)) > 0:
             tokens, status = await self._writer.write(self._request(episode, left))
             episode.add(tokens, written=True)
             if status is Status.TRUNCATED and self._left(episode) <= 0:
-                return "tokens"  # half an action is not to be carried out
+                return "tokens"  # half an action must not be carried out
             step = await episode.world.step(self._action(episode, tokens, status))
             episode.rewards.append(step.reward)
             episode.info |= step.info
@@ -216,7 +216,7 @@ class _Player:
         return "tokens"
 
     def _open(self, episode: Episode, said: Observation) -> None:
-        """Put what the reset environment said behind the prompt."""
+        """Put the first observation behind the prompt."""
         sample = episode.sample
         episode.opening = sample.prompt_ids
         if said:
@@ -239,8 +239,8 @@ class _Player:
         )
 
     def _left(self, episode: Episode) -> int:
-        """Tokens that the episode may still grow by. What the environment said first counts: it takes from
-        the room behind the prompt.
+        """Tokens by which the episode may still grow. The first observation counts too, because it uses space
+        behind the prompt.
         """
         assert episode.opening is not None
         first = max(0, len(episode.opening) - len(episode.sample.prompt_ids))
@@ -254,7 +254,7 @@ class _Player:
         return Action(text, calls, broken, episode.turn, status is Status.TRUNCATED)
 
     def _say(self, episode: Episode, said: Observation) -> bool:
-        """Put what the environment said behind the turn. Returns whether there is room for it."""
+        """Put an observation behind the turn. Returns False if there is no space for it."""
         last, _ = episode.parts[-1]
         told = bounded(said or "", self._config.observation_characters)
         if episode.world.task.messages:

@@ -1,7 +1,7 @@
-"""A server on loopback with OpenAI's API: what an agent asks for goes to the engine that everything goes to.
+"""A server on loopback with OpenAI's API. It sends agents' requests to the shared engine.
 
-One serves the episodes of a batch, each known by a key of its own. It trusts nothing that comes in: sizes and
-times are bounded, and no body is read of who has no key.
+One serves the episodes of a batch, each with a key of its own. It trusts no input: sizes and times are
+bounded, and no body is read without a valid key.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 _UNHEARD = logging.getLogger(f"{__name__}.malformed")
-"""Of what is no HTTP, for which aiohttp would log a traceback a time, whoever sends it."""
+"""For malformed HTTP, for which aiohttp would log a traceback each time."""
 _UNHEARD.addHandler(logging.NullHandler())
 _UNHEARD.propagate = False
 
 READING = 30.0
 """Seconds that a request may take to arrive, head and body each."""
 LINGERING = 2.0
-"""Seconds for which what is still sent is thrown away, so that a client reads why it was refused."""
+"""Seconds for which further input is discarded, so that a client reads why it was refused."""
 MOST_CONNECTIONS = 8192
 STARTING = 60.0
 """Seconds that the server may take to listen."""
 
 
 def require_server() -> None:
-    """Raise `MissingExtraError` if there is nothing to serve with."""
+    """Raise `MissingExtraError` if the server's package is missing."""
     try:
         import aiohttp  # noqa: F401
     except ImportError:
@@ -58,22 +58,22 @@ def require_server() -> None:
 
 @dataclass(slots=True, eq=False)
 class Session:
-    """An episode's side of the gateway."""
+    """State of one episode in the gateway."""
 
     branches: Branches
     in_flight: int = 0
     quiet: float = field(default_factory=time.monotonic)
-    """When the last answer was given: since then the agent itself is at work."""
+    """Time of the last answer. The agent itself is at work since then."""
     placing: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
 class Gateway:
-    """Serves agents. Close it as a context manager does.
+    """Serves agents. Use it as a context manager.
 
     Args:
-        tokenizer: Of the model that writes.
-        ask: Is called in the server's thread with a session and a turn that the engine is to write, and with
-            what any thread is to call with the tokens so far and how the turn ended, if it did.
+        tokenizer: The student's.
+        ask: Called in the server's thread with a session, a turn for the engine, and a callback. Any thread
+            may call that with the tokens so far and the turn's status if it has ended.
     """
 
     def __init__(
@@ -87,7 +87,8 @@ class Gateway:
         self._sessions: dict[bytes, Session] = {}
         """By digest of the key."""
         self._one = ThreadPoolExecutor(1, "gateway")
-        """Renders templates and encodes, so that no client waits for another's megabytes to be accepted."""
+        """Renders templates and encodes text, so that no client waits while another's megabytes are accepted.
+        """
         self._begun: set[Any] = set()
         """Connections whose first request has come."""
         self._open = 0
@@ -105,17 +106,17 @@ class Gateway:
         self.close()
 
     def admit(self, session: Session) -> str:
-        """A key for an episode, until `expel`."""
+        """Return a key for an episode, valid until `expel`."""
         key = f"opd-{secrets.token_urlsafe(32)}"
         self._sessions[_digest(key)] = session
         return key
 
     def expel(self, key: str) -> None:
-        """Whoever comes with `key` is unknown from now on."""
+        """Make `key` invalid."""
         self._sessions.pop(_digest(key), None)
 
     def close(self) -> None:
-        """Stop listening and let everybody go."""
+        """Stop listening and close all connections."""
         with contextlib.suppress(TimeoutError):
             self._loop.run(asyncio.wait_for(self._stop(), CLOSING_SECONDS))
         self._loop.close()
@@ -152,11 +153,11 @@ class Gateway:
             for _ in range(5):  # the loop closes sockets in its next round, and may have accepted some more
                 late: list[Any] = [] if server is None else list(server.connections)
                 for transport in [one.transport for one in (*held, *late) if one.transport is not None]:
-                    transport.abort()  # what its client does not read keeps it open
+                    transport.abort()  # unread data would keep it open
                 await asyncio.sleep(0)
 
     def _connection(self, loop: asyncio.AbstractEventLoop) -> asyncio.Protocol:
-        """A connection whose first request has to come in time."""
+        """Return a connection whose first request has to come in time."""
         server = self._runner.server
         assert server is not None
         if len(server.connections) >= MOST_CONNECTIONS:
@@ -172,7 +173,7 @@ class Gateway:
         return handler
 
     def _guard(self, web: Any) -> Any:
-        """Knows who asks, before anything of a body is read, and makes error objects of errors."""
+        """Check the key before a body is read, and turn errors into error objects."""
 
         @web.middleware
         async def guard(request: web.Request, handler: Callable[..., Awaitable[Any]]) -> Any:
@@ -192,7 +193,7 @@ class Gateway:
                 return _refusal(web, said)
             except asyncio.CancelledError:
                 raise
-            except ConnectionError:  # nobody will read this: raised on, it would be a traceback in the log
+            except ConnectionError:  # nobody reads this answer, but raising would log a traceback
                 return _refusal(web, RefusedRequestError("the client has gone.", "gone"))
             except Exception as error:
                 _log.exception("gateway: %s failed (%s)", visible(request.path, ""), reason_of(error))
@@ -201,7 +202,7 @@ class Gateway:
         return guard
 
     def _session(self, request: web.Request) -> Session:
-        """Of the episode whose key it has. Raises `RefusedRequestError`."""
+        """Return the session of the request's key. Raises `RefusedRequestError`."""
         scheme, _, key = request.headers.get("Authorization", "").partition(" ")
         session = self._sessions.get(_digest(key.strip())) if scheme.lower() == "bearer" else None
         if session is None:
@@ -236,7 +237,7 @@ class Gateway:
         placed = asyncio.ensure_future(self._placed(session, asked))
         try:
             turns = await asyncio.shield(placed)
-        except asyncio.CancelledError:  # what is found or made for it is for whoever asks again
+        except asyncio.CancelledError:  # the next equal request gets these turns
             placed.add_done_callback(_left)
             raise
         answer = _Answer(asked, turns, session.branches, self._tokenizer, self._one)
@@ -251,13 +252,13 @@ class Gateway:
                 await response.write(f"data: {_dumps(event)}\n\n".encode())
             await response.write(b"data: [DONE]\n\n")
             return response
-        except BaseException:  # the client has gone: what is written is for whoever asks again
+        except BaseException:  # the client has gone: the next equal request gets these turns
             _left(placed)
             raise
 
     async def _placed(self, session: Session, asked: AgentRequest) -> list[BranchTurn]:
-        """The turns that answer `asked`, each of which the engine writes, or has written. Not to be ended
-        in its middle: a turn that was made, and never asked for, would keep whoever asks again waiting.
+        """Return the turns that answer `asked`, all sent to the engine. Must not be cancelled: a turn that
+        was made but never sent would block the next equal request.
         """
         loop = asyncio.get_running_loop()
         async with session.placing:
@@ -270,14 +271,14 @@ class Gateway:
 
 
 class _TooMany(asyncio.Protocol):
-    """Lets a connection go."""
+    """Closes the connection."""
 
     def connection_made(self, transport: Any) -> None:
         transport.abort()
 
 
 class _Answer:
-    """What the turns of a request say, as OpenAI's API has it."""
+    """The answer to a request from its turns, in the form of OpenAI's API."""
 
     def __init__(
         self,
@@ -295,7 +296,7 @@ class _Answer:
         self._kind = "chat.completion" if asked.chat else "text_completion"
 
     async def whole(self) -> dict[str, Any]:
-        """The answer, once all is written."""
+        """Return the answer, once all turns have ended."""
         choices = []
         for place, turn in enumerate(self._turns):
             while not self._ended(turn):
@@ -310,7 +311,7 @@ class _Answer:
         return {**self._head(self._kind), "choices": choices, "usage": self._usage()}
 
     async def events(self) -> AsyncIterator[dict[str, Any]]:
-        """The answer, piece by piece."""
+        """Yield the answer in chunks."""
         kind = "chat.completion.chunk" if self._asked.chat else self._kind
         head = self._head(kind)
         for place, turn in enumerate(self._turns):
@@ -380,20 +381,19 @@ class _Answer:
 
 
 class _Pieces:
-    """Text as it becomes known: no half of a character, and nothing that may be the beginning of a stop."""
+    """Streams text, without half a character and without a possible beginning of a stop string."""
 
     def __init__(self, decode: Callable[[list[int]], str], stops: Sequence[str]) -> None:
         self._decode, self._stops = decode, stops
         self.told = ""
         self._known = ""
-        """Text of the tokens that were looked at."""
+        """Text of the tokens decoded so far."""
         self._start = self._read = 0
-        """Tokens from which text is made, with a few before that it depends on; those that were looked at."""
+        """First token to decode, with a few before that later text depends on, and number of tokens decoded.
+        """
 
     def take(self, ids: list[int]) -> str:
-        """What can be told of the tokens `ids` that was not told before. The newest is left out: it may be
-        the one that ends the turn.
-        """
+        """Return the new text of the tokens `ids`. The newest is left out, because it may end the turn."""
         ids = ids[:-1]
         before, now = self._decode(ids[self._start : self._read]), self._decode(ids[self._start :])
         if not now.startswith(before) or now.endswith("\ufffd") or len(now) == len(before):
@@ -407,7 +407,7 @@ class _Pieces:
 
 
 def _left(placed: asyncio.Future[list[BranchTurn]]) -> None:
-    """The client of these turns has gone."""
+    """Free these turns, because their client has gone."""
     if not placed.cancelled() and placed.exception() is None:
         for turn in placed.result():
             turn.taken = False
@@ -432,7 +432,7 @@ async def _change(turn: BranchTurn) -> None:
 
 
 async def _body(request: web.Request) -> bytes:
-    """All of it. Raises `RefusedRequestError` if it is too large, or comes too slowly."""
+    """Read the full body. Raises `RefusedRequestError` if it is too large, or comes too slowly."""
     from aiohttp import web
 
     large = RefusedRequestError(f"the body has more than {MOST_BODY:,} bytes.", "too_large", status=413)

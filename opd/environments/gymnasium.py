@@ -20,30 +20,30 @@ from opd.foreign import visible
 
 _COLOUR = re.compile(r"\x1b\[([0-9;]*)m")
 _COLOURS = ("gray", "red", "green", "yellow", "blue", "magenta", "cyan", "white")
-"""Of the codes 30 to 37 (letters) and 40 to 47 (behind them)."""
+"""Names of the codes 30 to 37 (letters) and 40 to 47 (background)."""
 _NUMBER = r"(?<![\w.-])-?\d+(?!\w|\.\d)"
 
 
 class Gymnasium:
-    """One episode. With `render_mode: ansi` among `kwargs` the model is shown what the environment draws,
-    else the observation itself.
+    """One episode. With `render_mode: ansi` among `kwargs` the model sees the environment's rendering, else
+    the observation itself.
     """
 
     def __init__(
         self, id: str, kwargs: Mapping[str, Any] | None = None, actions: Sequence[str] | None = None
     ) -> None:
-        """`id`: as `gymnasium.make` takes it; `module:NAME` imports the module that registers it. `kwargs`:
-        of the environment. `actions`: names of a discrete space's actions, in their order.
+        """`id`: as `gymnasium.make` takes it. `module:NAME` imports the module that registers it. `kwargs`:
+        arguments of the environment. `actions`: names of a discrete space's actions, in their order.
         """
         self._id, self._kwargs = id, dict(kwargs or {})
         self._names = None if actions is None else [str(name) for name in actions]
         self._made: Any = None
 
     def reset(self, task: Task) -> str:
-        """What there is to see, and which actions there are. Raises `ConfigError`."""
+        """Return the first observation and the possible actions. Raises `ConfigError`."""
         self._made = _gymnasium().make(self._id, **self._kwargs)
         self._choices = self._numbers()
-        # A truth value is an int as well, and no seed.
+        # A bool is an int as well, and no seed.
         own = type(task.label) is int and task.label >= 0
         seen, _ = self._made.reset(seed=task.label if own else task.seed)
         return "\n\n".join(part for part in (self._told(seen), self._offered()) if part)
@@ -60,7 +60,7 @@ class Gymnasium:
             self._made.close()
 
     def _numbers(self) -> dict[str, int]:
-        """Name of each action of a discrete space -> its number; none where actions are texts."""
+        """Action name of a discrete space -> its number. Empty if actions are texts."""
         space, spaces = self._made.action_space, _gymnasium().spaces
         if isinstance(space, spaces.Text) and self._names is None:
             return {}
@@ -82,11 +82,11 @@ class Gymnasium:
         return f"Write one of: {', '.join(self._choices)}." if self._choices else ""
 
     def _chosen(self, text: str) -> int | str | None:
-        """The action that `text` names last; `None` for none."""
+        """Return the action that `text` names last, or None."""
         if not self._choices:
             given = text.strip()
             return given if self._made.action_space.contains(given) else None
-        # The longest first: `move left` is not `left`.
+        # The longest first, because `move left` is not `left`.
         names = sorted(map(re.escape, self._choices), key=len, reverse=True)
         pattern = rf"(?<!\w)(?:{'|'.join(names)})(?!\w)|{_NUMBER}"
         numbers = set(self._choices.values())
@@ -99,7 +99,7 @@ class Gymnasium:
         return None
 
     def _told(self, seen: Any) -> str:
-        """An observation in words: what is drawn, else a text as it is, else its values as JSON."""
+        """Return an observation as text: the rendering, else a text as it is, else its values as JSON."""
         if self._made.render_mode == "ansi":
             drawn = self._made.render()
             return visible(_COLOUR.sub(_named, str(drawn))).strip()
@@ -109,7 +109,7 @@ class Gymnasium:
 
 
 def _named(code: re.Match[str]) -> str:
-    """A terminal's colour by its name, as a bracket around what has it: it may be all that tells a place."""
+    """Replace a terminal's colour by its name in a bracket, because colour alone may mark a place."""
     numbers = [int(part) for part in code.group(1).split(";") if part]
     if numbers in ([], [0]):
         return "]"
@@ -118,7 +118,7 @@ def _named(code: re.Match[str]) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """`value` of numbers, arrays, tuples and dictionaries, as JSON has it."""
+    """Convert numbers, arrays, tuples and dictionaries to JSON."""
     if isinstance(value, Mapping):
         return {str(key): _plain(one) for key, one in value.items()}
     if isinstance(value, list | tuple):
@@ -135,7 +135,7 @@ def _gymnasium() -> Any:
 
 
 def main(given: Sequence[str] | None = None) -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(prog="python -m opd.environments.gymnasium", description=__doc__)
     parser.add_argument("file", type=Path)
     parser.add_argument("--prompt", required=True, help="what is to be done; its number comes behind")

@@ -1,4 +1,4 @@
-"""From a recipe's `domains.NAME.environment` to its class."""
+"""Classes of a recipe's `domains.NAME.environment`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from opd.own_code import calling
 
 
 def agent_function(config: EnvironmentConfig, domain: str) -> Callable[..., Any]:
-    """The function of the recipe's agent, which can be called with its params. Raises `ConfigError`."""
+    """Import the function of the recipe's agent, callable with its params. Raises `ConfigError`."""
     where, path = f"domains.{domain}.environment.params", str(config.agent)
     found: Any = import_attribute(path, f"{where}.run", ConfigError)
     if not callable(found) or inspect.isclass(found):
@@ -36,8 +36,8 @@ def agent_function(config: EnvironmentConfig, domain: str) -> Callable[..., Any]
 
 
 def environment_class(config: EnvironmentConfig, domain: str) -> Callable[..., Environment]:
-    """The class, which can be made with the recipe's `params`. Raises `ConfigError` if it is none of an
-    environment, or does not take them.
+    """Import the environment's class. Raises `ConfigError` if it is no environment, or does not take the
+    recipe's `params`.
     """
     where = f"domains.{domain}.environment"
     path = BUILT_IN.get(config.type, config.type)
@@ -60,7 +60,7 @@ def environment_class(config: EnvironmentConfig, domain: str) -> Callable[..., E
 
 
 def tools_of(config: EnvironmentConfig, domain: str) -> list[dict[str, Any]]:
-    """The JSON schemas of what the model may call there; none for most."""
+    """JSON schemas of the functions that the model may call there. Most environments have none."""
     made = environment_class(config, domain)
     schemas = getattr(made, "schemas", None)
     found = getattr(made, "tools", ()) if schemas is None else schemas(**config.params)

@@ -1,7 +1,6 @@
-"""OpenEnv's environments by URL: a server of theirs is told each action over a WebSocket (extra `agents`).
+"""OpenEnv's environments by URL: a server of theirs gets each action over a WebSocket (extra `agents`).
 
-One connection is one episode. Nothing that the server says is trusted: messages are bounded in size and
-depth.
+One connection is one episode. The server's messages are not trusted: they are bounded in size and depth.
 """
 
 from __future__ import annotations
@@ -22,16 +21,16 @@ CONNECTING = 20.0
 """Seconds that a connection may take."""
 CLOSING = 2.0
 TEXT = "{text}"
-"""What the model wrote, in an action's values."""
+"""Placeholder for the model's text in an action's values."""
 
 
 class OpenEnvError(Exception):
-    """What the server said, or that it said nothing: a part of a sentence."""
+    """A failure of the server, as a part of a sentence."""
 
 
 class OpenEnv:
-    """One episode. The server is told to reset with the row's `reset` (an object of arguments), those of the
-    recipe, and the seed: the label, a number, else `task.seed`.
+    """One episode. The server's reset gets the recipe's arguments, the row's `reset` (an object of
+    arguments), and the seed: the label if it is a number, else `task.seed`.
     """
 
     def __init__(
@@ -41,9 +40,9 @@ class OpenEnv:
         reset: Mapping[str, Any] | None = None,
         show: Sequence[str] | None = None,
     ) -> None:
-        """`url`: of the server, `http(s)://` or `ws(s)://`. `action`: the field of its action that is what
-        the model wrote, or the whole action, in which `{text}` stands for that. `show`: the fields of an
-        observation that the model sees; `None` is all of them. Raises `ConfigError`.
+        """`url`: of the server, `http(s)://` or `ws(s)://`. `action`: the field of its action for the model's
+        text, or the full action with `{text}` in place of it. `show`: the fields of an observation that the
+        model sees; `None` is all of them. Raises `ConfigError`.
         """
         self._url = _socket_of(url)
         self._action = {action: TEXT} if isinstance(action, str) else dict(action)
@@ -52,7 +51,7 @@ class OpenEnv:
         self._socket: Any = None
 
     async def reset(self, task: Task) -> str:
-        """What the server shows first."""
+        """Return the server's first observation."""
         aiohttp = _aiohttp()
         self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(None, sock_connect=CONNECTING))
         try:
@@ -67,7 +66,7 @@ class OpenEnv:
         return self._told(seen)
 
     async def step(self, action: Action) -> Step:
-        """What the server answers; an action that is none of its own is answered by saying so."""
+        """Return the server's answer. An invalid action is answered with an error text."""
         try:
             data = await self._asked("step", _filled(self._action, action.text))
         except _RefusedError as error:
@@ -76,7 +75,7 @@ class OpenEnv:
         return Step(self._told(seen), reward, done)
 
     async def close(self) -> None:
-        """End the episode there, too."""
+        """End the episode on the server, too."""
         socket, self._socket = self._socket, None
         session, self._session = self._session, None
         if socket is not None:
@@ -87,8 +86,8 @@ class OpenEnv:
             await session.close()
 
     async def _asked(self, what: str, data: Mapping[str, Any]) -> Any:
-        """The data of the server's answer. Raises `OpenEnvError`, and `_RefusedError` for an action that the
-        server finds invalid.
+        """Return the data of the server's answer. Raises `OpenEnvError`, and `_RefusedError` for an action
+        that the server finds invalid.
         """
         aiohttp = _aiohttp()
         try:
@@ -113,7 +112,7 @@ class OpenEnv:
         return told
 
     def _told(self, seen: Any) -> str:
-        """An observation in words: a text as it is, of a single field the field, else JSON."""
+        """Return an observation as text: a text as it is, a single field's value, else JSON."""
         if isinstance(seen, Mapping):
             kept = {key: seen[key] for key in (self._show or seen) if key in seen}
             seen = next(iter(kept.values())) if len(kept) == 1 else kept
@@ -121,7 +120,7 @@ class OpenEnv:
 
 
 class _RefusedError(Exception):
-    """An action was invalid."""
+    """The server refused an action as invalid."""
 
 
 def _failure(told: Any, what: str) -> Exception:
@@ -139,7 +138,7 @@ def _failure(told: Any, what: str) -> Exception:
 
 
 def _read(data: Any) -> tuple[Any, float, bool]:
-    """Observation, reward and whether the episode is over. Raises `OpenEnvError`."""
+    """Return observation, reward and True if the episode is over. Raises `OpenEnvError`."""
     reward = data.get("reward") if isinstance(data, Mapping) else "missing"
     if reward is not None and not isinstance(reward, int | float):
         raise OpenEnvError("the server's answer has no observation and reward")
@@ -147,7 +146,7 @@ def _read(data: Any) -> tuple[Any, float, bool]:
 
 
 def _filled(form: Any, text: str) -> Any:
-    """`form` with `text` in place of `{text}`."""
+    """Replace `{text}` in `form` by `text`."""
     if isinstance(form, str):
         return form.replace(TEXT, text)
     if isinstance(form, Mapping):

@@ -1,9 +1,8 @@
-"""Environments in processes of their own, a few that act in many worlds each (`environment.processes`).
+"""Environments in a few processes of their own, each with many worlds (`environment.processes`).
 
-A world of plain Python that computes would hold up the decoder, with which it shares an interpreter; here it
-does not. A worker that dies, or in which a call takes too long and which is ended for that, fails the worlds
-that were in it; they are made anew elsewhere and brought to where they were, as any that fails
-(`opd.environments.world`).
+A world of plain Python that computes would block the decoder, which shares its interpreter. Here it does not.
+A worker may die, or be killed because a call takes too long. Then its worlds fail. They are made again
+elsewhere and replayed, like any that fails (`opd.environments.world`).
 """
 
 from __future__ import annotations
@@ -29,36 +28,36 @@ from opd.errors import ConfigError
 from opd.imports import import_attribute
 
 _ENDING = 5.0
-"""Seconds that a worker may take to be gone once it was killed, or says no more."""
+"""Seconds that a killed or silent worker may take to be gone."""
 
 
 class WorkerError(Exception):
-    """A call failed in a worker, or its worker has ended: the text is a part of a sentence."""
+    """A call failed in a worker, or its worker has ended. The text is a part of a sentence."""
 
 
 class Worker:
-    """A process that `command` begins, and the calls that it has not answered."""
+    """A process that `command` starts, and its open calls."""
 
     def __init__(self, command: Sequence[str]) -> None:
-        """Raises `OSError` if it cannot be begun."""
+        """Raises `OSError` if it cannot be started."""
         self._child = Child(command, log=2)
         self._waiting: dict[int, Future[Any]] = {}
         self._numbers = itertools.count()
         self._lock = threading.Lock()
         self.worlds = 0
-        """Open in it."""
+        """Number of open worlds."""
         self.dead = False
         self._listener = listen(self._child.channel, self._hear, self._ended, self._lives)
 
     async def call(self, world: int, what: str, given: Any, *, ends: bool = True) -> Any:
-        """What the worker answers. Raises `WorkerError`; who stops waiting ends the worker, if it `ends`."""
+        """Return the worker's answer. Raises `WorkerError`. Cancelling it kills the worker if it `ends`."""
         found: Future[Any] = Future()
         with self._lock:
             number = next(self._numbers)
             self._waiting[number] = found
             dead = self.dead
         if not dead:
-            # In a thread: the worker may wait for who reads its answers.
+            # In a thread, because the worker may wait for the reader of its answers.
             message = [number, world, what, given]
             await asyncio.get_running_loop().run_in_executor(None, self._say, message)
         else:
@@ -71,21 +70,21 @@ class Worker:
             raise
 
     def tell(self, world: int, what: str) -> None:
-        """A call that is not answered."""
+        """Make a call without an answer."""
         message = [next(self._numbers), world, what, None]
         threading.Thread(target=self._say, args=(message,), daemon=True).start()
 
     def end(self) -> None:
-        """Kill it: its calls fail."""
+        """Kill the process. Its calls fail."""
         self.dead = True
         self._child.send_signal(signal.SIGKILL)
 
     def wait(self) -> None:
-        """Until it has ended, for a few seconds at most."""
+        """Wait until it has ended, for a few seconds at most."""
         self._listener.join(_ENDING)
 
     def _say(self, message: Any) -> None:
-        with contextlib.suppress(OSError):  # it has died: the listener says so
+        with contextlib.suppress(OSError):  # it has died, and the listener reports that
             self._child.channel.say(message)
 
     def _hear(self, answer: bytes) -> None:
@@ -93,7 +92,7 @@ class Worker:
             number, value, error = json.loads(answer)
             with self._lock:
                 found = self._waiting.pop(number, None)
-        except (ValueError, TypeError, RecursionError):  # not its own words
+        except (ValueError, TypeError, RecursionError):  # not a worker's message
             return self.end()
         if found is not None and found.set_running_or_notify_cancel():
             found.set_result(value) if error is None else found.set_exception(WorkerError(error))
@@ -102,7 +101,7 @@ class Worker:
         return self._child.status() is None
 
     def _ended(self) -> None:
-        self._child.wait(_ENDING)  # one that ends by itself has a status of its own
+        self._child.wait(_ENDING)  # a process that ends by itself has a status of its own
         self._child.end()
         self.dead = True
         self._fail()
@@ -116,7 +115,7 @@ class Worker:
 
 
 class Processes:
-    """At most so many workers of one command, begun when there are worlds for them."""
+    """At most `count` workers of one command, started when there are worlds for them."""
 
     def __init__(self, command: Sequence[str], count: int) -> None:
         self._command, self._count = command, count
@@ -125,11 +124,11 @@ class Processes:
         self._worlds = itertools.count()
 
     def open(self, params: Mapping[str, Any]) -> Elsewhere:
-        """An environment made with `params`, in one of the workers once it is reset."""
+        """Return an environment made with `params`. It lives in one of the workers once it is reset."""
         return Elsewhere(self, next(self._worlds), params)
 
     def take(self) -> Worker:
-        """The worker with the fewest worlds: now one more. Raises `OSError` if it cannot be begun."""
+        """Assign a world to the worker with the fewest. Raises `OSError` if a worker cannot be started."""
         with self._lock:
             self._workers = [one for one in self._workers if not one.dead]
             if len(self._workers) < self._count:
@@ -139,7 +138,7 @@ class Processes:
             return worker
 
     def give_back(self, worker: Worker) -> None:
-        """A world of `worker` is closed."""
+        """Tell that a world of `worker` is closed."""
         with self._lock:
             worker.worlds -= 1
 
@@ -185,7 +184,7 @@ _lock = threading.Lock()
 
 
 def shared(command: Sequence[str], count: int) -> Processes:
-    """The workers of all episodes of this process that `command` begins; they end with it."""
+    """Return this process's workers of `command`, shared by all episodes. They end with the process."""
     key = (*command, str(count))
     with _lock:
         if key not in _pools:
@@ -195,13 +194,13 @@ def shared(command: Sequence[str], count: int) -> Processes:
 
 
 def world_command(kind: str) -> list[str]:
-    """Begins a worker for environments of `kind`, the name of a built-in one."""
+    """Return the command of a worker for environments of `kind`, the name of a built-in one."""
     return [sys.executable, "-m", "opd.environments.processes", kind]
 
 
 def _serve(kind: str) -> None:
-    """Answer calls until nobody is there to make any."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that calls
+    """Answer calls until the parent has gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent process
     channel = parent_channel()
     assert channel is not None
     calls: SimpleQueue[bytes] = SimpleQueue()
@@ -212,7 +211,7 @@ def _serve(kind: str) -> None:
         number, world, what, given = json.loads(calls.get())
         try:
             channel.say([number, _done(made, worlds, world, what, given), None])
-        except Exception as error:  # told to who called
+        except Exception as error:  # sent to the caller
             channel.say([number, None, f"{type(error).__name__}: {error}"])
 
 

@@ -1,7 +1,7 @@
-"""What an agent acts in: an environment is reset to a task, answers actions, and says what they were worth.
+"""The interface of environments: an environment is reset to a task, answers actions, and rewards them.
 
 An environment is a class of the user's own (`domains.NAME.environment: package.module:Class`) or a built-in
-one. One object is made for each episode; its methods may be `async` or plain (plain ones run in a thread).
+one. One object is made for each episode. Its methods may be `async` or plain (plain ones run in a thread).
 """
 
 from __future__ import annotations
@@ -13,34 +13,35 @@ from typing import Any, ClassVar, Protocol
 from opd.types import Sample
 
 EPISODE = "episode"
-"""Key of a sample's metadata: what is known of its episode."""
+"""Key of a sample's metadata for the facts about its episode."""
 Message = dict[str, Any]
-"""`{"role": ..., "content": ...}` and what else the chat template reads."""
+"""`{"role": ..., "content": ...}` and other fields that the chat template reads."""
 Observation = str | Sequence[Message] | None
-"""What the model is shown next: a text, or messages of any role but the assistant's; nothing for `None`."""
+"""Shown to the model next: a text, or messages of any role but the assistant's. Nothing for `None`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What an episode is about."""
+    """The task of an episode."""
 
     uid: str
-    """Of the sample: the same in a resumed run, and each of a group's its own."""
+    """Uid of the sample: the same in a resumed run, and different for each sample of a group."""
     prompt: str
-    """The prompt's text; empty where it is messages."""
+    """The prompt's text, or empty if it is messages."""
     messages: Sequence[Message]
-    """The prompt's messages; none where it is text."""
+    """The prompt's messages, or none if it is text."""
     label: Any
     """The prompt's label."""
     metadata: dict[str, Any]
     """Other columns of the prompt's row."""
     seed: int
-    """In [0, 2**31): a function of the run's seed and the prompt, so that a group meets one world."""
+    """In [0, 2**31): a function of the run's seed and the prompt, so that all episodes of a group share one
+    world."""
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A call that the model wrote."""
+    """A tool call of the model."""
 
     name: str
     arguments: dict[str, Any]
@@ -48,18 +49,18 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """What the model wrote in a turn."""
+    """The model's output in a turn."""
 
     text: str
-    """Without the token that ended it; other special tokens are there as they are written."""
+    """Without the token that ended it. Other special tokens stay in the text."""
     calls: Sequence[ToolCall] = ()
     """The tool calls in it, by the domain's `tool_format`."""
     broken: Sequence[str] = ()
-    """What looks like a call and cannot be read: why, one sentence each."""
+    """Errors of calls that cannot be read, one sentence each."""
     turn: int = 0
     """From 0."""
     cut: bool = False
-    """Whether the limit of a turn's tokens ended it."""
+    """True if the limit of a turn's tokens ended it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,11 +68,11 @@ class Step:
     """An environment's answer to an action."""
 
     observation: Observation = None
-    """What the model is shown before its next turn; not shown if the episode is over."""
+    """Shown to the model before its next turn. Not shown if the episode is over."""
     reward: float = 0.0
-    """For this turn; an episode's reward is the sum."""
+    """For this turn. An episode's reward is the sum."""
     done: bool = False
-    """Whether the episode is over."""
+    """True if the episode is over."""
     info: dict[str, Any] = field(default_factory=dict)
     """For people and reward functions, JSON-able: `sample.metadata["episode"]["info"]`."""
 
@@ -86,21 +87,21 @@ class Environment(Protocol):
     """JSON schemas of the functions that the model may call, as chat templates take them in `tools`."""
 
     def reset(self, task: Task) -> Any:
-        """Begin; returns an `Observation`, which follows the prompt. May be `async`."""
+        """Begin, and return an `Observation`, which follows the prompt. May be `async`."""
         ...
 
     def step(self, action: Action) -> Any:
         """Answer `action` with a `Step`. May be `async`.
 
-        The same actions after the same `reset` give the same answers: a run that was killed repeats them
+        The same actions after the same `reset` must give the same answers. A resumed run repeats them
         (without asking the model again), and so does an episode whose environment failed.
         """
         ...
 
 
 def succeeded(sample: Sample, above: float) -> bool:
-    """Whether a scored response counts as right: an episode by its environment's rule, any other if its
-    reward is above `above`.
+    """Return True if a scored response counts as right: an episode by its environment's rule, any other if
+    its reward is above `above`.
     """
     episode = sample.metadata.get(EPISODE) or {}
     rule = episode.get("success", above)

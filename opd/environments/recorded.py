@@ -1,11 +1,13 @@
-"""A sandbox behind the log of trajectories: what was done before a kill is read, and not done again.
+"""A sandbox with a log of trajectories: commands from before a kill are read from it, and not run again.
 
-The same commands are asked for as before, in the same order, since what the model wrote is in the token log.
-Those that ended are answered from the log, without a sandbox. At the first other one the files are brought
-to where they were: by the state that was kept last, and by running again what came after it, which is marked
-deterministic and ended by itself (where a quota or a signal ends a command is not the same each time). A
-command that was in flight is run again only if it is marked repeatable, from the files as they were before
-it; else it is answered as interrupted, over those files, and that is logged too.
+After a restart the same commands come in the same order, because the model's tokens are in the token log.
+Commands that ended are answered from the log, without a sandbox. The first other command needs the files as
+they were. They come from the last snapshot, plus a rerun of the commands after it. Those are marked
+deterministic and ended by themselves (a quota or a signal does not end a command at the same point each
+time).
+
+A command that was in flight is run again only if it is marked repeatable, from the files as they were before
+it. Otherwise it is answered as interrupted, over those files, and that is logged too.
 """
 
 from __future__ import annotations
@@ -26,11 +28,11 @@ from opd.sandbox.protocol import Limits, Outcome, Sandbox, SandboxError
 
 _log = logging.getLogger(__name__)
 Open = Callable[[str | None], Awaitable[Sandbox]]
-"""A sandbox with the files of a state that was kept; `None`: those that its episode begins with."""
+"""Opens a sandbox with the files of a snapshot, or of an episode's beginning for `None`."""
 
 
 def opening(boxes: Sandboxes, name: str, files: Mapping[str, str]) -> Open:
-    """Opens sandboxes of `boxes` in the folder `name`; an episode begins with `files`: text by path."""
+    """Open sandboxes of `boxes` in the folder `name`. An episode begins with `files`: text by path."""
 
     async def opened(state: str | None) -> Sandbox:
         box = boxes.open(name)
@@ -45,7 +47,7 @@ def opening(boxes: Sandboxes, name: str, files: Mapping[str, str]) -> Open:
 
 
 def settings_of(boxes: Sandboxes, files: Mapping[str, str]) -> dict[str, Any]:
-    """What a log keeps of an episode's sandbox, to open such a one again."""
+    """Return the settings of an episode's sandbox for the log, enough to open an equal one."""
     container = boxes.substrate.container
     return {
         "substrate": boxes.substrate.kind,
@@ -57,8 +59,8 @@ def settings_of(boxes: Sandboxes, files: Mapping[str, str]) -> dict[str, Any]:
 
 
 def image_in(settings: Mapping[str, Any]) -> tuple[str, str] | None:
-    """The name of the image, and what it was, of what a log keeps; `None` where commands ran in no container.
-    Raises `ValueError` or `LookupError` for what no recipe gives.
+    """Return the image's name and digest from the log's settings, or None if commands ran in no container.
+    Raises `ValueError` or `LookupError` for values that no recipe gives.
     """
     if settings["substrate"] != "container":
         return None
@@ -70,7 +72,9 @@ def image_in(settings: Mapping[str, Any]) -> tuple[str, str] | None:
 
 
 def limits_in(settings: Mapping[str, Any]) -> Limits:
-    """The sandbox's, of what a log keeps. Raises `ValueError` or `LookupError` for what no recipe gives."""
+    """Read the sandbox's limits from the log's settings. Raises `ValueError` or `LookupError` for invalid
+    ones.
+    """
     said, most = settings["limits"], Limits()
     memory, disk = (whole(said[name], 1 << 20, 1 << 60, f"limits.{name}") for name in ("memory", "disk"))
     own = {name: said[name] for name in ("seconds", "cpu_seconds", "processes", "output")}
@@ -91,34 +95,35 @@ class RecordedSandbox:
     """The commands of one episode, one at a time."""
 
     def __init__(self, log: TrajectoryLog, uid: str, settings: Mapping[str, Any], open_sandbox: Open) -> None:
-        """`settings`: of the environment and its sandbox, JSON-able. Raises `StorageError` if the log knows
-        the episode with others.
+        """`settings`: of the environment and its sandbox, JSON-able. Raises `StorageError` if the log has the
+        episode with other settings.
         """
         self._log, self._uid, self._open = log, uid, open_sandbox
         self._episode: LoggedEpisode = log.begin(uid, settings)
         self._given = 0
-        """Commands that were answered, in this life of the episode."""
+        """Commands answered since this process opened the episode."""
         self._sandbox: Sandbox | None = None
         self.spent: str | None = None
-        """Why nothing more can be done in it."""
+        """Reason why no more commands can run in it."""
         self._behind = False
-        """A command was begun and did not return: nobody knows the files."""
+        """True if a command was started and did not return, so the files are unknown."""
 
     @property
     def episode(self) -> LoggedEpisode:
-        """What the log knows of it."""
+        """The log's state of the episode."""
         return self._episode
 
     def skip(self, turn: int) -> None:
-        """Commands of this turn are not asked for again: the log knows what came of the turn."""
+        """Skip the commands of this turn, whose result the log has."""
         commands = self._episode.commands
         while self._given < len(commands) and commands[self._given].turn == turn:
             self._look(commands[self._given])
             self._given += 1
 
     async def run(self, command: Command, turn: int) -> Outcome:
-        """The outcome of the next command, from the log or of its run. Raises `StorageError` if the log knows
-        another one in its place or a state is damaged, and `SandboxError` once a quota of files is used up.
+        """Return the outcome of the next command, from the log or from running it. Raises `StorageError` if
+        the log has another command in its place or a snapshot is damaged. Raises `SandboxError` once the disk
+        quota is used up.
         """
         if self.spent is not None:
             raise SandboxError(f"nothing more can be done in this sandbox: {self.spent}")
@@ -171,7 +176,7 @@ class RecordedSandbox:
             self.spent = "its home holds more than its quota"
 
     async def _there(self, number: int) -> Sandbox:
-        """The sandbox with the files as they were before command `number`."""
+        """Return the sandbox with the files as they were before command `number`."""
         if self._sandbox is not None and not self._behind:
             return self._sandbox
         await self.close()
@@ -193,7 +198,7 @@ class RecordedSandbox:
         return self._sandbox
 
     async def close(self) -> None:
-        """Let the sandbox go; the log keeps what it knows."""
+        """Close the sandbox. The log stays."""
         sandbox, self._sandbox = self._sandbox, None
         if sandbox is not None:
             await sandbox.close()

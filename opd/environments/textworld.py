@@ -19,7 +19,7 @@ from opd.errors import DataError, MissingExtraError
 from opd.foreign import is_file_name
 
 LONGEST_COMMAND = 200
-"""Characters of a command; the parser of a game reads a line."""
+"""Characters of a command. A game's parser reads a line."""
 NOT_PLAYED = (
     "save",
     "restore",
@@ -32,28 +32,28 @@ NOT_PLAYED = (
     "q",
     "undo",
 )
-"""Commands to the interpreter and not of the game: some write files, some wait for an answer."""
+"""Commands to the interpreter and not of the game. Some write files, some wait for an answer."""
 _BAR = re.compile(r"\n>[^\n]*\Z")
-"""The prompt, with the room's name and the score behind it."""
+"""The prompt line, with the room's name and the score behind it."""
 _UNSEEN = re.compile(r"[^\n -~]+")
 _EMPTY = re.compile(r"\n\s*\n\s*")
 TASK = "Win the game. Write one command a turn."
 Choose = Callable[[Sequence[str], str], str]
-"""From what can be done and what leads to the end to the command."""
+"""Chooses a command from the possible ones and the best one."""
 
 
 class TextWorld:
-    """One game. An action's first line is the command; the reward is the share of the game's score that it
-    made, so a game that is won is worth 1.
+    """One game. An action's first line is the command. The reward is the gained share of the game's maximal
+    score, so a won game is worth 1.
     """
 
     def __init__(self, games: str, show_commands: bool = False) -> None:
-        """`games`: the folder of the games. `show_commands`: say after each answer what can be done."""
+        """`games`: the folder of the games. `show_commands`: list the possible commands after each answer."""
         self._games, self._shown = Path(games), show_commands
         self._game: Any = None
 
     def reset(self, task: Task) -> str:
-        """The room, and where the prompt does not say it what is to be done."""
+        """Return the room, and the quest unless the prompt states it."""
         path = _game_file(self._games, task.label)
         textworld = _textworld()
         infos = textworld.EnvInfos(max_score=True, won=True, admissible_commands=True)
@@ -98,8 +98,8 @@ def _textworld() -> Any:
 
 
 def _game_file(folder: Path, name: Any) -> Path:
-    """The game `name` below `folder`. Raises `DataError` for a name that leaves it or a game that is not
-    there.
+    """Return the game `name` below `folder`. Raises `DataError` for a name that leaves the folder or a
+    missing game.
     """
     if not isinstance(name, str) or not is_file_name(name) or not name.endswith((".z8", ".ulx")):
         raise DataError(f"label {str(name)[:80]!r} is no game; give the name of a .z8 file in {folder}.")
@@ -109,19 +109,19 @@ def _game_file(folder: Path, name: Any) -> Path:
 
 
 def _cleaned(feedback: str) -> str:
-    """What a game says, without its prompt, its banner's signs and empty lines."""
+    """Remove the prompt, the banner's signs and empty lines from a game's text."""
     text = _UNSEEN.sub("", _BAR.sub("", feedback))
     return _EMPTY.sub("\n", text).strip()
 
 
 def _opening(feedback: str) -> str:
-    """What a game says first, without its banner, which is drawn in dollar signs."""
+    """Return a game's first text without its banner, which is drawn in dollar signs."""
     text = _cleaned(feedback)
     return text[text.rfind("$") + 1 :].strip().lstrip("\\|/ \n")
 
 
 def make(folder: Path, seeds: range, size: tuple[int, int, int], show_commands: bool = False) -> None:
-    """Write a game of each of `seeds`, their tasks and demonstrations; games that are there are kept. `size`:
+    """Write a game of each of `seeds`, their tasks and demonstrations. Existing games are kept. `size`:
     rooms, objects and steps of the quest.
     """
     textworld = _textworld()
@@ -146,8 +146,9 @@ def make(folder: Path, seeds: range, size: tuple[int, int, int], show_commands: 
 def walkthrough(
     path: Path, show_commands: bool = False, choose: Choose = lambda _, best: best, turns: int = 100
 ) -> list[dict[str, str]]:
-    """The conversation of who knows the way, in the words of `TextWorld`: the task with the first room, then
-    commands and answers, until the game is won or has had its `turns`. `choose`: who may leave the way.
+    """Play a game by its solution, in the words of `TextWorld`. The conversation is the task with the first
+    room, then commands and answers, until the game is won or has had its `turns`. `choose` may leave the
+    solution.
     """
     textworld = _textworld()
     infos = textworld.EnvInfos(policy_commands=True, admissible_commands=True)
@@ -170,7 +171,7 @@ def walkthrough(
 
 
 def main(given: Sequence[str] | None = None) -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(prog="python -m opd.environments.textworld", description=__doc__)
     parser.add_argument("folder", type=Path)
     for name, number in {"games": 20, "rooms": 3, "objects": 4, "quest": 2, "seed": 0}.items():

@@ -32,7 +32,7 @@ from opd.sandbox.substrates import find_substrate
 from opd.storage.files import remove_tree
 
 MOST_CALLS = 4
-"""Of a turn; the model is told of those beyond."""
+"""Calls of a turn. The model gets an error for those beyond."""
 _FILES_BYTES = 1 << 20
 _LONGEST = (1 << 16) - 1
 """Characters of an argument."""
@@ -76,7 +76,9 @@ print(f"{len(found)} rows")
 
 
 def schema(name: str, told: str, **arguments: str) -> dict[str, Any]:
-    """JSON schema of a tool as chat templates take it, whose `arguments`, each with what it is, are texts."""
+    """JSON schema of a tool, as chat templates take it. All `arguments` are texts; their values are
+    descriptions.
+    """
     properties = {key: {"type": "string", "description": what} for key, what in arguments.items()}
     parameters = {"type": "object", "properties": properties, "required": list(arguments)}
     return {"type": "function", "function": {"name": name, "description": told, "parameters": parameters}}
@@ -100,7 +102,7 @@ _PYTHON = ("python3", "-I", "-S", "-c")
 
 
 def limits_of(config: SandboxConfig) -> Limits:
-    """What a recipe allows a sandbox."""
+    """Convert a recipe's sandbox settings to limits."""
     return Limits(
         config.seconds,
         config.cpu_seconds,
@@ -112,16 +114,16 @@ def limits_of(config: SandboxConfig) -> Limits:
 
 
 class Tools:
-    """Calls are answered by what their commands say; a turn without one is the answer, right (reward 1) where
+    """Calls are answered by their commands' output. A turn without a call is the answer, right (reward 1) if
     it ends with the prompt's label. A row's `files`, text by path, are in the home when an episode begins.
 
-    A class of your own has more of them in `known`, by `schema`, and says their `command`.
+    A class of your own adds tools to `known`, by `schema`, and defines their `command`.
     """
 
     known: ClassVar[Mapping[str, dict[str, Any]]] = SCHEMAS
-    """Tools by name, of which `params.tools` chooses."""
+    """Tools by name. `params.tools` chooses from them."""
     log: TrajectoryLog | None = None
-    """Of the stage, where it logs its rollouts."""
+    """The stage's log, if it logs its rollouts."""
 
     def __init__(self, tools: Sequence[str] = ("python",), sandbox: Mapping[str, Any] | None = None) -> None:
         self._names, self.sandbox = _checked(self.known, tools, sandbox)
@@ -133,7 +135,7 @@ class Tools:
     def schemas(
         cls, tools: Sequence[str] = ("python",), sandbox: Mapping[str, Any] | None = None
     ) -> list[dict[str, Any]]:
-        """What the chat template is given. Raises `ConfigError` for a tool or setting that there is not."""
+        """Return the schemas for the chat template. Raises `ConfigError` for an unknown tool or setting."""
         return [cls.known[name] for name in _checked(cls.known, tools, sandbox)[0]]
 
     def reset(self, task: Task) -> Observation:
@@ -209,7 +211,7 @@ class Tools:
         return None if place is None else place.spent
 
     def _words(self, call: ToolCall) -> tuple[str, ...] | str:
-        """The command of a call; or what is wrong with it."""
+        """Return the command of a call, or an error text."""
         if call.name not in self._names:
             return f"there is no tool {shown(call.name)}; there are {', '.join(self._names)}"
         wanted = self.known[call.name]["function"]["parameters"]["required"]
@@ -227,8 +229,8 @@ class Tools:
         return tuple(self.command(call.name, arguments))
 
     def command(self, tool: str, arguments: Sequence[str]) -> Sequence[str]:
-        """A program and its arguments: what answers a call by what it prints. `arguments`: those that the
-        tool's schema has, in its order.
+        """Return a program and its arguments, whose output answers a call. `arguments`: those of the tool's
+        schema, in its order.
         """
         return {
             "python": ("python3", "-c", *arguments),
@@ -238,8 +240,8 @@ class Tools:
         }[tool]
 
     async def missing(self) -> dict[str, list[str]]:
-        """Programs that its tools run and the sandbox does not have -> those tools. Raises `ConfigError`
-        where its limits let no command run.
+        """Return programs that its tools run and the sandbox lacks -> those tools. Raises `ConfigError` if
+        its limits let no command run.
         """
         wanted: dict[str, list[str]] = {}
         for name in self._names:
@@ -262,7 +264,7 @@ class Tools:
 
 
 def _require_run(outcome: Outcome) -> None:
-    """Raise `ConfigError` unless a command that does nothing has ended well."""
+    """Raise `ConfigError` unless a command that does nothing has succeeded."""
     if outcome.exit != 0:
         said = outcome.killed_by or outcome.stderr.decode(errors="replace").strip()
         raise ConfigError(
@@ -272,7 +274,7 @@ def _require_run(outcome: Outcome) -> None:
 
 
 def _told(outcome: Outcome) -> str:
-    """What the model reads of it."""
+    """Return the outcome as text for the model."""
     if outcome.interrupted:
         return "error: the command was interrupted; files are as before it"
     text = outcome.stdout.decode(errors="replace")
@@ -320,7 +322,9 @@ def _checked(
 
 
 def _digest(task: Task, kind: type[Tools]) -> str:
-    """sha256 (hex) of what rewards depend on beside tools, limits and files: class, prompt, label, seed."""
+    """sha256 (hex) of the other inputs of rewards, besides tools, limits and files: class, prompt, label,
+    seed.
+    """
     what = [kind.__qualname__, task.prompt, list(task.messages), task.label, task.seed]
     return hashlib.sha256(json.dumps(what, sort_keys=True, default=str).encode()).hexdigest()
 
@@ -345,8 +349,8 @@ _FOLDER = "opd-sandboxes-"
 
 
 def shared(config: SandboxConfig, log: TrajectoryLog | None) -> Sandboxes:
-    """The sandboxes of all episodes of this process with these settings, and their threads; states are kept
-    beside `log`. Homes are in a folder for temporary files and go with the process.
+    """The sandboxes of all episodes of this process with these settings, and their threads. Snapshots are
+    stored next to `log`. Homes are in a folder for temporary files and are removed with the process.
     """
     key = json.dumps(config.model_dump(), sort_keys=True), 0 if log is None else id(log.store)
     with _lock:
@@ -363,7 +367,7 @@ def shared(config: SandboxConfig, log: TrajectoryLog | None) -> Sandboxes:
 
 
 def _remove_left() -> None:
-    """Homes of processes of this user that were killed."""
+    """Remove homes of this user's killed processes."""
     for path in Path(tempfile.gettempdir()).glob(f"{_FOLDER}*-*"):
         if is_left(path.name.removeprefix(_FOLDER).rpartition("-")[0]):
             with contextlib.suppress(OSError):

@@ -1,17 +1,18 @@
-"""The log of what agents do: every command and every step of an environment, in one order, before it counts.
+"""The log of agents' actions: every command and every environment step, in one order, written before it
+counts.
 
-It lies beside the token log, in the same framed files (`storage/framed_log.py`). A command is in it before it
-starts, its result before anybody sees it: after a kill what was finished is read and not run again, and what
-was in flight is known (`recorded.py`).
+It lies next to the token log, in the same framed files (`storage/framed_log.py`). A command is logged before
+it starts, and its result before anyone sees it. After a kill, finished commands are read and not run again,
+and the command in flight is known (`recorded.py`).
 
     episode   uid, settings of its environment: files that it began with, quotas
     intent    a command is about to run: turn, number, its words and input
     result    how it ended: status, outputs, files changed, the state after
-    step      what the environment answered to a turn
-    retire    episodes that nobody needs any more
+    step      the environment's answer to a turn
+    retire    episodes that are no longer needed
 
-Each is an object of JSON with a number of its own, `order`, that only grows. Bytes are text where they are
-UTF-8; what is long lies in the store of snapshots, under its sha256.
+Each is an object of JSON with a number of its own, `order`, that only grows. Bytes are text if they are
+UTF-8. Long contents are in the store of snapshots, under their sha256.
 """
 
 from __future__ import annotations
@@ -37,15 +38,15 @@ from opd.storage.framed_log_writer import Content, LogPolicy, LogWriter, SyncPol
 _STORE = "snapshots"
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _INLINE = 1 << 14
-"""Bytes of an input or output; longer ones are kept beside the log."""
+"""Bytes of an input or output. Longer ones are stored outside the log."""
 _LONGEST = 1 << 26
 _ANY = Limits(disk=1 << 60, files=1 << 40)
 _SWEEP = 64
-"""Episodes retired, at least, before states that nobody names are looked for."""
+"""Least number of retired episodes before unreferenced snapshots are searched for."""
 
 
 class RecordKind(IntEnum):
-    """Of a frame; 5 is the framed log's own."""
+    """Kind of a frame. 5 is the framed log's own."""
 
     EPISODE = 1
     INTENT = 2
@@ -56,28 +57,28 @@ class RecordKind(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """What is to be run in a sandbox."""
+    """A command for a sandbox."""
 
     words: Sequence[str]
     stdin: bytes = b""
     timeout: float | None = None
     repeatable: bool = False
-    """One that was interrupted may be run again, from the files as they were before it."""
+    """If interrupted, it may be run again, from the files as they were before it."""
     deterministic: bool = False
-    """From the same files it makes the same files and says the same: no state is kept after it, unless a
-    quota or a signal ended it.
+    """The same files give the same files and output. No snapshot is taken after it, unless a quota or a
+    signal ended it.
     """
 
     @property
     def digest(self) -> str:
-        """sha256 (hex) of what is run, on what input, for how long."""
+        """sha256 (hex) of the words, the input and the time-out."""
         what = [list(self.words), hashlib.sha256(self.stdin).hexdigest(), self.timeout]
         return hashlib.sha256(json.dumps(what).encode()).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
 class LoggedCommand:
-    """A command that was begun, and how it ended if it did."""
+    """A command that was started, and its outcome if it has ended."""
 
     turn: int
     number: int
@@ -85,23 +86,23 @@ class LoggedCommand:
     order: int
     command: Command
     attempts: int = 1
-    """How often it was begun."""
+    """Number of starts."""
     outcome: Outcome | None = None
     """`None`: it was in flight."""
     state: str | None = None
-    """Digest of the files after it; `None` where none was kept."""
+    """Digest of the files after it, or None without a snapshot."""
     ended: int = -1
     """The order of its result."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoggedStep:
-    """What an environment answered."""
+    """An environment's answer to a turn."""
 
     turn: int
     order: int
     action: str
-    """sha256 (hex) of what the model wrote."""
+    """sha256 (hex) of the model's text."""
     observation: Any
     reward: float
     done: bool
@@ -110,12 +111,12 @@ class LoggedStep:
 
 @dataclass(slots=True)
 class LoggedEpisode:
-    """All that is known of an episode that was not retired."""
+    """The log's state of an episode that was not retired."""
 
     uid: str
     order: int
     settings: dict[str, Any]
-    """Of its environment and sandbox."""
+    """Settings of its environment and sandbox."""
     commands: list[LoggedCommand] = field(default_factory=list)
     steps: list[LoggedStep] = field(default_factory=list)
 
@@ -127,23 +128,23 @@ class LoggedEpisode:
 
 @dataclass(slots=True)
 class TrajectoryReport(FrameReport):
-    """What was found on reading a log of trajectories."""
+    """Counts and damage from reading a log of trajectories."""
 
     episodes: int = 0
     commands: int = 0
 
 
 class EpisodeTable:
-    """Episodes as records make them, whether written now or read."""
+    """Episodes built from records, whether written now or read."""
 
     def __init__(self, store: SnapshotStore) -> None:
         self.episodes: dict[str, LoggedEpisode] = {}
         self.order = 0
-        """Of the next record."""
+        """Order of the next record."""
         self._store = store
 
     def take(self, kind: int, record: Mapping[str, Any]) -> None:
-        """Take a record in. Raises `ValueError` for one that does not follow on what is known."""
+        """Apply a record. Raises `ValueError` for one that does not follow on the earlier ones."""
         if kind == RecordKind.RETIRE:
             for uid in _texts(record["uids"]):
                 self.episodes.pop(uid, None)
@@ -231,7 +232,7 @@ class EpisodeTable:
 
 
 class TrajectoryReplay:
-    """Brings a table to where it was when the frames were written."""
+    """Rebuilds a table from written frames."""
 
     def __init__(self, folder: Path, store: SnapshotStore) -> None:
         self.report = TrajectoryReport(str(folder))
@@ -251,8 +252,8 @@ class TrajectoryReplay:
 
 
 def read_trajectories(folder: Path) -> tuple[dict[str, LoggedEpisode], TrajectoryReport]:
-    """What the log in `folder` holds, by uid; any process may read at any time. Damage is in the report.
-    Raises `StorageError` if there is no log or it cannot be read.
+    """Read the episodes of the log in `folder`, by uid. Any process may read at any time. Damage is in the
+    report. Raises `StorageError` if there is no log or it cannot be read.
     """
     store = SnapshotStore(folder / _STORE)
     replay, _ = read_beside_writer(folder, LogIO(), lambda: TrajectoryReplay(folder, store))
@@ -260,8 +261,8 @@ def read_trajectories(folder: Path) -> tuple[dict[str, LoggedEpisode], Trajector
 
 
 class TrajectoryLog(LogWriter):
-    """The writer, in a folder of its own. `fsync` promises what `TokenWAL` says of it: whatever it is, no
-    death of a process loses what a call has returned from. Methods may be called from several threads.
+    """The writer, in a folder of its own. `fsync` has the meaning it has in `TokenWAL`. With any value, no
+    death of a process loses a record whose call has returned. Methods may be called from several threads.
     """
 
     def __init__(
@@ -273,8 +274,8 @@ class TrajectoryLog(LogWriter):
         segment_bytes: int = 64 << 20,
         io: LogIO | None = None,
     ) -> None:
-        """Read what is there and go on. Raises `StorageError` if another process writes, the folder cannot be
-        written, or what had been acknowledged is damaged.
+        """Read the existing log and continue it. Raises `StorageError` if another process writes, the folder
+        cannot be written, or acknowledged records are damaged.
         """
         self.store = SnapshotStore(folder / _STORE, durable=fsync == "always")
         self._gone = 0
@@ -285,7 +286,7 @@ class TrajectoryLog(LogWriter):
         super().__init__(folder, "the log of trajectories", replay, policy, io or LogIO(), mend)
 
     def find(self, uid: str) -> LoggedEpisode | None:
-        """What is known of an episode. It grows as more is logged."""
+        """Return the log's state of an episode. It grows as more is logged."""
         with self._mutex:
             return self._table.episodes.get(uid)
 
@@ -295,7 +296,7 @@ class TrajectoryLog(LogWriter):
             return list(self._table.episodes)
 
     def begin(self, uid: str, settings: Mapping[str, Any]) -> LoggedEpisode:
-        """An episode begins, or goes on. Raises `StorageError` if it is known with other settings."""
+        """Begin or continue an episode. Raises `StorageError` if it has other settings in the log."""
         with self._mutex:
             known = self._table.episodes.get(uid)
             if known is None:
@@ -309,7 +310,7 @@ class TrajectoryLog(LogWriter):
             return known
 
     def intend(self, uid: str, turn: int, command: Command) -> LoggedCommand:
-        """A command is about to run: the next one, or again the one that was in flight."""
+        """Log that a command is about to run: the next one, or again the one that was in flight."""
         with self._mutex:
             episode = self._episode(uid)
             last = episode.commands[-1] if episode.commands else None
@@ -321,7 +322,7 @@ class TrajectoryLog(LogWriter):
             return episode.commands[number]
 
     def finish(self, uid: str, number: int, outcome: Outcome, state: str | None) -> None:
-        """A command has ended so, and left files in that state."""
+        """Log a command's outcome and the snapshot of its files."""
         with self._mutex:
             self._episode(uid)
             record = _result(uid, number, outcome, state)
@@ -330,13 +331,13 @@ class TrajectoryLog(LogWriter):
             self._write(RecordKind.RESULT, record, kept)
 
     def step(self, uid: str, step: LoggedStep) -> None:
-        """The environment has answered a turn, which follows on those that are known."""
+        """Log the environment's answer to the next turn."""
         with self._mutex:
             self._episode(uid)
             self._write(RecordKind.STEP, {"uid": uid, **asdict(step)}, [])
 
     def retire(self, uids: Iterable[str]) -> None:
-        """Forget episodes, and the states that no other names; those that are not known are passed over."""
+        """Drop episodes, and the snapshots that no other names. Unknown ones are ignored."""
         with self._mutex:
             known = [uid for uid in dict.fromkeys(uids) if uid in self._table.episodes]
             if not known:
@@ -353,8 +354,8 @@ class TrajectoryLog(LogWriter):
                 self.store.sweep(states, others, _ANY)
 
     def adopt(self, episode: LoggedEpisode) -> None:
-        """Take in what another log knows of an episode, in place of what this one does; of the states of its
-        files, which that one keeps, the digests alone.
+        """Replace an episode by another log's state of it. The snapshots stay in that log, and only their
+        digests are copied.
         """
         with self._mutex:
             self.retire([episode.uid])
@@ -363,7 +364,7 @@ class TrajectoryLog(LogWriter):
                 self._write(kind, record, [one.get("sha256") for one in packed if one])
 
     def retire_requests(self, uids: Iterable[str]) -> None:
-        """Forget episodes by their uids, or by those of their turns in the token log (`EPISODE/TURN`)."""
+        """Drop episodes by their uids, or by those of their turns in the token log (`EPISODE/TURN`)."""
         self.retire(name for uid in uids for name in (uid, uid.rpartition("/")[0]))
 
     def _episode(self, uid: str) -> LoggedEpisode:
@@ -372,7 +373,7 @@ class TrajectoryLog(LogWriter):
         return self._table.episodes[uid]
 
     def _write(self, kind: RecordKind, record: dict[str, Any], kept: Sequence[str | None]) -> None:
-        """Log a record and take it in; what it names in the store is now kept for it."""
+        """Log a record and apply it. The store then keeps the contents that it names."""
         self._guard.check()
         numbered = {**record, "order": self._table.order}
         payload = _encoded(numbered)
@@ -390,7 +391,7 @@ class TrajectoryLog(LogWriter):
         return {"base64": base64.b64encode(data).decode()}
 
     def _named(self) -> tuple[set[str], set[str]]:
-        """States, and other content, that records name."""
+        """Digests of snapshots, and of other contents, that records name."""
         states, others = set[str](), set[str]()
         for episode in self._table.episodes.values():
             states.update(one.state for one in episode.commands if one.state)
@@ -403,7 +404,7 @@ class TrajectoryLog(LogWriter):
         return states, others
 
     def _contents(self) -> Iterator[Content]:
-        """A snapshot: the records of what has not been retired, in their order."""
+        """Yield the records of all episodes that were not retired, in their order."""
         records: list[tuple[int, RecordKind, dict[str, Any]]] = []
         for episode in self._table.episodes.values():
             records += self._records(episode)
@@ -411,7 +412,7 @@ class TrajectoryLog(LogWriter):
             yield Content(kind, [_encoded({**record, "order": order})])
 
     def _records(self, episode: LoggedEpisode) -> Iterator[tuple[int, RecordKind, dict[str, Any]]]:
-        """All that is known of an episode: order, kind and content of each record."""
+        """Yield order, kind and content of each record of an episode."""
         uid = episode.uid
         yield episode.order, RecordKind.EPISODE, {"uid": uid, "settings": episode.settings}
         for one in episode.commands:

@@ -34,14 +34,14 @@ async def play(
     python: str | None = None,
     env: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """One episode of the task whose number is the label. Raises `RuntimeError` if it does not end well.
+    """Play one episode of the task whose number is the label. Raises `RuntimeError` if it fails.
 
     Args:
         task: Of the domain.
         base_url: Of the gateway.
         api_key: Of the episode.
         id: Of the task set, as the library finds it.
-        python: An interpreter that has the library; by default the run's own.
+        python: An interpreter that has the library. By default the run's own.
         env: The library's settings of its environment, besides the task set's id.
     """
     if type(task.label) is not int:
@@ -61,8 +61,8 @@ async def play(
 def prepare(
     where: str, id: str, python: str | None = None, env: Mapping[str, Any] | None = None
 ) -> int | None:
-    """Load the environment; how many tasks there are, `None` without an end. `where`: of the recipe. Raises
-    `ConfigError`.
+    """Load the environment and return its number of tasks, or None if it has no end. `where`: the recipe's
+    key. Raises `ConfigError`.
     """
     return _asked(where, _shared(id, python, env), "ready", None)
 
@@ -83,7 +83,7 @@ _episodes = itertools.count()
 
 
 def _shared(id: str, python: str | None, env: Mapping[str, Any] | None) -> Worker:
-    """The process with this environment, begun if it is not there. Raises `ConfigError`."""
+    """Return the process with this environment, started if needed. Raises `ConfigError`."""
     interpreter, settings = python or sys.executable, json.dumps({"id": id, "env": dict(env or {})})
     try:
         # -P: its own folder holds a module of the library's name.
@@ -96,7 +96,7 @@ def _shared(id: str, python: str | None, env: Mapping[str, Any] | None) -> Worke
 
 
 def main(given: Sequence[str] | None = None) -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(prog="python -m opd.environments.verifiers", description=__doc__)
     parser.add_argument("file", type=Path)
     parser.add_argument("--id", required=True, help="of the task set")

@@ -1,9 +1,9 @@
-"""The process that holds one environment of the library verifiers, and plays its episodes side by side.
+"""The process that holds one environment of the library verifiers, and plays its episodes concurrently.
 
-It is run by whichever interpreter has the library, so it uses nothing of `opd` but `child.py`. It is asked
-`[number, episode, what, given]`, and answers each with `[number, value, error]`: `ready` with how many tasks
-there are, `prompts` with the texts of some, `play` with what the environment makes of an episode whose model
-is asked at an address with OpenAI's API; `cancel` is for an episode that nobody waits for.
+The interpreter that has the library runs it, so it uses nothing of `opd` but `child.py`. A call is `[number,
+episode, what, given]`, and its answer `[number, value, error]`. `ready` returns the number of tasks, and
+`prompts` the texts of some. `play` returns the result of an episode, whose model is at an address with
+OpenAI's API. `cancel` ends an episode without an answer.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import Any
 
 _ENDING = 10.0
-"""Seconds in which the library may end what it has started, once nobody is there to ask."""
+"""Seconds in which the library may end its own processes, once the parent has gone."""
 
 
 class VerifiersWorld:
-    """The environment. Raises whatever the library, or what it loads, does."""
+    """The environment. Raises any error of the library, or of the code that it loads."""
 
     def __init__(self, taskset: str, settings: Mapping[str, Any]) -> None:
         self._vf: Any = importlib.import_module("verifiers.v1")
@@ -34,7 +34,9 @@ class VerifiersWorld:
         self._left, self._tasks = iter(self.env.taskset), list[Any]()
 
     def _config(self, taskset: str, settings: Mapping[str, Any], loaders: Any) -> Any:
-        """Of an environment with one agent, whose program runs here unless the settings say where."""
+        """Return the settings of an environment with one agent, whose program runs here unless the settings
+        say where.
+        """
         own = json.loads(json.dumps(settings))
         form = loaders.env_config_type(taskset, own.get("id") or "")
         agent_form = self._vf.AgentConfig
@@ -61,14 +63,14 @@ class VerifiersWorld:
         return config
 
     def task(self, place: int) -> Any:
-        """Number `place` of the task set. Raises `LookupError`."""
+        """Return task number `place` of the task set. Raises `LookupError`."""
         self._tasks += itertools.islice(self._left, max(0, place + 1 - len(self._tasks)))
         if not 0 <= place < len(self._tasks):
             raise LookupError(f"there is no task {place}: its task set has {len(self._tasks)}")
         return self._tasks[place]
 
     def ready(self) -> int | None:
-        """How many tasks there are; `None` without an end. At least one can be made."""
+        """Return the number of tasks, or None if there is no end. Checks that at least one can be made."""
         self.task(0)
         if not self.env.taskset.bounded:
             return None
@@ -76,7 +78,7 @@ class VerifiersWorld:
         return len(self._tasks)
 
     def prompts(self, count: int) -> list[str]:
-        """Of the first `count` tasks, fewer if there are not so many."""
+        """Return the prompts of the first `count` tasks, or of all if there are fewer."""
         found = []
         for place in range(count):
             try:
@@ -87,11 +89,11 @@ class VerifiersWorld:
         return found
 
     async def play(self, episode: int, place: int, url: str, key: str) -> dict[str, Any]:
-        """One episode of task number `place`. Raises `RuntimeError` if it did not come to its end."""
-        name = f"OPD_GATEWAY_API_KEY_{episode}"  # by its name kept from the agent's own processes
+        """Play one episode of task number `place`. Raises `RuntimeError` if it did not reach its end."""
+        name = f"OPD_GATEWAY_API_KEY_{episode}"  # the suffix keeps it from the agent's own processes
         client = self._vf.EvalClientConfig(base_url=url, api_key_var=name)
         context = self._vf.ModelContext(client=client, model="student", sampling=self._vf.SamplingConfig())
-        own = copy.copy(self.env)  # what it serves ends with the episode, the client that knows the key, too
+        own = copy.copy(self.env)  # its servers and the client with the key end with the episode
         os.environ[name] = key
         try:
             async with own.serving():
@@ -110,7 +112,7 @@ class VerifiersWorld:
 
 
 class Serving:
-    """Answers calls until nobody is there to make any."""
+    """Answers calls until the parent has gone."""
 
     def __init__(self, settings: Mapping[str, Any], channel: Any) -> None:
         self._settings, self._channel = settings, channel
@@ -119,7 +121,7 @@ class Serving:
         self._world: VerifiersWorld | None = None
 
     async def run(self, listen: Any) -> None:
-        """Until the other end of the channel is closed."""
+        """Answer calls until the other end of the channel is closed."""
         loop = asyncio.get_running_loop()
 
         def hear(call: bytes) -> None:
@@ -149,13 +151,13 @@ class Serving:
             else:
                 value = self._world.ready() if what == "ready" else self._world.prompts(given)
             self._channel.say([number, value, None], allow_nan=False)
-        except (Exception, SystemExit) as error:  # told to who called
+        except (Exception, SystemExit) as error:  # sent to the caller
             said = " ".join(f"{type(error).__name__}: {error}".split())
             self._channel.say([number, None, said[:4000]])
 
 
 def main() -> None:
-    """Serve the environment that the one argument says."""
+    """Serve the environment that the one argument describes."""
     spec: Any = importlib.util.spec_from_file_location("opd_child", Path(__file__).parents[1] / "child.py")
     child = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(child)

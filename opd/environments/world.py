@@ -1,8 +1,8 @@
-"""Environments while they are acted in: one loop in a thread of its own, in which none waits for another.
+"""Environments while episodes act in them: one loop in a thread of its own, in which none waits for another.
 
-Plain methods run in threads, so that one that blocks holds up nobody. What takes too long or raises is not
-the model's fault: the environment is made anew and brought to where it was by the same actions, and if that
-does not help either the run stops and can be resumed.
+Plain methods run in threads, so one that blocks does not block others. A time-out or an error is not the
+model's fault. The environment is made again and replayed by the same actions. If that fails too, the run
+stops and can be resumed.
 """
 
 from __future__ import annotations
@@ -30,32 +30,32 @@ from opd.rollout.rewards import LARGEST
 _log = logging.getLogger(__name__)
 
 MOST_MESSAGES = 1000
-"""Of an observation."""
+"""Messages of an observation."""
 MOST_INFO = 1 << 16
 """Characters of a step's `info` as JSON."""
 
 
 class FailedError(Exception):
-    """An environment raised or took too long: the text is a part of a sentence."""
+    """An environment raised or took too long. The text is a part of a sentence."""
 
 
 def given_up(where: str, error: FailedError, failures: int) -> RolloutError:
-    """What ends the run after so many `failures`, of which `error` is the last."""
+    """Return the error that ends the run after so many `failures`, with `error` as the last."""
     often = "" if failures == 1 else f", {failures} times"
     return RolloutError(f"{where}: {error}{often}; mend it (a run that has begun goes on with --resume).")
 
 
 @dataclass(slots=True)
 class World:
-    """One episode's environment, and all that was done in it."""
+    """One episode's environment, and all its actions so far."""
 
     make: Callable[[], Environment]
     task: Task
     config: EnvironmentConfig
     name: str
-    """Of the domain."""
+    """Name of the domain."""
     begun: Observation = None
-    """What `reset` said."""
+    """The observation of `reset`."""
     done: list[tuple[Action, Step]] = field(default_factory=list)
     _environment: Environment | None = None
 
@@ -79,7 +79,7 @@ class World:
         return step
 
     async def close(self) -> None:
-        """Let the environment go, whatever it says."""
+        """Close the environment, and log its errors."""
         environment, self._environment = self._environment, None
         close = getattr(environment, "close", None)
         if close is not None:
@@ -95,7 +95,7 @@ class World:
         return _observation(said, f"{self.config.type}.reset (domain {self.name})")
 
     async def _again(self) -> None:
-        """Anew, to where it was."""
+        """Make the environment again and replay its actions."""
         if await self._open() != self.begun:
             raise self._differs("reset")
         assert self._environment is not None
@@ -125,7 +125,7 @@ class World:
         raise AssertionError("a retry has at least one attempt")
 
     async def _call(self, method: Callable[..., Any], what: str, *given: Any) -> Any:
-        """What `method` returns, in time. Raises `FailedError`."""
+        """Return the result of `method`, within the time limit. Raises `FailedError`."""
         limit = self.config.seconds
         try:
             with confined(f"environment {self.config.type}"):
@@ -150,7 +150,7 @@ class World:
 
 
 async def without_exit(work: Callable[..., Awaitable[Any]], *given: Any) -> Any:
-    """Return what `work` returns. An exit is no end of the command: it would end the event loop's thread."""
+    """Return the result of `work`. An exit becomes an error, because it would end the event loop's thread."""
     try:
         return await work(*given)
     except (Exception, asyncio.CancelledError, GeneratorExit):
@@ -160,14 +160,14 @@ async def without_exit(work: Callable[..., Awaitable[Any]], *given: Any) -> Any:
 
 
 def is_cancelled() -> bool:
-    """Whether somebody has cancelled the running task; else code in it has raised `CancelledError`."""
+    """Return True if the running task was cancelled, False if code in it has raised `CancelledError`."""
     task = asyncio.current_task()
     return task is None or task.cancelling() > 0
 
 
 def in_thread(method: Callable[..., Any], given: Sequence[Any], what: str) -> asyncio.Future[Any]:
-    """What `method` returns. In a daemon's thread, since one that never returns must not keep the process;
-    threads that have returned serve again.
+    """Return the result of `method`. It runs in a daemon thread, so that one that never returns does not keep
+    the process alive. Threads that have returned are reused.
     """
     loop = asyncio.get_running_loop()
     found: asyncio.Future[Any] = loop.create_future()
@@ -179,19 +179,19 @@ def in_thread(method: Callable[..., Any], given: Sequence[Any], what: str) -> as
             found.set_result(value)
         elif isinstance(error, Exception):
             found.set_exception(error)
-        else:  # an exit is no end of the command
+        else:  # an exit must not end the command
             found.set_exception(RuntimeError(f"{type(error).__name__}: {error}"))
 
     def run() -> Callable[[], None]:
         value, failure = None, None
         try:
             value = method(*given)
-        except BaseException as error:  # handed to the loop
+        except BaseException as error:  # passed to the loop
             failure = error
         return lambda: told(value, failure)
 
     def told(value: Any, failure: BaseException | None) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is gone: nobody waits
+        with contextlib.suppress(RuntimeError):  # the loop is gone, and nothing waits
             loop.call_soon_threadsafe(tell, value, failure)
 
     _Worker.give(run, f"environment {what}")
@@ -199,7 +199,7 @@ def in_thread(method: Callable[..., Any], given: Sequence[Any], what: str) -> as
 
 
 class _Worker:
-    """A thread that waits for the next piece of work when it has done one."""
+    """A thread that waits for the next work item when it has done one."""
 
     _idle: ClassVar[list[_Worker]] = []
     _lock: ClassVar[threading.Lock] = threading.Lock()
@@ -210,8 +210,8 @@ class _Worker:
 
     @classmethod
     def give(cls, work: Callable[[], Callable[[], None]], name: str) -> None:
-        """Have `work` done at once by a thread that is called `name` meanwhile. What it returns is called
-        when the thread may serve again. Neither raises.
+        """Run `work` at once in a thread, named `name` meanwhile. Its result is called when the thread may be
+        reused. Neither raises.
         """
         with cls._lock:
             worker = cls._idle.pop() if cls._idle else None
@@ -229,7 +229,7 @@ class _Worker:
                     if self in self._idle:
                         self._idle.remove(self)
                         return
-                continue  # it has just been given something
+                continue  # it has just been given work
             done = work()
             with self._lock:
                 self._idle.append(self)
@@ -238,17 +238,17 @@ class _Worker:
 
     @classmethod
     def forget(cls) -> None:
-        """In a process that was forked there are no threads."""
+        """Drop all threads, because a forked process has none."""
         cls._idle, cls._lock = [], threading.Lock()
 
 
 os.register_at_fork(after_in_child=_Worker.forget)
 _SPARE_SECONDS = 10.0
-"""After which a thread without work ends."""
+"""Seconds after which an idle thread ends."""
 
 
 def _observation(said: Any, where: str) -> Observation:
-    """`said`, if it is an observation."""
+    """Return `said`, if it is an observation."""
     if said is None or type(said) is str:
         return said
     if isinstance(said, str):
@@ -279,14 +279,16 @@ def _check_message(one: Any, where: str) -> None:
 
 
 def number_of(reward: Any) -> float:
-    """Raises `TypeError`, `ValueError` or `OverflowError` for what is no number. A text of digits is none."""
+    """Convert a reward. Raises `TypeError`, `ValueError` or `OverflowError` if it is no number. Digits as
+    text are none.
+    """
     if isinstance(reward, str | bytes | bytearray):  # float() would read digits in them
         raise TypeError(f"a reward is a number, not a {type(reward).__name__}")
     return float(reward)
 
 
 def _checked(said: Any, where: str) -> Step:
-    """`said`, if it is a step with plain values."""
+    """Return `said`, if it is a step with plain values."""
     if not isinstance(said, Step):
         raise FailedError(f"{where} returned a {type(said).__name__}; return opd.environments.protocol.Step")
     try:

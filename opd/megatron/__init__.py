@@ -1,1 +1,1 @@
-"""Decoders on Megatron-Core: their form, layers, tensors and process groups, for teachers and students."""
+"""Decoders on Megatron-Core: form, layers, tensors and process groups, for teachers and students."""

@@ -1,9 +1,9 @@
-"""LoRA on Megatron-Core's layers, which are several of Hugging Face's in one: an adapter for each of these.
+"""LoRA on Megatron-Core's layers. Each fuses several Hugging Face layers and gets an adapter for each.
 
-`W x + scaling * B (A x)` of every adapted layer, as peft computes it. Where Megatron-Core cuts `W` by rows
-over the tensor-parallel ranks, `B` is cut by the same rows and every rank has `A`; where it cuts `W` by
-columns, `A` is cut by them and every rank has `B`. Between `A` and `B` lies a sum over the ranks, of `r`
-numbers a token or of their gradients, so that what every rank has gets its whole gradient on each.
+Every adapted layer computes `W x + scaling * B (A x)`, as peft does. If Megatron-Core cuts `W` by rows over
+the tensor-parallel ranks, `B` is cut by the same rows and every rank has `A`. If it cuts `W` by columns, `A`
+is cut by them and every rank has `B`. A sum over the ranks lies between `A` and `B`, of `r` numbers a token
+or of their gradients, so the tensor that every rank has gets its whole gradient on each.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from opd.models.peft_folder import LORA_A, LORA_B
 
 
 def adapter_pieces(bases: Iterable[ParameterPart], adapted: Collection[str]) -> list[ParameterPart]:
-    """The parameters of a rank that has the parameters `bases` of the base: `A` and `B` of each Hugging Face
-    layer there whose tensors are among the names `adapted`.
+    """Return the adapter parameters of a rank that has the base parameters `bases`. These are `A` and `B` of
+    each Hugging Face layer there whose tensors are among the names `adapted`.
     """
     return [piece for base in bases for pair in _pairs(base, adapted).values() for piece in pair]
 
@@ -34,10 +34,10 @@ def adapt(
     scaling: float,
     group: dist.ProcessGroup,
 ) -> None:
-    """Give the linear layers of a `GPTModel`, whose parameters are `bases`, their adapters, which learn.
+    """Add trainable adapters to the linear layers of a `GPTModel` whose parameters are `bases`.
 
-    `shapes` are those of Hugging Face's tensors, adapters among them; `group` are the tensor-parallel ranks.
-    Values are whatever memory held until they are loaded.
+    `shapes` are those of Hugging Face's tensors, adapters included. `group` are the tensor-parallel ranks.
+    Values are uninitialised until they are loaded.
     """
     for base in bases:
         if _pairs(base, shapes):
@@ -47,12 +47,12 @@ def adapt(
 
 
 class LinearAdapters(nn.Module):
-    """The adapters of one linear layer of Megatron-Core's.
+    """The adapters of one linear layer of Megatron-Core.
 
     Args:
-        base: Its weight, of which tensors it is made.
-        shapes: Those of Hugging Face's tensors.
-        scaling: What `B A` is multiplied by.
+        base: Its weight, with the tensors that it fuses.
+        shapes: Shapes of Hugging Face's tensors.
+        scaling: Factor of `B A`.
         group: The tensor-parallel ranks.
         like: Has their dtype and device.
     """
@@ -75,15 +75,15 @@ class LinearAdapters(nn.Module):
         self._scaling, self._group = scaling, group
         sources = [cut.source for cut in base.cuts]
         self._runs = sources.count(sources[0])
-        """In how many runs the rows of each tensor lie: as many of all, in turn."""
+        """Number of runs in which the rows of each tensor lie, alternating. All have the same number."""
         in_turn = base.cuts[: len(sources) // self._runs]
         self._widths = [(cut.stop or 0) - cut.start if cut.axis == 0 else like.shape[0] for cut in in_turn]
         """Rows of a run of each tensor."""
         self._places = [place for place, cut in enumerate(in_turn) if cut.source in pairs]
-        """Which of those have an adapter."""
+        """Indices of the tensors that have an adapter."""
 
     def forward(self, given: Tensor, output: Tensor) -> Tensor:
-        """`output` [T, 1, R], which the layer has made of `given` [T, 1, C], and what the adapters add."""
+        """Return `output` [T, 1, R], which the layer made of `given` [T, 1, C], plus the adapters' output."""
         low = nn.functional.linear(given, torch.cat(tuple(self.lora_A.values())))
         lows = (self._scaling * self._among_ranks(low)).chunk(len(self.lora_A), dim=-1)
         parts = list(output.unflatten(-1, (self._runs, -1)).split(self._widths, dim=-1))
@@ -93,7 +93,7 @@ class LinearAdapters(nn.Module):
         return (parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)).flatten(-2)
 
     def _among_ranks(self, low: Tensor) -> Tensor:
-        """`low` [T, 1, n r], of all ranks' columns, or so that its gradient is of all their rows."""
+        """Return `low` [T, 1, n r] of all ranks' columns, or with a gradient of all their rows."""
         from megatron.core.tensor_parallel import mappings
 
         if self._rows:
@@ -102,13 +102,13 @@ class LinearAdapters(nn.Module):
 
 
 def _add(linear: Any, given: tuple[Tensor, ...], made: tuple[Tensor, Tensor | None]) -> Any:
-    """After the forward of an adapted layer, which gives its output and a bias that others add."""
+    """Hook after the forward of an adapted layer, which returns its output and a bias that others add."""
     output, bias = made
     return linear.adapters(given[0], output), bias
 
 
 def _pairs(base: ParameterPart, adapted: Collection[str]) -> dict[str, tuple[ParameterPart, ParameterPart]]:
-    """`A` and `B` of each adapted tensor that is in the parameter `base`."""
+    """Return `A` and `B` of each adapted tensor in the parameter `base`."""
     found = {}
     for cut in _sources(base):
         layer = cut.source.removesuffix(".weight")
@@ -127,7 +127,7 @@ def _pairs(base: ParameterPart, adapted: Collection[str]) -> dict[str, tuple[Par
 
 
 def _sources(base: ParameterPart) -> Iterator[Cut]:
-    """What `base` has of each tensor; cuts of one follow one another there, and are given as one."""
+    """Yield the slice of each tensor in `base`. Cuts of one tensor are adjacent there and are joined."""
     found: dict[str, Cut] = {}
     for cut in base.cuts:
         found[cut.source] = replace(found.get(cut.source, cut), stop=cut.stop)
@@ -135,7 +135,7 @@ def _sources(base: ParameterPart) -> Iterator[Cut]:
 
 
 def _layer(source: str) -> str:
-    """`q_proj` of `model.layers.0.self_attn.q_proj.weight`."""
+    """Return `q_proj` of `model.layers.0.self_attn.q_proj.weight`."""
     return source.removesuffix(".weight").rpartition(".")[2]
 
 

@@ -1,11 +1,10 @@
-"""What a Hugging Face configuration and its tensors are in Megatron-Core's terms, or why they cannot run
-there.
+"""Map a Hugging Face configuration and its tensors to Megatron-Core, or say why they cannot run there.
 
-`pieces` says which parts of which Hugging Face tensors make up a rank's parameters: Megatron-Core fuses
-query, key and value, key-value head by key-value head, and gate and up, and cuts both (as embedding and head)
-by rows over the ranks; the projections back are cut by columns. Every parameter of a rank is therefore some
-`Cut`s one below the other, followed by rows of padding. The same list read backwards gives the Hugging Face
-tensors again, bit for bit.
+`pieces` lists the slices of Hugging Face tensors that make up a rank's parameters. Megatron-Core fuses query,
+key and value, key-value head by key-value head, and gate and up. It cuts both, like embedding and head, by
+rows over the ranks. It cuts the projections back by columns. So every parameter of a rank is some `Cut`s one
+below the other, followed by rows of padding. The same list read backwards gives the Hugging Face tensors
+again, bit for bit.
 """
 
 from __future__ import annotations
@@ -24,24 +23,24 @@ from opd.kernels.head import Head
 from opd.kernels.vocab_parallel import HeadShard
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral")
-"""Values of `model_type` that are known to be these layers and no others."""
+"""Values of `model_type` that are known to have these layers and no others."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerStage:
-    """The layers that some ranks have; the next ones' are on others."""
+    """The layers of one pipeline stage. The next layers are on other ranks."""
 
     layers: range
-    """Numbers in the whole decoder; there they count from 0."""
+    """Their numbers in the full decoder. The stage itself counts them from 0."""
     first: bool
-    """Has the embedding."""
+    """Whether it has the embedding."""
     last: bool
-    """Has the final norm and the head; of tied weights the rows once more, if it is not the first."""
+    """Whether it has the final norm and the head. If tied and not first, it has the rows once more."""
 
 
 @dataclass(frozen=True, slots=True)
 class MegatronForm:
-    """A decoder of one of the `FAMILIES`: everything that decides shapes and arithmetic, no weights."""
+    """A decoder of one of the `FAMILIES`: all its shapes and arithmetic, no weights."""
 
     family: str
     layers: int
@@ -53,26 +52,26 @@ class MegatronForm:
     ffn: int
     """Width of a dense layer's gate."""
     vocabulary: int
-    """Rows of the embedding and of the head; may exceed the tokenizer's."""
+    """Rows of the embedding and of the head. They may exceed the tokenizer's vocabulary."""
     norm_eps: float
     tied: bool
     rope: tuple[float, ...]
     """Inverse frequencies of the rotary embedding, [head_dim / 2], as transformers computes them."""
     windows: tuple[int | None, ...]
-    """Sliding window of every layer."""
+    """Sliding window of each layer."""
     qkv_bias: bool = False
     qk_norm: bool = False
     experts: int = 0
     experts_per_token: int = 0
     expert_ffn: int = 0
     moe_layers: tuple[int, ...] = ()
-    """1 for every layer whose MLP is a mixture of experts, else 0; empty without experts."""
+    """1 for every layer with a mixture of experts, else 0. Empty without experts."""
     renormalise: bool = True
     """Whether the chosen experts' weights sum to 1."""
 
     @classmethod
     def from_config(cls, config: Any) -> MegatronForm:
-        """From a Hugging Face configuration.
+        """Read a Hugging Face configuration.
 
         Raises `ModelError` for a family or a setting that these layers do not have.
         """
@@ -100,7 +99,7 @@ class MegatronForm:
         )
 
     def check_divisible(self, ranks: int) -> None:
-        """`ModelError` if the decoder cannot be cut into `ranks` equal slices."""
+        """Raise `ModelError` if the decoder cannot be cut into `ranks` equal slices."""
         widths = {"key-value heads": self.groups, "attention heads": self.heads}
         widths |= {"units of an expert": self.expert_ffn} if self.experts else {}
         widths |= {"units of an MLP": self.ffn} if 0 in (self.moe_layers or (0,)) else {}
@@ -114,7 +113,7 @@ class MegatronForm:
                 )
 
     def check_student(self, ranks: int, stages: int) -> None:
-        """`ModelError` if a decoder like this is not trained, or not cut into `ranks` slices and `stages`."""
+        """Raise `ModelError` if such a decoder cannot be trained, or cut into `ranks` slices and `stages`."""
         if self.experts:
             raise ModelError(
                 f"a student of model_type {self.family} has experts, which train.backend megatron does not"
@@ -124,8 +123,8 @@ class MegatronForm:
         self.stage(0, stages)
 
     def stage(self, number: int, count: int) -> LayerStage:
-        """The layers of stage `number` of `count`; where they cannot be equal, the last ones have one less:
-        the head is there. Raises `ModelError` if one would have none.
+        """Return the layers of stage `number` of `count`. If they cannot be equal, the last stages have one
+        less, because the head is there. Raises `ModelError` if a stage would have none.
         """
         if count > self.layers:
             raise ModelError(
@@ -137,7 +136,7 @@ class MegatronForm:
         return LayerStage(range(start, start + each + (number < more)), number == 0, number == count - 1)
 
     def part(self, stage: LayerStage) -> MegatronForm:
-        """The same with the layers of a stage alone."""
+        """Return the same form with the layers of one stage alone."""
         layers = slice(stage.layers.start, stage.layers.stop)
         return replace(
             self,
@@ -147,7 +146,7 @@ class MegatronForm:
         )
 
     def padded_vocabulary(self, ranks: int) -> int:
-        """Rows of the embedding and the head over all ranks: the same number on each."""
+        """Return the rows of the embedding and the head over all ranks, the same number on each."""
         return -(-self.vocabulary // ranks) * ranks
 
 
@@ -211,7 +210,7 @@ def _windows(config: Any) -> tuple[int | None, ...]:
 
 
 def _inverse_frequencies(config: Any) -> Tensor:
-    """[head_dim / 2] float32."""
+    """Return [head_dim / 2] float32."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     rope = config.rope_parameters
@@ -235,7 +234,7 @@ HEAD = "output_layer.weight"
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """`start` to `stop` of a Hugging Face tensor along `axis`; all of it if `stop` is `None`."""
+    """`start` to `stop` of a Hugging Face tensor along `axis`, or all of it if `stop` is `None`."""
 
     source: str
     axis: int = 0
@@ -245,20 +244,18 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class ParameterPart:
-    """One rank's Megatron-Core parameter."""
+    """One Megatron-Core parameter of one rank."""
 
     name: str
     cuts: tuple[Cut, ...]
     padding: int = 0
     """Rows of zeros after the cuts."""
     split: bool = True
-    """False if every rank holds the same."""
+    """False if every rank holds the same values."""
 
 
 def pieces(form: MegatronForm, rank: int, ranks: int, stage: LayerStage | None = None) -> list[ParameterPart]:
-    """Every parameter of rank `rank` of `ranks`, or those of a `stage`, in the order of a forward pass, and
-    the head at the end.
-    """
+    """Return every parameter of rank `rank` of `ranks`, or of one `stage`, in forward order, head last."""
     stage = stage or form.stage(0, 1)
     found = []
     if stage.first:
@@ -282,7 +279,7 @@ def _vocabulary_rows(form: MegatronForm, name: str, source: str, rank: int, rank
 
 
 def _layer(form: MegatronForm, layer: int, ours: str, place: tuple[int, int]) -> Iterator[ParameterPart]:
-    """Of the rank and ranks in `place`; `ours` is Megatron-Core's name of the layer."""
+    """Yield a layer's parameters. `place`: rank and ranks. `ours`: Megatron-Core's name of the layer."""
     (rank, ranks), theirs = place, f"model.layers.{layer}"
     whole = {
         "input_layernorm": "input_layernorm",
@@ -312,7 +309,7 @@ def _layer(form: MegatronForm, layer: int, ours: str, place: tuple[int, int]) ->
 
 
 def _qkv(form: MegatronForm, attention: str, kind: str, rank: int, ranks: int) -> Iterator[Cut]:
-    """For each key-value head of the rank: its query heads, the key, the value."""
+    """For each key-value head of the rank, yield its query heads, the key, the value."""
     size, per_group = form.head_dim, form.heads // form.groups
     for group in range(*_share(form.groups, rank, ranks)):
         yield Cut(f"{attention}.q_proj.{kind}", 0, group * per_group * size, (group + 1) * per_group * size)
@@ -341,23 +338,23 @@ def _expert_pieces(
 
 
 def _share(count: int, rank: int, ranks: int) -> tuple[int, int]:
-    """(start, stop) of the rank's part of `count`, which `ranks` divides."""
+    """Return (start, stop) of the rank's part of `count`, which `ranks` divides."""
     part = count // ranks
     return rank * part, (rank + 1) * part
 
 
 _BUFFERS = (".rotary_emb.inv_freq", ".masked_bias")
-"""Ends of names of buffers in old checkpoints, which are computed anew."""
+"""Suffixes of buffers in old checkpoints, which are computed again."""
 
 Read = Callable[[Cut], Tensor]
-"""Gives the part of a Hugging Face tensor that a cut names."""
+"""Returns the slice of a Hugging Face tensor that a cut names."""
 
 
 def parts_of(piece: ParameterPart, tensor: Tensor) -> dict[str, tuple[Cut, Tensor]]:
-    """What a rank's parameter `tensor` has of each Hugging Face tensor, by name, and where in it that lies.
+    """Split a rank's parameter `tensor` by Hugging Face tensor name, each with its cut and its values.
 
-    Cuts of one tensor follow one another there, and are given as one. Raises `ModelError` if `tensor` does
-    not have the rows of `piece`.
+    Cuts of one tensor follow one another there, and are joined. Raises `ModelError` if `tensor` does not have
+    the rows of `piece`.
     """
     found: dict[str, list[tuple[Cut, Tensor]]] = {}
     row = 0
@@ -382,10 +379,10 @@ def _joined(parts: list[Tensor]) -> Tensor:
 
 
 def check_tensors(form: MegatronForm, shapes: Mapping[str, Sequence[int]], where: str) -> None:
-    """`ModelError` naming a tensor of `where` that is missing, of another size, or unknown to `form`.
+    """Raise `ModelError` naming a tensor of `where` that is missing, of another size, or unknown to `form`.
 
-    `shapes` are those of all tensors. A tensor that would go unused stops here: without it the model would
-    compute something else.
+    `shapes` are those of all tensors. An unused tensor is an error, because the model would compute something
+    else without it.
     """
     unused = {name for name in shapes if not name.endswith(_BUFFERS)}
     sizes: dict[tuple[str, int], int] = {}
@@ -413,7 +410,7 @@ def check_tensors(form: MegatronForm, shapes: Mapping[str, Sequence[int]], where
 
 
 def assemble(piece: ParameterPart, form: MegatronForm, read: Read) -> Tensor:
-    """The tensor of `piece`, in memory of its own."""
+    """Return the tensor of `piece`, in new memory."""
     found = [read(cut) for cut in piece.cuts]
     if piece.padding:
         like = found[0] if found else torch.empty(0, form.hidden_size)
@@ -422,7 +419,7 @@ def assemble(piece: ParameterPart, form: MegatronForm, read: Read) -> Tensor:
 
 
 def read_from(weights: Mapping[str, Tensor]) -> Read:
-    """Cuts of tensors that are in memory, as views."""
+    """Return a reader of cuts of tensors in memory. It gives views."""
 
     def read(cut: Cut) -> Tensor:
         if cut.source not in weights:
@@ -441,14 +438,14 @@ def read_from(weights: Mapping[str, Tensor]) -> Read:
 
 
 Elements = Callable[[str, int, Tensor], None]
-"""Fills a tensor with elements of a named one from a number on, in row-major order."""
+"""Fills a tensor with elements of a named one, from an index on, in row-major order."""
 _BLOCK = 1 << 20
-"""Elements read at a time of a tensor that is cut by columns."""
+"""Elements read at a time from a tensor that is cut by columns."""
 
 
 def read_elements(shapes: Mapping[str, Sequence[int]], elements: Elements, device: torch.device) -> Read:
-    """Cuts, in float32 on `device`, of tensors of these `shapes`. Of one cut by columns whole rows are
-    read, a few MiB at a time.
+    """Return a reader of cuts of tensors of these `shapes`, in float32 on `device`. For a cut by columns it
+    reads full rows, a few MiB at a time.
     """
 
     def read(cut: Cut) -> Tensor:
@@ -474,9 +471,9 @@ def read_elements(shapes: Mapping[str, Sequence[int]], elements: Elements, devic
 def head_shard(
     rows: Tensor, form: MegatronForm, vocabulary: int | None, group: dist.ProcessGroup
 ) -> HeadShard:
-    """This rank's `rows` [padded V / ranks, D] without padding, for `opd.kernels.vocab_parallel`.
+    """Return this rank's `rows` [padded V / ranks, D] without padding, for `opd.kernels.vocab_parallel`.
 
-    Ranks hold as many rows each as Megatron-Core gives them; of the last ones `vocabulary` leaves fewer.
+    Each rank holds as many rows as Megatron-Core gives it. `vocabulary` leaves fewer on the last ranks.
     Raises `ModelError` on all ranks if it leaves one without any, or if the head has fewer rows.
     """
     tokens, each = tokens_of(form, vocabulary), len(rows)
@@ -490,7 +487,7 @@ def head_shard(
 
 
 def tokens_of(form: MegatronForm, vocabulary: int | None) -> int:
-    """How many logits a head has: `vocabulary`, or all its rows; `ModelError` if it has fewer."""
+    """Return the number of logits of a head: `vocabulary`, or all its rows. `ModelError` if it has fewer."""
     if vocabulary is not None and vocabulary > form.vocabulary:
         raise ModelError(
             f"the head has {form.vocabulary} rows, fewer than the {vocabulary} tokens asked for;"

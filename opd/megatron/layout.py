@@ -1,8 +1,8 @@
-"""Who shares what among the ranks of a student: layers, sequences, samples, or stages of layers.
+"""The ranks of a student and the layers, sequences, samples or stages that they share.
 
-In Megatron-Core's own order: neighbours share layers, then sequences, then samples; stages lie furthest
-apart. Of what Megatron-Core knows, ranks that share sequences are ranks that share samples: it sums gradients
-over both alike.
+The order is Megatron-Core's: neighbours share layers, then sequences, then samples, and stages lie furthest
+apart. Megatron-Core counts ranks that share sequences among those that share samples, because it sums
+gradients over both alike.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _AXES = ("stages", "data", "context", "tensor")
 
 @dataclass(frozen=True, slots=True)
 class RankLayout:
-    """`size` ranks, of which `tensor` share each layer and `context` each sequence, in so many `stages`."""
+    """`size` ranks in so many `stages`. `tensor` of them share a layer and `context` share a sequence."""
 
     rank: int
     size: int
@@ -26,21 +26,21 @@ class RankLayout:
 
     @property
     def copies(self) -> int:
-        """Ranks that hold the same rows of the same layers."""
+        """Number of ranks that hold the same rows of the same layers."""
         return self.size // (self.tensor * self.stages)
 
     @property
     def copy(self) -> int:
-        """Which of those this one is."""
+        """Index of this rank among those copies."""
         return self.rank // self.tensor % self.copies
 
     @property
     def stage(self) -> int:
-        """Of this rank, from 0: the one with the embedding."""
+        """Stage of this rank. 0 has the embedding."""
         return self.rank // (self.tensor * self.copies)
 
     def groups(self, *axes: str) -> list[list[int]]:
-        """Ranks that differ in these of `stages`, `data`, `context` and `tensor` alone."""
+        """Return groups of ranks that differ in the given `stages`, `data`, `context` or `tensor` alone."""
         shape = (self.stages, self.copies // self.context, self.context, self.tensor)
         others = [place for place, name in enumerate(_AXES) if name not in axes]
         along = [place for place, name in enumerate(_AXES) if name in axes]

@@ -1,8 +1,8 @@
 """One Megatron-Core `GPTModel` without weights of its own: token ids to last hidden states, packed.
 
 Tried with Megatron-Core 0.16.1, on a CPU with gloo. Nothing here reads or writes a Megatron checkpoint. Its
-own attention without Transformer Engine ignores `cu_seqlens`; here the core attention is the packed attention
-every other model of `opd` runs on: no token sees another sequence.
+own attention without Transformer Engine ignores `cu_seqlens`. Here the core attention is the packed attention
+of every other model of `opd`: no token sees another sequence.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
 
 def megatron_core() -> ModuleType:
-    """`megatron.core`, imported. Raises `MissingExtraError` if it is not installed."""
+    """Import `megatron.core`. Raises `MissingExtraError` if it is not installed."""
     try:
-        # It warns of Apex and Transformer Engine, of which nothing here is used.
+        # It warns of Apex and Transformer Engine, and nothing here uses them.
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             import megatron.core
@@ -47,10 +47,10 @@ def megatron_core() -> ModuleType:
 
 @contextmanager
 def inside_megatron(device: torch.device) -> Iterator[None]:
-    """While Megatron-Core runs: its current CUDA device is `device`, and its warnings are not shown.
+    """Run Megatron-Core in the block: its current CUDA device is `device`, and its warnings are hidden.
 
     Its modules ask `torch.cuda.current_device()` where to put a tensor, which fails without CUDA. For a CPU
-    the answer is "cpu" while the block runs. What it warns of are its own defaults and calls.
+    the answer is "cpu" while the block runs. It warns of its own defaults and calls.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", module=r"megatron\..*")
@@ -70,12 +70,13 @@ def _cpu_as_current_device() -> Iterator[None]:
 
 @contextmanager
 def model_parallel(tensor_parallel: int, stages: int = 1) -> Iterator[dist.ProcessGroup]:
-    """The tensor-parallel group of this rank: Megatron-Core's own if it has been initialised, else a new one.
+    """Yield the tensor-parallel group of this rank: Megatron-Core's own if it has been initialised, else a
+    new one.
 
     Ranks are taken in order: `tensor_parallel` neighbours share layers, and ranks of other `stages` of layers
-    lie furthest apart (`layout.py`). With a size of 1 and no process
-    group in this process, one of this process alone is made, without a port. What was made here is destroyed
-    when the block ends. Raises `TeacherError` if the sizes do not fit.
+    lie furthest apart (`layout.py`). With a size of 1 and no process group in this process, one of this
+    process alone is made, without a port. A group made here is destroyed when the block ends. Raises
+    `TeacherError` if the sizes do not fit.
     """
     core = megatron_core()
     state = core.parallel_state
@@ -98,7 +99,7 @@ def model_parallel(tensor_parallel: int, stages: int = 1) -> Iterator[dist.Proce
 
 
 def _check_world(tensor_parallel: int, stages: int) -> None:
-    """Raise `TeacherError` where processes cannot be grouped like that."""
+    """Raise `TeacherError` if the processes cannot be grouped like that."""
     if not dist.is_initialized():
         if tensor_parallel * stages != 1:
             raise TeacherError(
@@ -114,12 +115,11 @@ def _check_world(tensor_parallel: int, stages: int) -> None:
 
 
 def packed_params(cu_seqlens: Tensor, device: torch.device, attend: Attend | None = None) -> PackedSeqParams:
-    """What one forward pass tells every layer about its packing of `T` tokens: `thd`, as one sequence.
+    """Return the packing of `T` tokens that every layer of one forward pass gets: `thd`, as one sequence.
 
-    Where sequences begin is known to `attend`, which only `PackedCoreAttention` looks at, and to the
-    positions that `Rotary` is given: nothing else in a decoder sees more than a token. `None` attends inside
-    each of the sequences `cu_seqlens` [B + 1] int32; it is shared by all layers, so that the index of the
-    packing is computed once.
+    `attend` knows where sequences begin, and only `PackedCoreAttention` looks at it. `Rotary` gets the
+    positions. Nothing else in a decoder sees more than one token. `None` attends inside each of the sequences
+    `cu_seqlens` [B + 1] int32. All layers share it, so the index of the packing is computed once.
     """
     from megatron.core.packed_seq_params import PackedSeqParams
 
@@ -140,8 +140,8 @@ def packed_params(cu_seqlens: Tensor, device: torch.device, attend: Attend | Non
 
 
 class Rotary(nn.Module):
-    """In the place of Megatron-Core's rotary embedding, which counts positions from `cu_seqlens`: the angles
-    of the positions that tokens have.
+    """Replaces Megatron-Core's rotary embedding, which counts positions from `cu_seqlens`: returns the angles
+    of the tokens' own positions.
 
     Args:
         frequencies: Inverse frequencies, [d / 2] float32.
@@ -151,7 +151,7 @@ class Rotary(nn.Module):
         super().__init__()
         self.frequencies = frequencies
         self.positions = torch.zeros(0, dtype=torch.int64)
-        """[T] int64, of the pass that comes next."""
+        """[T] int64, of the next pass."""
 
     def get_rotary_seq_len(self, *_: Any, **__: Any) -> int:
         """Megatron-Core asks for it before a pass."""
@@ -172,7 +172,7 @@ class PackedCoreAttention(nn.Module):
         scale = options.get("softmax_scale")
         self.scaling = config.kv_channels**-0.5 if scale is None else float(scale)
         self.sliding_window: int | None = None
-        """Set by the module's builder: windows are the layers' own, unlike Megatron-Core's one setting."""
+        """Set by the module's builder: each layer has its own window, but Megatron-Core has one setting."""
 
     def forward(
         self,
@@ -184,7 +184,7 @@ class PackedCoreAttention(nn.Module):
         packed_seq_params: Any = None,
         **_: Any,
     ) -> Tensor:
-        """Query `[T, H, d]`, key and value `[T, Hkv, d]`; `H` and `Hkv` are this rank's."""
+        """Query `[T, H, d]`, key and value `[T, Hkv, d]`. `H` and `Hkv` are this rank's."""
         if attention_mask is not None or not hasattr(packed_seq_params, "attend"):
             raise ValueError("this attention needs `packed_params` and no mask")
         call = AttentionCall(
@@ -199,13 +199,13 @@ class PackedCoreAttention(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """Root mean square norm (Zhang & Sennrich 2019), in float32 inside, rounded as transformers rounds it."""
+    """Root mean square norm (Zhang & Sennrich 2019), computed in float32, rounded as in transformers."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
         super().__init__()
         device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
         self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=device))
-        # Megatron-Core sums the gradients of parameters that say so over the ranks of a sequence.
+        # Megatron-Core sums the gradients of parameters with this flag over the ranks of a sequence.
         setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010
         self.eps = eps
 
@@ -217,9 +217,10 @@ class RMSNorm(nn.Module):
 
 
 def layer_spec(config: Any, *, qk_norm: bool) -> Any:
-    """The specification of all layers of a decoder, dense and mixture-of-experts alike, for `GPTModel`.
+    """Return the specification of all layers of a decoder, dense and mixture-of-experts alike, for
+    `GPTModel`.
 
-    `config` is a Megatron-Core `TransformerConfig`; `qk_norm` puts a norm on every head's query and key.
+    `config` is a Megatron-Core `TransformerConfig`. `qk_norm` puts a norm on every head's query and key.
     """
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
@@ -273,15 +274,16 @@ def _one_layer(config: Any, qk_norm: bool, moe: bool) -> Any:
 
 
 class MegatronModule:
-    """The decoder of one `form`, this rank's slice of it. Weights are whatever memory held until loaded.
+    """This rank's slice of the decoder of one `form`. Weights are uninitialised until loaded.
 
     Args:
         form: Shapes and arithmetic.
-        group: The tensor-parallel ranks, from `model_parallel`, inside whose block this lives.
+        group: The tensor-parallel ranks, from `model_parallel`. Use this object inside that block.
         dtype: Of weights and hidden states.
         device: Where it runs.
-        trained: Keep what a backward needs, and let gradients add up over ranks instead of being averaged.
-        stage: The layers that are here; by default all.
+        trained: Keep the activations for a backward, and let gradients add up over ranks instead of being
+            averaged.
+        stage: The layers that are here. Default: all.
     """
 
     def __init__(
@@ -295,7 +297,7 @@ class MegatronModule:
     ) -> None:
         form.check_divisible(group.size())
         self.recompute = False
-        """Of each layer keep the input alone for the backward, which computes the rest again."""
+        """Keep only the input of each layer for the backward, which computes the rest again."""
         self.form = form
         self.stage = stage or form.stage(0, 1)
         self.group = group
@@ -306,7 +308,7 @@ class MegatronModule:
         self.module.requires_grad_(trained)
 
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """This rank's parameters by Megatron-Core's names; the head is not among them."""
+        """Yield this rank's parameters by Megatron-Core's names, without the head."""
         return self.module.named_parameters()
 
     @torch.no_grad()
@@ -322,11 +324,12 @@ class MegatronModule:
         attend: Attend | None = None,
         given: Tensor | None = None,
     ) -> Tensor:
-        """Last hidden states after the final norm [T, D], on every rank, of sequences packed end to end; of a
-        stage before the last those after its layers, without a norm.
+        """Return last hidden states after the final norm [T, D], on every rank, of sequences packed end to
+        end.
 
-        `input_ids` and `position_ids` [T] int64, `cu_seqlens` [B + 1] int32: the same on all ranks. `attend`:
-        see `packed_params`. `given` [T, 1, D]: what the stage before the first layer of this one gave.
+        A stage before the last returns those after its layers, without a norm. `input_ids` and `position_ids`
+        [T] int64, `cu_seqlens` [B + 1] int32: the same on all ranks. `attend`: see `packed_params`. `given`
+        [T, 1, D]: output of the stage before the first layer of this one.
         """
         if not len(input_ids):
             return torch.zeros(0, self.form.hidden_size, dtype=self.dtype, device=self.device)
@@ -346,7 +349,7 @@ class MegatronModule:
 def _build(
     form: MegatronForm, ranks: int, dtype: torch.dtype, device: torch.device, stage: LayerStage
 ) -> Any:
-    """A `GPTModel` of `form`'s layers, as if they were all: what other stages have is nothing to it."""
+    """Build a `GPTModel` of `form`'s layers, as if they were all. It ignores other stages."""
     core = megatron_core()
     config = _transformer_config(form, ranks, dtype, device)
     model = core.models.gpt.gpt_model.GPTModel(
@@ -355,8 +358,8 @@ def _build(
         vocab_size=form.padded_vocabulary(ranks),
         max_sequence_length=2**20,  # unused with rotary embeddings
         position_embedding_type="rope",
-        # The head is a teacher's own, or the back end's: here it gets no memory, and without `post_process`
-        # the forward ends at the final norm.
+        # The teacher or the back end has the head: here it gets no memory, and without `post_process` the
+        # forward ends at the final norm.
         share_embeddings_and_output_weights=True,
         pre_process=stage.first,
         post_process=False,
@@ -378,7 +381,7 @@ def _transformer_config(form: MegatronForm, ranks: int, dtype: torch.dtype, devi
             "num_moe_experts": form.experts,
             "moe_ffn_hidden_size": form.expert_ffn,
             "moe_router_topk": form.experts_per_token,
-            # Softmax over the chosen experts is what transformers calls renormalising.
+            # Softmax over the chosen experts is called renormalising in transformers.
             "moe_router_pre_softmax": not form.renormalise,
             "moe_router_load_balancing_type": "none",
             "moe_router_dtype": "fp32",
@@ -414,7 +417,7 @@ def _transformer_config(form: MegatronForm, ranks: int, dtype: torch.dtype, devi
         masked_softmax_fusion=False,
         apply_rope_fusion=False,
         gradient_accumulation_fusion=False,
-        # Weights of the loss hold the normaliser of the whole step: gradients are sums, never means.
+        # Weights of the loss hold the normaliser of the full step, so gradients are sums, never means.
         calculate_per_token_loss=True,
         persist_layer_norm=False,
         **experts,

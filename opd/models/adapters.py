@@ -1,9 +1,8 @@
-"""LoRA: a frozen base with trained adapters (peft), and the plain model the two are together.
+"""LoRA: a frozen base with trained adapters (peft), and the plain model of the two merged.
 
-The trainer's model applies its adapters; the rollout engine's merges them into its own copy of the base. What
-passes between them, and what a checkpoint keeps, are the adapters and the digest of the base they belong to.
-Their tensors carry peft's names: `model.layers.0.self_attn.q_proj.lora_A.weight` `[r, in]` and `lora_B`
-`[out, r]`.
+The trainer's model applies its adapters. The rollout engine merges them into its own copy of the base. Weight
+updates and checkpoints hold the adapters and the digest of their base. Their tensors have peft's names:
+`model.layers.0.self_attn.q_proj.lora_A.weight` `[r, in]` and `lora_B` `[out, r]`.
 
 FOLDER/                          the merged model, as any other
 FOLDER/adapter/                  adapter_config.json and adapter_model.safetensors: peft loads it
@@ -48,22 +47,22 @@ from opd.models.sharded import open_empty, put_in_file, whole
 from opd.storage.files import file_digest
 
 BASE_DIGEST = "base.json"
-"""Name under which the digest of the base, `[32]` uint8, stands before the adapters, in checkpoints too: that
-of the file which says the same of a folder."""
+"""Name of the base's digest, `[32]` uint8, which precedes the adapters, in checkpoints too. A folder has the
+same digest in a file of this name."""
 _PART = re.compile(r"\.(lora_[AB])\.default\.weight$")
 
 
 def weight_name(parameter: str) -> str:
-    """What `weights` call a parameter of an adapted module; that of any other keeps its name."""
+    """Return the name in `weights` of a parameter of an adapted module. Other names stay."""
     return _PART.sub(r".\1.weight", parameter).replace(".base_layer.", ".")
 
 
 class AdaptedLM(CausalLM):
-    """A base whose weights are frozen, with adapters that are trained. Its `weights` are the adapters."""
+    """A base with frozen weights and trained adapters. `weights` are the adapters."""
 
     whole: Callable[[str, Tensor], Tensor]
-    """All of a tensor of this name, of which a rank may have a part; the ranks call it together. Whoever cuts
-    the module in a way of its own sets it.
+    """Gathers a tensor of this name, of which a rank may have a shard. All ranks call it together. Code that
+    shards the module in another way sets it.
     """
 
     def __init__(self, base: CausalLM, config: LoRAConfig, base_path: str | Path, seed: int = 0) -> None:
@@ -88,39 +87,39 @@ class AdaptedLM(CausalLM):
         self._base_digest = digest_tensor((name, self.whole(name, tensor)) for name, tensor in base)
 
     def base_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """What `weights` of the base were, which are frozen."""
+        """Yield `weights` of the frozen base."""
         for name, tensor in super().weights():
             if not _PART.search(name):
                 yield weight_name(name), tensor
 
     def keep_adapters_in(self, dtype: torch.dtype) -> None:
-        """Cast the adapters, which are trained, and leave the base as it is."""
+        """Cast the trained adapters; the base stays."""
         for name, parameter in self.module.named_parameters():
             if _PART.search(name):
                 parameter.data = parameter.data.to(dtype)
 
     def adapters(self) -> Iterator[tuple[str, Tensor]]:
-        """`A` and `B` of every adapted layer, detached, in the module's order."""
+        """Yield `A` and `B` of every adapted layer, detached, in the module's order."""
         for name, parameter in self.module.named_parameters():
             if _PART.search(name):
                 yield weight_name(name), parameter.detach()
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The digest of the base and the adapters: all that training changes, and what it belongs to."""
+        """Yield the digest of the base and the adapters, all that training changes."""
         yield BASE_DIGEST, self._base_digest
         yield from self.adapters()
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], held: WeightsDigest | None = None) -> None:
-        """Copy adapters, named as by `weights`, in place. `ModelError` if they belong to another base or are
-        of another form.
+        """Copy adapters, named as by `weights`, in place. Raises `ModelError` if they have another base or
+        form.
         """
         super().load_weights(_of_base(weights, self._base_digest), held)
 
     @torch.no_grad()
     def merged_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-        """What the plain model's `weights` would be with the adapters merged, whole, one tensor at a time;
-        ranks that share it walk together. `dtype`: what adapters are rounded to before, as `weights` are that
-        are sent to be merged elsewhere.
+        """Yield `weights` of the plain model with the adapters merged, unsharded, one tensor at a time. Ranks
+        that share it iterate together. `dtype`: round adapters to it first, as for adapters sent to be merged
+        elsewhere.
         """
         adapters = dict(self.adapters())
         for name, tensor in self.base_weights():
@@ -132,8 +131,8 @@ class AdaptedLM(CausalLM):
             yield name, found
 
     def merge(self, folder: Path | None = None) -> CausalLM:
-        """A plain model with the adapters merged: the base read once more, and added to. With a `folder` its
-        weights lie in a file without a name there, in place of memory. Raises `OSError` without room for it.
+        """A plain model with the adapters merged. It reads the base again and adds them. With a `folder` its
+        weights lie in a file without a name there instead of memory. Raises `OSError` without space for it.
         """
         if folder is None:
             plain = CausalLM.from_pretrained(self.base_path, dtype=self._base_dtype, device=self._base_device)
@@ -147,10 +146,10 @@ class AdaptedLM(CausalLM):
 
 
 class MergingLM(CausalLM):
-    """A plain model, made of a base and the adapters it is given. Its `weights` are those adapters."""
+    """A plain model with adapters merged into its base. `weights` are those adapters."""
 
     def __init__(self, base: CausalLM, config: LoRAConfig) -> None:
-        """Take over `base`; the layers that `config` names are kept twice, as they were and merged."""
+        """Take over `base`. The layers that `config` names are kept twice, original and merged."""
         self._base_digest = digest_tensor(base.weights())
         self._scaling = config.scaling
         own = dict(base.module.named_parameters())
@@ -165,35 +164,34 @@ class MergingLM(CausalLM):
         self.vocabulary = base.vocabulary
 
     def _brought(self) -> Iterable[nn.Parameter]:
-        """The base stays: nobody sends it."""
+        """Return the merged weights; the base is never sent."""
         return self._merged.values()
 
     @property
     def nbytes(self) -> int:
-        """Of the layers that are adapted twice, as they were and merged."""
+        """Bytes, with adapted layers counted twice, original and merged."""
         return super().nbytes + held_bytes((*self._base.values(), *self._adapters.values()))
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The digest of the base and the adapters that are merged into it."""
+        """Yield the digest of the base and the merged adapters."""
         yield BASE_DIGEST, self._base_digest
         yield from self._adapters.items()
 
     @torch.no_grad()
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], held: WeightsDigest | None = None) -> None:
-        """Merge these adapters in place of those merged before. `ModelError` as for `AdaptedLM`."""
+        """Replace the merged adapters. Raises `ModelError` as for `AdaptedLM`."""
         try:
             super().load_weights(_of_base(weights, self._base_digest), held)
-        finally:  # even a refused tensor leaves those before it copied
+        finally:  # even a refused tensor leaves earlier ones copied
             for layer, base in self._base.items():
                 a, b = self._adapters[layer + LORA_A], self._adapters[layer + LORA_B]
                 self._merged[layer].copy_(merged(base, a, b, self._scaling))
 
 
 def target_layers(module: Any, targets: Iterable[str] | None = None) -> list[str]:
-    """Full names of the decoder's linear layers whose last name is among `targets`, adapted or not. `None`:
-    `USUAL_TARGETS`, or where one of these is lacking every linear layer of the decoder that is no router.
-
-    Raises `ModelError` for a target that no decoder layer has, and where there is no linear layer at all.
+    """Return full names of the decoder's linear layers whose last name is in `targets`, adapted or not.
+    `None` means `USUAL_TARGETS`, or every linear layer of the decoder that is no router if one of these is
+    missing. Raises `ModelError` for a target that no decoder layer has, and if there is no linear layer.
     """
     there = _linear_layers(module)
     last = {name: name.rpartition(".")[2] for name in there}
@@ -217,7 +215,7 @@ def target_layers(module: Any, targets: Iterable[str] | None = None) -> list[str
 
 
 def _unadapted(module: Any) -> str:
-    """Why there is no linear layer in the decoder's layers."""
+    """Return the reason why the decoder's layers have no linear layer."""
     name, layers = type(module).__name__, layers_of(module.get_decoder())
     if not layers:
         return f"the decoder of {name} has no list of layers, or several, in which linear ones are looked for"
@@ -235,19 +233,19 @@ def _linear_layers(module: Any) -> list[str]:
     """Full names of the linear layers in the decoder's layers, in the module's order, adapted or not."""
     inside = {id(part) for layer in layers_of(module.get_decoder()) for part in layer.modules()}
     return [
-        name.removesuffix(".base_layer")  # what an adapted layer has become
+        name.removesuffix(".base_layer")  # the name of an adapted layer's base
         for name, part in module.named_modules()
         if isinstance(part, nn.Linear) and id(part) in inside and not _HALF.search(name)
     ]
 
 
 def digest_tensor(weights: Iterable[tuple[str, Tensor]]) -> Tensor:
-    """[32] uint8: the digest of a plain model's weights, as it travels with adapters."""
+    """Return `[32]` uint8, the digest of a plain model's weights, as sent with adapters."""
     return torch.frombuffer(bytearray.fromhex(weights_digest(weights)), dtype=torch.uint8)
 
 
 def require_base(digest: Tensor, own: Tensor) -> None:
-    """`ModelError` if adapters that belong to a base of this digest are not for the one of digest `own`."""
+    """Raise `ModelError` if the adapters' base has another `digest` than the local one `own`."""
     if not torch.equal(digest.cpu(), own):
         raise ModelError(
             f"the adapters belong to a base of digest {bytes(digest.tolist()).hex()[:12]}, but the one here"
@@ -257,7 +255,7 @@ def require_base(digest: Tensor, own: Tensor) -> None:
 
 
 def _of_base(weights: Iterable[tuple[str, Tensor]], digest: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """`weights` as they are; `ModelError` if they belong to another base."""
+    """Yield `weights`. Raises `ModelError` if they belong to another base."""
     for name, tensor in weights:
         if name == BASE_DIGEST:
             require_base(tensor, digest)
@@ -272,7 +270,7 @@ def peft_config(
     Raises `MissingExtraError` without the extra `lora`.
     """
     if not torch.cuda.is_available():
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # peft imports DeepSpeed, which says that it guesses
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed (via peft) warns that it guesses
     try:
         from peft import LoraConfig, TaskType
     except ImportError as error:
@@ -295,14 +293,14 @@ def _inject(base: CausalLM, config: LoRAConfig, seed: int) -> None:
 
     with torch.random.fork_rng(devices=[]), _weights_without_memory(base):
         torch.manual_seed(seed)
-        # Of a model that says its type peft takes the names of some dense layers for those of experts.
+        # If a model names its type, peft takes the names of some dense layers for those of experts.
         inject_adapter_in_model(described, nn.ModuleDict({"model": base.module}))
 
 
 @contextmanager
 def _weights_without_memory(base: CausalLM) -> Iterator[None]:
-    """Put one number, seen as all of them, in the place of each weight that is on the meta device, so that
-    peft draws adapters beside it as beside a real one.
+    """Replace each weight on the meta device by one number expanded to its shape. Peft then creates adapters
+    beside it as beside a real weight.
     """
     swapped = {part: part.weight for part in base.module.modules() if isinstance(part, nn.Linear)}
     swapped = {part: weight for part, weight in swapped.items() if weight.is_meta}
@@ -322,7 +320,7 @@ CONFIG, WEIGHTS, BASE = ADAPTER_CONFIG, ADAPTER_WEIGHTS, "base.json"
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """What an adapter folder holds."""
+    """Contents of an adapter folder."""
 
     base: Path
     """The Hugging Face folder of its base."""
@@ -331,7 +329,7 @@ class Adapter:
     scaling: float
     """`W + scaling * B A`."""
     pairs: dict[str, tuple[Tensor, Tensor]]
-    """`A` `[r, in]` and `B` `[out, r]` by the name of the weight they are added to."""
+    """`A` `[r, in]` and `B` `[out, r]` by the weight's name."""
 
 
 def save_adapted(
@@ -341,8 +339,8 @@ def save_adapted(
     card: dict[str, Any],
     max_shard_bytes: int | None = None,
 ) -> str:
-    """Write the merged model to `folder` as `save_checkpoint` does, with its adapters in `folder/adapter`;
-    with `max_shard_bytes` in files of so many, and not much more of it is in memory.
+    """Write the merged model to `folder` as `save_checkpoint` does, and its adapters to `folder/adapter`.
+    `max_shard_bytes` limits a file's size, and about as much is in memory.
 
     Returns the digest of the merged weights.
     """
@@ -368,20 +366,20 @@ def save_adapted(
 
 
 def _summary(model: AdaptedLM) -> str:
-    """Form and place of the adapters, and the last names of the layers that have them."""
+    """Describe the adapters: form, folder, and the last names of their layers."""
     layers = target_layers(model.module, model.lora.targets)
     names = ", ".join(sorted({layer.rpartition(".")[2] for layer in layers}))
     return f"LoRA, rank {model.lora.rank}, alpha {model.lora.alpha:g}, on {names}; in {FOLDER}/"
 
 
 def has_adapter(folder: str | Path) -> bool:
-    """Whether `folder` is an adapter of peft's, or a merged model that kept its adapters and their base."""
+    """Return True if `folder` is a peft adapter, or a merged model with its adapters and their base."""
     place = Path(folder)
     return (place / FOLDER / BASE).is_file() or (place.is_dir() and adapter_base(place) is not None)
 
 
 def read_adapter(folder: str | Path) -> Adapter:
-    """The adapters in `folder`, or kept in the merged model's `folder`.
+    """Read the adapters in `folder`, or in the merged model's `folder`.
 
     Raises `CheckpointError` naming the file that is missing or damaged, or if the adapters are of a kind
     other than plain LoRA.
@@ -408,6 +406,6 @@ def read_adapter(folder: str | Path) -> Adapter:
 
 
 def weight_digests(folder: Path) -> dict[str, str]:
-    """sha256 of each weight file of a Hugging Face folder: as its `checksums.json` says, or computed."""
+    """Return the sha256 of each weight file of a Hugging Face folder, from `checksums.json` or computed."""
     known = read_checksums(folder)
     return {name: known.get(name) or file_digest(folder / name) for name in weight_files(folder)}

@@ -1,9 +1,9 @@
-"""Which models can be computed here, asked of one without weights before any are read.
+"""Check if opd can compute an architecture, on an empty model before weights are read.
 
-A family is not listed by name. Its decoder is made on the meta device and run on a few tokens, which costs no
-memory and no arithmetic: every layer has to attend once, through the attention interface of transformers and
-with the arguments that the decoder was given. What only numbers show (tokens that are mixed or hidden
-elsewhere) is found when the weights are there.
+Families are not listed by name. The decoder is built on the meta device and run on a few tokens, which costs
+no memory and no arithmetic. Every layer has to attend once, through the attention interface of transformers,
+with the arguments that the decoder got. Faults that only numbers show (tokens mixed or hidden elsewhere) are
+found once the weights are loaded.
 """
 
 from __future__ import annotations
@@ -35,27 +35,27 @@ if TYPE_CHECKING:
     from opd.models.causal_lm import CausalLM
 
 ANOTHER = "choose a model of another architecture"
-"""What is left where an architecture is at fault."""
+"""Advice for an unsupported architecture."""
 _TOKENS = 5
 PROBE_LOGIT = 40.0
-"""Size of the largest logit in probes: large enough that a missing softcap shows at random weights."""
+"""Largest logit in probes, large enough to show a missing softcap at random weights."""
 _DIVISORS = ("logits_scaling",)  # Granite, MiniCPM 3
 _FACTORS = ("logit_scale", "lm_head_multiplier", "output_multiplier")  # Cohere, Falcon H1, Muse Spark
 _SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap")  # Gemma 2/3, RecurrentGemma
 _MULTIPLY_BY_LOGITS_SCALING = ("hyperclovax",)
 _causes: dict[tuple[type, str], tuple[str, str | None]] = {}
-"""Configuration -> class, why it cannot be used: a run asks of the same ones again and again."""
+"""Configuration -> class and reason of refusal. A run checks the same ones repeatedly."""
 
 
 def check_architecture(config: PreTrainedConfig, where: str | Path) -> None:
-    """Try the causal language model of `config`, which is read from `where`, without weights.
+    """Check the causal language model of `config`, read from `where`, without weights.
 
-    Raises `ModelError`, the same for whoever asks, if it could not be run, trained or sampled here.
+    Raises `ModelError`, the same for every caller, if it cannot be run, trained or sampled here.
     """
     settings = {name: value for name, value in config.to_dict().items() if name != "_name_or_path"}
     asked = type(config), repr(settings)
     if asked not in _causes:
-        module = empty_model(config, where, torch.bfloat16)  # in which experts are multiplied without numbers
+        module = empty_model(config, where, torch.bfloat16)  # bfloat16 multiplies experts without numbers
         _causes[asked] = type(module).__name__, _cause(module) or _head_cause(module)
     name, cause = _causes[asked]
     if cause is not None:
@@ -63,9 +63,9 @@ def check_architecture(config: PreTrainedConfig, where: str | Path) -> None:
 
 
 def empty_model(config: PreTrainedConfig, where: str | Path, dtype: torch.dtype | None = None) -> Any:
-    """The causal language model of `config` on the meta device, its angles those of short sequences.
+    """Build the causal language model of `config` on the meta device, with the angles of short sequences.
 
-    Raises `ModelError` if transformers has none, or none whose attention can be given to it.
+    Raises `ModelError` if transformers has none, or none with a replaceable attention.
     """
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ModelError(
@@ -89,7 +89,7 @@ def empty_model(config: PreTrainedConfig, where: str | Path, dtype: torch.dtype 
         raise ModelError(f"{where} does not describe a causal language model: {reason_of(error)}") from None
     unpadded(module)
     for part in module.modules():
-        kind = getattr(part, "rope_type", None)  # those that look at positions would look at numbers
+        kind = getattr(part, "rope_type", None)  # types that read positions would read numbers
         if isinstance(kind, str | dict):
             part.rope_type = "default" if isinstance(kind, str) else dict.fromkeys(kind, "default")
     return module.eval()
@@ -104,7 +104,7 @@ def _more_than_text(config: PreTrainedConfig) -> str:
 
 @torch.no_grad()
 def _cause(module: Any) -> str | None:
-    """Why `module`, on the meta device, cannot be used, and what to do; `None` if nothing shows."""
+    """Return why `module` (on the meta device) cannot be used, with advice. `None` if nothing shows."""
     decoder, head = module.get_decoder(), module.get_output_embeddings()
     if not isinstance(head, nn.Linear):
         return f"it has no linear output head; {ANOTHER}"
@@ -115,11 +115,11 @@ def _cause(module: Any) -> str | None:
     placed = "position_ids" in inspect.signature(decoder.forward).parameters
     positions = {"position_ids": ids} if placed else {}
     try:
-        with quiet():  # on kernels that would be faster
+        with quiet():  # silence hints about faster kernels
             output = decoder(input_ids=ids, use_cache=False, attend=recorder, **positions)
     except ModelError as error:
         return str(error).rstrip(".")
-    except RuntimeError:  # it looks at numbers, of which there are none yet
+    except RuntimeError:  # its code reads numbers, and there are none yet
         return None
     except Exception as error:  # transformers raises whatever its code meets
         return f"its own code cannot run packed sequences ({reason_of(error).rstrip('.')}); {ANOTHER}"
@@ -137,9 +137,9 @@ def _cause(module: Any) -> str | None:
 
 
 def head_form(config: Any) -> tuple[float, float | None]:
-    """(scale, softcap) of the head a Hugging Face configuration describes.
+    """Return (scale, softcap) of the head that a Hugging Face configuration describes.
 
-    Only by settings that its family has: others, which a config.json may name as well, are not read.
+    Only settings of its family count. A config.json may name others, which are ignored.
     """
     scale = 1.0
     for name in _FACTORS:
@@ -158,8 +158,8 @@ def _number(config: Any, name: str) -> float | None:
 
 @torch.no_grad()
 def _head_cause(module: Any) -> str | None:
-    """Why the numbers after the last hidden states of `module`, on the meta device, are not as `head_form`
-    says; `None` if they are, or if its code does more with them than can be tried without weights.
+    """Return why the logits of `module` (on the meta device) differ from `head_form`. `None` if they agree,
+    or if its code does more with them than can be tried without weights.
     """
     decoder, head = module.get_decoder(), module.get_output_embeddings()
     scale, softcap = head_form(module.config.get_text_config())
@@ -181,7 +181,7 @@ def _head_cause(module: Any) -> str | None:
     try:
         with _replaced(decoder, finished), _replaced(head, multiplied):
             own = module(input_ids=ids, use_cache=False).logits[0].float()
-    except Exception:  # whatever its code meets; weights tell
+    except Exception:  # its code may raise anything; loaded weights show it
         return None
     ours = Head(weight, scale=scale, softcap=softcap).logits(hidden)
     if own.shape == ours.shape and bool(((own - ours).abs() <= 1e-3 * own.abs().max()).all()):
@@ -202,8 +202,8 @@ def _replaced(part: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
 
 
 def kept_otherwise(module: Any) -> tuple[str, str] | None:
-    """The name of a tensor of `module`, and of one of those that its files hold in its place, where the two
-    differ, as they do for experts; `None` if files hold the tensors as they are.
+    """Return the name of a tensor of `module`, and of one that its files hold instead, if the two differ, as
+    for experts. `None` if files hold the same tensors.
     """
     own = module.state_dict()
     stored = revert_weight_conversion(module, own)
@@ -212,13 +212,13 @@ def kept_otherwise(module: Any) -> tuple[str, str] | None:
 
 
 class Recorder:
-    """Passes calls on and notes each layer's window."""
+    """Forwards calls and records each layer's window."""
 
     def __init__(self, attend: PackedAttention) -> None:
         self.attend = attend
         self.windows: dict[int, int | None] = {}
         self.kept = 0
-        """Numbers in all keys and values."""
+        """Count of numbers in all keys and values."""
         self.again: int | None = None
         """A layer that attended twice."""
 
@@ -231,7 +231,7 @@ class Recorder:
 
 
 def layers_cause(decoder: Any, config: Any, recorder: Recorder) -> str | None:
-    """Why packed attention does not stand for all the layers that `recorder` has seen; `None` if it does."""
+    """Return why packed attention cannot replace the layers that `recorder` saw. `None` if it can."""
     said = getattr(config, "layer_types", None)
     kinds = said or ["full_attention"] * config.num_hidden_layers
     for layer, kind in enumerate(kinds):
@@ -241,7 +241,7 @@ def layers_cause(decoder: Any, config: Any, recorder: Recorder) -> str | None:
                 " of transformers, as recurrences, convolutions and attention of a model's own (with ALiBi,"
                 f" say) do not; {ANOTHER}"
             )
-        # The pass is shorter than any real window, so its numbers cannot show one that was not passed on.
+        # The pass is shorter than any real window, so its numbers cannot show a missing one.
         if kind != "full_attention" and (kind != "sliding_attention" or recorder.windows[layer] is None):
             return (
                 f"its layer {layer} is of kind {kind!r}, which packed attention does not support; {ANOTHER}"
@@ -266,7 +266,7 @@ _NO_MIXER = re.compile(r"(Norm|MLP|Mlp|Linear|Dropout|Experts|M[oO][eE](Block|La
 
 
 def _mixer(decoder: Any, index: int) -> str:
-    """What a layer of `decoder` mixes tokens by, if that can be told."""
+    """Return the name of a layer's token mixer, if it can be found."""
     layers = layers_of(decoder)
     parts = layers[index].children() if index < len(layers) else ()
     names = [name for name in (type(part).__name__ for part in parts) if not _NO_MIXER.search(name)]
@@ -277,9 +277,9 @@ def _mixer(decoder: Any, index: int) -> str:
 def check_attention(model: CausalLM) -> None:
     """Compare a packed forward of two sequences with the architecture's own eager attention, one by one.
 
-    Catches architectures that mix tokens outside the attention interface (recurrences, convolutions), attend
-    in both directions, or bias their scores. Raises `ModelError` if they differ, or if a layer that is
-    declared as sliding or chunked does not say its window.
+    It finds architectures that mix tokens outside the attention interface (recurrences, convolutions), attend
+    in both directions, or bias their scores. Raises `ModelError` if the results differ, or if a sliding or
+    chunked layer does not pass its window.
     """
     lengths = (5, 7)
     ids = torch.arange(sum(lengths), device=model.device) * 7 % model.vocab_size
@@ -321,10 +321,10 @@ def check_attention(model: CausalLM) -> None:
 
 
 def _apart(model: CausalLM, found: Tensor, expected: Tensor) -> float | None:
-    """The largest difference of hidden states [T, D] computed in two ways; `None` if they are the same.
+    """Return the largest difference of two computations of hidden states `[T, D]`, or `None` if they agree.
 
-    In 16 bits a rounding may send a token to other experts, and what follows is changed by that: then half of
-    the tokens have to be the same. Tokens that see what they should not are more.
+    In 16 bits a rounding may send a token to other experts and change what follows, so half of the tokens
+    have to agree. A fault of attention would change more.
     """
     exact = found.dtype in (torch.float32, torch.float64)
     rows = (found.float() - expected.float()).abs().amax(-1)
@@ -344,7 +344,7 @@ def _eager(model: CausalLM) -> Iterator[None]:
 
 
 def check_pieces(model: CausalLM) -> None:
-    """`ModelError` unless `model` gives the same hidden states in pieces as whole; tried once."""
+    """Raise `ModelError` unless `model` gives the same hidden states in chunks. Checked once."""
     if model.pieces_checked:
         return
     ids = torch.arange(13, device=model.device) * 5 % model.vocab_size

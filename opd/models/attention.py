@@ -1,22 +1,21 @@
-"""Attention over packed sequences, plugged into any Hugging Face decoder as the implementation "opd".
+"""Attention over packed sequences for any Hugging Face decoder, as the implementation "opd".
 
-A Hugging Face base model whose configuration says `_attn_implementation = "opd"` builds no attention mask and
-hands every layer's queries, keys and values to the `attend` object that was passed to its forward:
+A Hugging Face base model with `_attn_implementation = "opd"` builds no attention mask. It passes every
+layer's queries, keys and values to the `attend` object given to its forward:
 
     base_model(input_ids=ids, position_ids=positions, attend=PackedAttention(cu_seqlens))
 
 Shapes: `T` packed tokens, `H` query heads, `Hkv` key-value heads, `d` head size, `B` sequences, `L` longest.
 
-Packed sequences as a few right-padded buckets: the gather index of packed attention.
-
-Exact causal attention block by block: memory for one block of scores, whatever the lengths are.
+Packed sequences become a few right-padded buckets, by the gather index of packed attention. Exact causal
+attention runs block by block, with memory for one block of scores at any length.
 
 The softmax is accumulated over blocks of keys with a running maximum and sum (Milakov and Gimelshein 2018,
 "Online normalizer calculation for softmax"; Rabe and Staats 2021, "Self-attention Does Not Need O(n^2)
-Memory"); the backward recomputes each block from the rows' log-sum-exp (Dao et al. 2022, FlashAttention,
-appendix B.4). Blocks that a causal order or a window hides are never computed, so a window makes the time
-linear. Plain PyTorch: it knows softcaps and windows, queries that are the end of a longer sequence, and keys
-that come a part at a time.
+Memory"). The backward recomputes each block from the rows' log-sum-exp (Dao et al. 2022, FlashAttention,
+appendix B.4). Blocks that a causal order or a window hides are skipped, so a window makes the time linear. It
+is plain PyTorch and supports softcaps, windows, queries at the end of a longer sequence, and keys that come
+in chunks.
 
 Shapes: `H` query heads, `Hkv` key-value heads, `G = H / Hkv`, `C` queries, `S` keys, `d` head size. The
 queries are the last `C` of the `S` positions, unless a call says where the first of them lies.
@@ -43,7 +42,7 @@ ATTENTION_NAME = "opd"
 
 @dataclass(slots=True)
 class AttentionCall:
-    """What one attention layer asks for. Rotary embeddings are already applied."""
+    """The arguments of one attention layer. Rotary embeddings are already applied."""
 
     layer_index: int
     query: Tensor
@@ -66,12 +65,12 @@ class AttentionCall:
 
     @property
     def scores(self) -> ScoreForm:
-        """How the scores of a pair are computed."""
+        """Parameters of the scores."""
         return ScoreForm(self.scaling, self.softcap, self.sliding_window)
 
 
 _MASKED = 1024
-"""Sequences up to this length get an explicit [L, L] mask where they need one."""
+"""Maximum length with an explicit [L, L] mask."""
 T = TypeVar("T")
 Attend = Callable[[AttentionCall], Tensor]
 """Computes one layer's attention: `attend(call) -> [1, T, H, d]`."""
@@ -81,7 +80,7 @@ _UNSUPPORTED = {
     "position_bias": "a bias of scores by distance",
     "head_mask": "a mask of heads",
 }
-"""Arguments that change the scores or the softmax in ways `AttentionCall` does not describe."""
+"""Arguments that change scores or softmax in ways that `AttentionCall` does not describe."""
 
 
 def opd_attention(
@@ -92,9 +91,9 @@ def opd_attention(
     attention_mask: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """The function Hugging Face attention modules call; delegates to `options["attend"]`.
+    """Called by Hugging Face attention modules. Delegates to `options["attend"]`.
 
-    Raises `ModelError` if no `attend` comes with the call, or if the layer needs something it cannot do.
+    Raises `ModelError` without `attend`, or if the layer needs an unsupported feature.
     """
     attend = options.get("attend")
     if attend is None:
@@ -139,10 +138,9 @@ AttentionInterface.register(ATTENTION_NAME, opd_attention)
 class PackedAttention:
     """Causal self-attention inside each of several sequences packed end to end; none across boundaries.
 
-    `cu_seqlens` is [B + 1]: sequence `b` is the tokens `cu_seqlens[b]:cu_seqlens[b + 1]`. Equal lengths are
-    a view; otherwise the rows are gathered into a few right-padded buckets `[B, H, L, d]` whose index is
-    computed once and shared by every layer. Padding comes after the last real token, so the causal order
-    alone hides it.
+    `cu_seqlens` is [B + 1]: sequence `b` is the tokens `cu_seqlens[b]:cu_seqlens[b + 1]`. Equal lengths are a
+    view. Otherwise rows are gathered into a few right-padded buckets `[B, H, L, d]`; all layers share one
+    index. Padding follows the last real token, so the causal order hides it.
     """
 
     def __init__(self, cu_seqlens: Tensor | np.ndarray | Sequence[int]) -> None:
@@ -155,21 +153,21 @@ class PackedAttention:
         self.bounds: list[int] = list(bounds)
         self.tokens = bounds[-1]
         self.lengths = [length for length in lengths if length]
-        """Of the sequences that are not empty."""
+        """Lengths of the sequences that are not empty."""
         self._equal = len(set(self.lengths)) == 1
         self._kept: dict[Any, Any] = {}
 
     def __call__(self, call: AttentionCall) -> Tensor:
-        """[1, T, H, d]: on a GPU by one kernel where there is one (`fused_attention.py`), else `exact`.
+        """`[1, T, H, d]`: on a GPU from one kernel if one fits (`fused_attention.py`), else from `exact`.
 
-        Raises `ModelError` if the call holds another number of tokens than `cu_seqlens`.
+        Raises `ModelError` if the call has another number of tokens than `cu_seqlens`.
         """
         tokens = call.query.shape[2]
         if tokens != self.tokens:
             raise ModelError(f"cu_seqlens describes {self.tokens} tokens but the model was given {tokens}.")
         if tokens == 0:
             return call.query.transpose(1, 2)
-        if call.query.is_cuda:  # what compiles is imported where it is wanted
+        if call.query.is_cuda:  # imported here because it compiles
             from opd.models.fused_attention import fused
 
             output = fused(self, call)
@@ -178,13 +176,13 @@ class PackedAttention:
         return self.exact(call)
 
     def kept(self, key: Any, make: Callable[[], T]) -> T:
-        """What `make` gave for `key` the first time: all layers share what depends on the packing alone."""
+        """The cached result of `make` for `key`. All layers share values that depend on the packing alone."""
         if key not in self._kept:
             self._kept[key] = make()
         return self._kept[key]
 
     def exact(self, call: AttentionCall) -> Tensor:
-        """[1, T, H, d] by PyTorch's attention of equal lengths, for all dtypes, sizes and devices."""
+        """`[1, T, H, d]` by PyTorch's attention of equal lengths, for all dtypes, sizes and devices."""
         packed = self._equal_lengths(call) if self._equal else self._bucketed(call)
         return packed.unsqueeze(0)
 
@@ -207,8 +205,8 @@ class PackedAttention:
 
 
 def kernels_share_heads(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether the fused kernels take one key head for several query heads. Those of CUDA do in half precision
-    alone: float32 would be computed with scores [B, H, L, L].
+    """Return True if the fused kernels take one key head for several query heads. On CUDA only half precision
+    does: float32 would compute scores [B, H, L, L].
     """
     return device.type != "cuda" or dtype in (torch.float16, torch.bfloat16)
 
@@ -216,9 +214,9 @@ def kernels_share_heads(device: torch.device, dtype: torch.dtype) -> bool:
 def causal_attention(query: Tensor, key: Tensor, value: Tensor, call: AttentionCall) -> Tensor:
     """Causal attention of `B` sequences of length `L` with the scaling, softcap and window of `call`.
 
-    `query` [B, H, L, d], `key` and `value` [B, Hkv, L, d] -> [B, H, L, d]. A window shorter than `L` or a
-    softcap, which the fused kernels do not know, takes an explicit [L, L] mask for short sequences and goes
-    block by block for long ones.
+    `query` [B, H, L, d], `key` and `value` [B, Hkv, L, d] -> [B, H, L, d]. The fused kernels support no
+    softcap and no window shorter than `L`. These use an explicit [L, L] mask for short sequences and blocks
+    for long ones.
     """
     length, groups = query.shape[2], query.shape[1] // key.shape[1]
     window = call.sliding_window
@@ -243,9 +241,9 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, call: AttentionC
 def masked_attention(
     query: Tensor, key: Tensor, value: Tensor, form: ScoreForm, visible: Tensor, shared: bool = False
 ) -> Tensor:
-    """`query` [B, H, Q, d] to `key` and `value` [B, H, L, d] where they are `visible` (bool, broadcast to
-    [B, H, Q, L]) -> [B, H, Q, d], with the scaling and softcap of `form`. `shared`: keys have fewer heads,
-    which the kernel takes for several queries'; not with a softcap.
+    """Attend from `query` [B, H, Q, d] to `key` and `value` [B, H, L, d] where `visible` (bool, broadcast to
+    [B, H, Q, L]). Return [B, H, Q, d] with the scaling and softcap of `form`. With `shared`, keys have fewer
+    heads and the kernel reuses them for several queries'; not with a softcap.
     """
     if form.softcap is None:
         return scaled_dot_product_attention(
@@ -259,7 +257,7 @@ def masked_attention(
 
 
 def window_mask(length: int, window: int | None, device: torch.device) -> Tensor:
-    """[L, L] bool: True where row `i` sees column `j`."""
+    """Return `[L, L]` bool, True where row `i` sees column `j`."""
     position = torch.arange(length, device=device)
     distance = position[:, None] - position[None, :]
     visible = distance >= 0
@@ -267,7 +265,7 @@ def window_mask(length: int, window: int | None, device: torch.device) -> Tensor
 
 
 SHORT = 32
-"""Sequences up to this length share a bucket: for them another kernel call costs more than padding."""
+"""Maximum length of the shared bucket. For shorter sequences a kernel call costs more than padding."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,14 +275,14 @@ class Bucket:
     shape: tuple[int, int]
     """(B, L)."""
     source: Tensor
-    """[B * L] int64: the packed row in each place; padding repeats the first row of its sequence, so that
-    it is finite and inside the same sequence."""
+    """[B * L] int64: the packed row at each position. Padding repeats the first row of its sequence, so it is
+    finite and in the same sequence."""
 
 
 def buckets_of(lengths: list[int], device: torch.device) -> tuple[list[Bucket], Tensor]:
     """Group sequences (positive `lengths`, in packing order) so that padding at most doubles long ones.
 
-    Returns the buckets and `places` [T] int64: where each packed row lies in all buckets laid end to end.
+    Returns the buckets and `places` `[T]` int64, the index of each packed row in all buckets end to end.
     """
     size = np.asarray(lengths, dtype=np.int64)
     start = np.cumsum(size) - size
@@ -309,7 +307,7 @@ def buckets_of(lengths: list[int], device: torch.device) -> tuple[list[Bucket], 
 
 
 def pad(packed: Tensor, bucket: Bucket) -> Tensor:
-    """`packed` [H, T, d] -> [B, H, L, d], gathered along whichever memory layout is contiguous."""
+    """Gather `packed` [H, T, d] into [B, H, L, d], along the contiguous memory layout."""
     rows = packed.transpose(0, 1)
     if rows.is_contiguous():
         return rows.index_select(0, bucket.source).unflatten(0, bucket.shape).transpose(1, 2)
@@ -317,15 +315,15 @@ def pad(packed: Tensor, bucket: Bucket) -> Tensor:
 
 
 _HIDDEN = -1e30
-"""Score of a pair that does not see each other; finite, so that a block without a visible one is harmless."""
+"""Score of a hidden pair. It is finite, so a block without a visible pair is harmless."""
 _SCORES = 1 << 18
-"""Scores of a block on a CPU, about: what its cache holds."""
+"""Approximate scores per block on a CPU, for its cache."""
 _SCORES_GPU = 1 << 25
 
 
 @dataclass(frozen=True, slots=True)
 class ScoreForm:
-    """How the scores of a pair are computed."""
+    """Parameters of the scores of a pair."""
 
     scaling: float
     softcap: float | None = None
@@ -340,13 +338,14 @@ class _Block:
     first: int
     """Position of the first query among the keys."""
     masked: bool
-    """Whether some pair in it does not see each other."""
+    """True if the block has a hidden pair."""
 
 
 def block_attention(query: Tensor, key: Tensor, value: Tensor, scores: ScoreForm) -> Tensor:
-    """`query` [H, C, d], `key` [Hkv, S, d], `value` [Hkv, S, dv] -> [H, C, dv], differentiable in all three.
+    """Attend from `query` [H, C, d] to `key` [Hkv, S, d] and `value` [Hkv, S, dv]. Return [H, C, dv],
+    differentiable in all three.
 
-    Statistics are float32 at least, results have the dtype of `value`.
+    Statistics are float32 at least. Results have the dtype of `value`.
     """
     return _BlockAttention.apply(query, key, value, scores)
 
@@ -369,14 +368,14 @@ class _BlockAttention(torch.autograd.Function):
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, scores: ScoreForm) -> tuple[Tensor, Tensor]:
-    """`block_attention` and the rows' log-sum-exp [H, C] (float32 at least), without a gradient."""
+    """Return `block_attention` and the rows' log-sum-exp [H, C] (float32 at least), without a gradient."""
     found = nothing_seen(query, value, value.dtype)
     attend_more(query, key, value, scores, found)
     return found
 
 
 def nothing_seen(query: Tensor, value: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Output [H, C, dv] of `dtype` and log-sum-exp [H, C] of queries that have seen no key yet."""
+    """Return output [H, C, dv] of `dtype` and log-sum-exp [H, C] of queries before their first key."""
     shape = query.shape[:2]
     statistics = torch.promote_types(query.dtype, torch.float32)
     output = value.new_zeros(*shape, value.shape[-1], dtype=dtype)
@@ -391,10 +390,11 @@ def attend_more(
     found: tuple[Tensor, Tensor],
     first: int | None = None,
 ) -> None:
-    """Let queries see more keys: `found`, their output and log-sum-exp so far, is updated in place.
+    """Add more keys for queries. `found`, their output and log-sum-exp so far, is updated in place.
 
-    The softmax over several parts of the keys is the mean of those over each, weighted by their sums. `first`
-    is where the first query lies among these keys, `S - C` if left out; from `S` on it comes after them all.
+    The softmax over several chunks of keys is the mean of the chunks' softmaxes, weighted by their sums.
+    `first` is the position of the first query among these keys, by default `S - C`. From `S` on it follows
+    all.
     """
     output, logsumexp = found
     dtype = logsumexp.dtype
@@ -424,8 +424,8 @@ def attend_backward(
 ) -> None:
     """Add the gradients of `attend_more` in its query, key and value (`inputs`) to `gradients`, one of each.
 
-    `ahead` is the output [H, C, dv], the log-sum-exp [H, C] and the gradient [H, C, dv] that arrives; where
-    keys came a part at a time, output and log-sum-exp are those of all. `first` as in `attend_more`.
+    `ahead` is the output [H, C, dv], the log-sum-exp [H, C] and the incoming gradient [H, C, dv]. If keys
+    came in chunks, output and log-sum-exp are those of all keys. `first` as in `attend_more`.
     """
     query, key, value = inputs
     output, logsumexp, upstream = ahead
@@ -450,13 +450,15 @@ def attend_backward(
 
 
 def _rows(packed: Tensor, queries: slice, key: Tensor, dtype: torch.dtype) -> Tensor:
-    """`packed` [H, C, n] -> [Hkv, G * B, n]: the queries of a block, with those that share keys together."""
+    """Reshape a block of queries of `packed` [H, C, n] to [Hkv, G * B, n], with heads that share keys
+    together.
+    """
     part = packed[:, queries].to(dtype)
     return part.reshape(key.shape[0], -1, packed.shape[-1])
 
 
 def _scores(rows: Tensor, keys: Tensor, block: _Block, scores: ScoreForm) -> Tensor:
-    """[Hkv, G * Bq, Bk] scores of a block, hidden pairs at `_HIDDEN`."""
+    """Return `[Hkv, G * Bq, Bk]` scores of a block, hidden pairs at `_HIDDEN`."""
     found = (rows @ keys.transpose(1, 2)).mul_(scores.scaling)
     if scores.softcap is not None:
         found.div_(scores.softcap).tanh_().mul_(scores.softcap)
@@ -474,7 +476,7 @@ def _scores(rows: Tensor, keys: Tensor, block: _Block, scores: ScoreForm) -> Ten
 def _blocks(
     query: Tensor, key: Tensor, scores: ScoreForm, first: int | None = None
 ) -> Iterator[tuple[slice, list[_Block]]]:
-    """Blocks of queries, each with the blocks of keys that one of them sees; none that sees no key."""
+    """Yield blocks of queries, each with the blocks of keys that any of them sees. Skip those without."""
     heads, count, size = query.shape[0], query.shape[1], key.shape[1]
     first = size - count if first is None else first
     scored = _SCORES if query.device.type == "cpu" else _SCORES_GPU

@@ -1,8 +1,8 @@
-"""A Hugging Face causal language model with packed attention, a live head, and weights one can stream.
+"""A Hugging Face causal language model with packed attention, a live head, and streamable weights.
 
-What it cannot do is found once, when it is loaded: an architecture that would compute something else stops
-there, and a probe proves that its head is the one the kernels take it for. Named weights have an identity:
-sha256 over their names, shapes, dtypes and bytes, in their order.
+Its limits are checked once, at load: an unsupported architecture is refused, and a probe proves that the head
+has the form the kernels assume. The identity of named weights is sha256 over their names, shapes, dtypes and
+bytes, in order.
 
 Shapes: `T` packed tokens, `B` sequences, `D` hidden size, `V` vocabulary.
 """
@@ -49,8 +49,8 @@ _PROBED_ROWS = 1 << 13
 
 
 def head_of(module: Any, form: tuple[float, float | None], vocab_size: int | None = None) -> Head:
-    """The head of `module` with scale and softcap `form`, sharing its parameters, over its first `vocab_size`
-    tokens.
+    """Return the head of `module` with scale and softcap `form`, over its first `vocab_size` tokens. It
+    shares the module's parameters.
 
     Raises `ModelError` if the output embedding is missing, is not linear, or is smaller than `vocab_size`.
     """
@@ -73,14 +73,14 @@ def head_of(module: Any, form: tuple[float, float | None], vocab_size: int | Non
 def check_head(model: CausalLM) -> None:
     """Compare the head, all its rows, with the model's own logits on a few tokens.
 
-    The last hidden states are scaled up inside the probe so that the largest logit is about `PROBE_LOGIT`:
-    a softcap that is missing or extra then shows even at random weights. Raises `ModelError` if they differ.
+    The probe scales the last hidden states so that the largest logit is about `PROBE_LOGIT`. A missing or
+    extra softcap then shows even at random weights. Raises `ModelError` if they differ.
     """
     head = head_of(model.module, model.head_form)
     ids = torch.arange(8, device=model.device) % model.vocab_size
     positions = torch.arange(8, device=model.device)
     hidden = model.run(ids, positions, PackedAttention([0, 8]))
-    rows = head.weight.split(_PROBED_ROWS)  # all of them in float64 would be twice the weight
+    rows = head.weight.split(_PROBED_ROWS)  # all in float64 would take twice the weight's memory
     largest = max(float((hidden.double() @ some.double().T).abs().max()) for some in rows)
     gain = PROBE_LOGIT / max(largest * abs(head.scale), 1e-6)
 
@@ -110,33 +110,31 @@ def check_head(model: CausalLM) -> None:
 
 
 PART_BYTES = 1 << 18
-"""Of a tensor, copied and digested at a time: what is sent and held of it are in a core's own cache."""
+"""Bytes of a tensor copied and digested at a time, so that source and target fit a core's cache."""
 STAGED_BYTES = 1 << 21
-"""Of a tensor on CUDA, in pinned memory at a time, twice."""
+"""Bytes of each of two pinned buffers for a tensor on CUDA."""
 
 
 class WeightsDigest:
-    """The digest of weights that pass by: sha256, or with `quick` xxh3-128, which is as fast as memory and
-    tells what an accident has changed, not what somebody wants to hide.
+    """Running digest of weights: sha256, or with `quick` xxh3-128, which is as fast as memory. The latter
+    detects accidents, not tampering.
 
-    Weights on CUDA are digested by the host, as everywhere: engines on other machines and without a GPU must
-    come to the same digest, and devices have no xxh3.
+    The host digests weights on CUDA too. Engines on other machines and without a GPU must get the same
+    digest, and devices have no xxh3.
     """
 
     def __init__(self, *, quick: bool = False) -> None:
         self._hash = xxhash.xxh3_128() if quick else hashlib.sha256()
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """The next of the weights."""
+        """Add the next weight."""
         self._begin(name, tensor)
         self._content(tensor)
 
     def add_copied(
         self, name: str, target: Tensor, source: Tensor, sent: WeightsDigest | None = None
     ) -> None:
-        """Copy `source` into `target` of its shape, which is the next of the weights; `source` is the next
-        of those of `sent`.
-        """
+        """Copy `source` into `target` of its shape. Add `target` as the next weight, `source` to `sent`."""
         self._begin(name, target)
         if sent is not None:
             sent._begin(name, source)
@@ -149,7 +147,7 @@ class WeightsDigest:
         self._content(target)
 
     def _copied(self, target: memoryview, source: memoryview, sent: WeightsDigest | None) -> None:
-        # Both are digested while they are in the cache: the memory is gone through once, as by a copy.
+        # Digest both while they are in the cache, so memory is read once, as by a copy.
         for start in range(0, len(target), PART_BYTES):
             part = slice(start, start + PART_BYTES)
             if sent is not None:
@@ -168,13 +166,13 @@ class WeightsDigest:
             self._hash.update(bytes_of(tensor))
 
     def hex(self) -> str:
-        """Of what has passed so far."""
+        """Return the digest so far."""
         return self._hash.hexdigest()
 
 
 class DigestedTensors:
-    """Named tensors that are walked once, each of them added to `digest` before it is handed over, or by
-    whoever takes them, beside a copy.
+    """An iterator of named tensors that digests each one before it yields it. After `take_digest` the
+    consumer digests them, along with a copy.
     """
 
     def __init__(self, weights: Iterable[tuple[str, Tensor]], digest: WeightsDigest) -> None:
@@ -182,10 +180,10 @@ class DigestedTensors:
         self._digest = digest
         self._taken = False
         self.nbytes = 0
-        """Of the tensors that were taken so far."""
+        """Bytes of the tensors yielded so far."""
 
     def take_digest(self) -> WeightsDigest:
-        """The digest, to which the caller adds every tensor from now on."""
+        """Return the digest. The caller adds every tensor from now on."""
         self._taken = True
         return self._digest
 
@@ -201,7 +199,7 @@ class DigestedTensors:
 
 
 def weights_digest(weights: Iterable[tuple[str, Tensor]], *, quick: bool = False) -> str:
-    """`WeightsDigest` (hex) over the names, shapes, dtypes and bytes of `weights`, in their order."""
+    """Return the `WeightsDigest` (hex) over names, shapes, dtypes and bytes of `weights`, in order."""
     digest = WeightsDigest(quick=quick)
     for name, tensor in weights:
         digest.add(name, tensor)
@@ -209,7 +207,9 @@ def weights_digest(weights: Iterable[tuple[str, Tensor]], *, quick: bool = False
 
 
 def tensors_of(module: nn.Module) -> tuple[list[nn.Parameter], list[Tensor]]:
-    """Parameters and buffers of `module` now, each once; without names, a quarter of `parameters()`' time."""
+    """Return current parameters and buffers of `module`, each once. Without names it takes a quarter of
+    `parameters()`' time.
+    """
     parameters: dict[int, nn.Parameter] = {}
     buffers: dict[int, Tensor] = {}
     parts = [module]
@@ -226,9 +226,7 @@ def tensors_of(module: nn.Module) -> tuple[list[nn.Parameter], list[Tensor]]:
 
 
 def held_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the memory that `tensors` lie in: what several share once, of one cut over ranks this rank's
-    part.
-    """
+    """The bytes of the storages of `tensors`. Shared memory counts once, a sharded tensor its local shard."""
     found: dict[int, int] = {}
     for tensor in tensors:
         own = getattr(tensor, "_local_tensor", tensor)
@@ -241,21 +239,21 @@ def held_bytes(tensors: Iterable[Tensor]) -> int:
 
 
 def raw_bytes(tensor: Tensor) -> Tensor:
-    """[nbytes] uint8 on the CPU: the bytes of `tensor`, shared where it lies there in order."""
+    """The bytes of `tensor` as `[nbytes]` uint8 on the CPU. Memory is shared if it is contiguous there."""
     return _flat(tensor.detach().cpu())
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """[nbytes] uint8 on its device."""
+    """Return `[nbytes]` uint8 on its device."""
     flat = tensor.contiguous().reshape(-1)
-    # One number is in order whatever its stride is, but seen as bytes only with a stride of 1.
+    # A single number is contiguous at any stride, but a byte view needs a stride of 1.
     return flat.as_strided(flat.shape, (1,)).view(torch.uint8)
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """The bytes of `tensor`, where it lies if that is on the CPU and in order.
+    """Return the bytes of `tensor`, without a copy if it is contiguous on the CPU.
 
-    Numpy would do, but torch can never again give memory back that numpy has looked at.
+    A view by numpy would stop torch from ever freeing the memory.
     """
     raw = raw_bytes(tensor)
     array = (ctypes.c_ubyte * raw.nbytes).from_address(raw.data_ptr())
@@ -268,7 +266,7 @@ def _in_order(tensor: Tensor) -> bool:
 
 
 def _staged(tensor: Tensor) -> Iterator[memoryview]:
-    """The bytes of a tensor on CUDA, in order; each part is valid until the next, which is on its way."""
+    """Yield a CUDA tensor's bytes in order. Each chunk is valid until the next, which is on its way."""
     flat = _flat(tensor.detach())
     parts = flat.split(STAGED_BYTES) if len(flat) else ()
     room = [torch.empty(len(part), dtype=torch.uint8, pin_memory=True) for part in parts[:2]]
@@ -292,25 +290,26 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 @dataclass(frozen=True, slots=True)
 class Unread:
-    """Where the weights lie that a model does not hold yet."""
+    """Location of weights that a model has not read yet."""
 
     folder: Path
     """A Hugging Face folder, or an adapter's."""
     device: torch.device
-    """Where they are to be."""
+    """Device for the weights."""
     stored: dict[str, str]
-    """The module's name of each tensor -> the name it has in the folder's files."""
+    """The module's name of each tensor -> its name in the folder's files."""
 
 
 class CausalLM:
     """Wraps `module`, a Hugging Face `...ForCausalLM` whose attention implementation is "opd".
 
-    Always in evaluation mode: dropout would make recomputed log-probabilities differ from the policy's.
+    It is always in evaluation mode, because dropout would make recomputed log-probabilities differ from the
+    policy's.
     """
 
     def __init__(self, module: Any, unread: Unread | None = None) -> None:
-        """Check `module` on a few tokens, unless its weights are `unread`; `ModelError` if its attention or
-        head is of an unknown form.
+        """Check `module` on a few tokens, unless its weights are `unread`. Raises `ModelError` for an
+        attention or head of unknown form.
         """
         speed_up(module)
         unpadded(module)
@@ -319,11 +318,12 @@ class CausalLM:
         self.config = module.config.get_text_config()
         self.head_form = head_form(self.config)
         self.vocabulary: int | None = None
-        """Tokens the tokenizer has; set it where a model pads its head, so that padding is never sampled."""
+        """The tokenizer's vocabulary size. Set it if a model pads its head, so that padding is never
+        sampled."""
         self.kv_numbers = 0
-        """Numbers in the keys and values of a token, all layers together; as seen by the check."""
+        """Numbers in the keys and values of a token over all layers, measured by the check."""
         self.pieces_checked = False
-        """Whether it was seen to give the same in pieces as whole; see `check_pieces`."""
+        """True after `check_pieces` found equal results in chunks."""
         self.unread = unread
         """Set while the parameters are on the meta device; see `sharded.fill`."""
         self._vacated: dict[nn.Parameter, torch.Size] = {}
@@ -331,11 +331,11 @@ class CausalLM:
             self.check()
 
     def filled(self) -> None:
-        """The weights are there, of this rank its share; all ranks call it together."""
+        """Mark the weights, or this rank's share, as read. All ranks call it together."""
         self.unread = None
 
     def check(self) -> None:
-        """Try the model on a few tokens; `ModelError` if its attention or head is of an unknown form."""
+        """Check the model on a few tokens. Raises `ModelError` for an attention or head of unknown form."""
         check_attention(self)
         check_head(self)
 
@@ -345,9 +345,9 @@ class CausalLM:
     ) -> CausalLM:
         """Load a Hugging Face folder of safetensors shards.
 
-        Raises `CheckpointError` naming the file that is missing, truncated or corrupt, if the weights are
-        pickles, or if they are not those that config.json describes; `ModelError` if the architecture is
-        unknown or cannot be used.
+        Raises `CheckpointError` naming a file that is missing, truncated or corrupt, if the weights are
+        pickles, or if they do not match config.json. Raises `ModelError` if the architecture is unknown or
+        cannot be used.
         """
         folder = Path(path)
         check_folder(folder)
@@ -365,9 +365,9 @@ class CausalLM:
         device: str | torch.device = "cpu",
         seed: int = 0,
     ) -> CausalLM:
-        """A new model with random weights drawn from `seed`.
+        """Build a new model with random weights drawn from `seed`.
 
-        `config` is `model_type` and arguments of that Hugging Face configuration; vocabulary size and special
+        `config` is `model_type` and arguments of that Hugging Face configuration. Vocabulary size and special
         ids come from `tokenizer`. Raises `ModelError` for an unknown `model_type` or argument.
         """
         hf_config = scratch_config(config, tokenizer)
@@ -389,7 +389,7 @@ class CausalLM:
 
     @property
     def layers(self) -> list[nn.Module]:
-        """The decoder's layers; none where the family does not keep them as one list."""
+        """The decoder's layers, empty if the family does not keep them in one list."""
         return layers_of(self.decoder)
 
     @property
@@ -402,16 +402,16 @@ class CausalLM:
 
     @property
     def vocab_size(self) -> int:
-        """Rows of the head; may exceed the tokenizer's vocabulary where a model pads it."""
+        """Rows of the head. A padded head has more than the tokenizer's vocabulary."""
         return int(self.module.get_output_embeddings().weight.shape[0])
 
     @property
     def parameter_count(self) -> int:
-        """Number of parameters, tied ones once."""
+        """Number of parameters, tied ones counted once."""
         return sum(parameter.numel() for parameter in self.module.parameters())
 
     def run(self, input_ids: Tensor, position_ids: Tensor, attend: Attend) -> Tensor:
-        """Last hidden states after the final norm, [T, D], of `input_ids` [T] at `position_ids` [T].
+        """The last hidden states after the final norm, [T, D], of `input_ids` [T] at `position_ids` [T].
 
         `attend` computes every layer's attention. Gradients flow unless the caller disables them.
         """
@@ -426,8 +426,8 @@ class CausalLM:
         return output.last_hidden_state[0]
 
     def run_pieces(self, input_ids: Tensor, position_ids: Tensor, pieces: LayerPieces) -> Tensor:
-        """[T, D]: `run` with the layers in these `pieces`. Without a gradient (a prefill) that is one [T, D],
-        which every layer overwrites.
+        """Return `[T, D]`, `run` with the layers in `pieces`. Without a gradient (a prefill) every layer
+        overwrites one `[T, D]`.
         """
         with pieces.installed(self.layers, final_norm(self.decoder)):
             return self.run(input_ids, position_ids, pieces)
@@ -439,10 +439,10 @@ class CausalLM:
         cu_seqlens: Tensor | np.ndarray | Sequence[int],
         memory: LayerMemory = WHOLE,
     ) -> Tensor:
-        """[T, D]: `run` on sequences packed end to end, `cu_seqlens` [B + 1], no attention across them.
+        """`[T, D]`, `run` on sequences packed end to end, `cu_seqlens` [B + 1], no attention across them.
 
-        `memory` says what is kept for a backward, and whether long sequences are run in pieces. Raises
-        `ModelError` if the architecture's layers cannot be called piece by piece.
+        `memory` sets recomputation and the chunk length for long sequences. Raises `ModelError` if the
+        architecture's layers cannot be called in chunks.
         """
         attend = PackedAttention(cu_seqlens)
         if memory.chunk is not None and memory.cuts(input_ids.numel()):
@@ -454,12 +454,14 @@ class CausalLM:
         return self.run(input_ids, position_ids, attend)
 
     def head(self, vocab_size: int | None = None) -> Head:
-        """The head over the first `vocab_size` tokens (default: `vocabulary`, or all): a live view, so
-        gradients reach the parameters."""
+        """Return the head over the first `vocab_size` tokens (default: `vocabulary`, or all). It is a live
+        view, so gradients reach the parameters."""
         return head_of(self.module, self.head_form, vocab_size or self.vocabulary)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor of the state in the module's order, detached, without copying; tied weights once."""
+        """Yield every tensor of the state in the module's order, detached, without copying; tied weights
+        once.
+        """
         state, told = self.module.state_dict(keep_vars=True), set()
         for name, tensor in state.items():
             if isinstance(tensor, nn.Parameter) and id(tensor) not in told:
@@ -471,8 +473,8 @@ class CausalLM:
 
     @torch.no_grad()
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], held: WeightsDigest | None = None) -> None:
-        """Copy `weights`, named as by `weights()`, in place; `held` is given what is here then, each tensor
-        while it is still near.
+        """Copy `weights`, named as by `weights()`, in place. `held` digests the copied weights, each tensor
+        while it is in the cache.
 
         Raises `ModelError` naming a tensor that is unknown, missing or of another shape.
         """
@@ -503,33 +505,33 @@ class CausalLM:
             )
 
     def vacate(self) -> None:
-        """Give the memory of the weights back, until `load_weights` brings all of them again."""
+        """Free the memory of the weights, until `load_weights` brings all of them again."""
         for parameter in self._brought():
             if parameter not in self._vacated:
                 self._vacated[parameter] = parameter.shape
                 parameter.data = parameter.new_empty(0)
 
     def _brought(self) -> Iterable[nn.Parameter]:
-        """What `load_weights` writes."""
+        """Return the parameters that `load_weights` writes."""
         return self.module.parameters()
 
     @property
     def nbytes(self) -> int:
-        """Memory that its weights take now."""
+        """Bytes of the weights now."""
         parameters, buffers = tensors_of(self.module)
         return held_bytes((*parameters, *buffers))
 
     def digest(self) -> str:
-        """sha256 (hex) over the names, shapes, dtypes and bytes of `weights()`: which model this is."""
+        """The sha256 (hex) over names, shapes, dtypes and bytes of `weights()`, the model's identity."""
         return weights_digest(self.weights())
 
     def quick_digest(self) -> str:
-        """The same by xxh3-128: whether these are the weights that were sent."""
+        """Return the same digest by xxh3-128, to compare with the sent weights."""
         return weights_digest(self.weights(), quick=True)
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """`ModelError` for a name that is not in `DTYPES`."""
+    """Return the dtype by name. Raises `ModelError` for a name that is not in `DTYPES`."""
     if name not in DTYPES:
         raise ModelError(f"model.dtype {name!r} is not one of {', '.join(DTYPES)}.")
     return DTYPES[name]
@@ -543,13 +545,13 @@ def _is_there(device: torch.device) -> bool:
     try:
         torch.empty(1, device=device)
         return device.type != "meta"
-    except (RuntimeError, AssertionError, NotImplementedError):  # what torch says of one that is not there
+    except (RuntimeError, AssertionError, NotImplementedError):  # errors of torch for an absent device
         return False
 
 
 def torch_device(device: str | torch.device) -> torch.device:
-    """`auto` is CUDA where there is one. CUDA without a number is the device this thread works on now, by its
-    number: another thread works on another. `ModelError` for a device this machine does not have.
+    """Resolve `auto` to CUDA if there is one. CUDA without an index becomes this thread's current device with
+    its index, because another thread may use another. Raises `ModelError` for an absent device.
     """
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"

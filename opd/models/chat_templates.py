@@ -1,7 +1,7 @@
-"""Chat templates are programs that come with models: they run in a process of their own, within limits.
+"""Chat templates are programs that come with models, so they run in their own limited process.
 
-transformers' sandbox keeps them from Python's objects, not from looping for hours or filling the memory. One
-`LimitedProcess` serves all conversations of the process that asks; it imports this module for `answer`.
+transformers' sandbox keeps them from Python's objects, but not from looping for hours or filling the memory.
+One `LimitedProcess` serves all conversations of a process. It imports this module for `answer`.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 SECONDS, MEMORY = 5, 1 << 30
-"""Of processor time a conversation; bytes beside what the process takes at rest."""
+"""Processor time per conversation, and bytes above the process at rest."""
 MOST_TEMPLATE = 1 << 20
-"""Characters of a template; those of today's models have 500 to 20,000."""
+"""Maximum characters of a template. Those of today's models have 500 to 20,000."""
 _ENDLESS = (
     f"the chat template took more than {SECONDS} s of processor time or {MEMORY >> 20} MiB of memory, or"
     f" wrote more than {LONGEST >> 20} MiB"
@@ -38,7 +38,7 @@ class TemplateError(Exception):
 
 
 class UnreadError(TemplateError):
-    """A chat template does not read what it is given; the text says what and how to mend it."""
+    """A chat template ignores part of its input; the text says which and the fix."""
 
 
 def render(
@@ -49,13 +49,13 @@ def render(
     answer: bool = False,
     day: str | None = None,
 ) -> str:
-    """`messages` as the chat template of `tokenizer` writes them, as `apply_chat_template` would.
+    """Render `messages` by the chat template of `tokenizer`, as `apply_chat_template` would.
 
     Args:
-        arguments: Of the template's own.
-        answer: Whether it goes on to where the assistant's answer begins.
-        day: In place of the current time for a template that asks for it, `2020-01-01` or
-            `2020-01-01T12:00:00`; what it draws at random is the same each time then.
+        arguments: Arguments of the template.
+        answer: Continue to the start of the assistant's answer.
+        day: Replaces the current time for the template, `2020-01-01` or `2020-01-01T12:00:00`. Its random
+            draws are the same each time then.
 
     Raises `TemplateError`.
     """
@@ -65,8 +65,8 @@ def render(
 def render_marked(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any]
 ) -> tuple[str, list[tuple[int, int]]]:
-    """`render`, and where in it stand the parts that the template puts between `{% generation %}` and
-    `{% endgeneration %}`: the first character of each and the one after its last.
+    """Return `render` and the character ranges `[start, end)` between `{% generation %}` and `{%
+    endgeneration %}` of the template.
 
     Raises `TemplateError`.
     """
@@ -79,9 +79,8 @@ def refuse_unread(
     arguments: Mapping[str, Any],
     own: Collection[str] = (),
 ) -> None:
-    """Raise `UnreadError` for a chat template that leaves out what a role says, for a field of a message that
-    it does not read, and for one of the arguments that are a row's `own`: the model would be shown less than
-    was written. Names may go unread.
+    """Raise `UnreadError` for a chat template that leaves out a role's text, a field of a message, or an
+    argument of the row (`own`), because the model would see less than the data holds. Names may go unread.
     """
     if tokenizer.chat_template:
         _refuse_unread_roles(tokenizer, messages)
@@ -116,12 +115,12 @@ _AS_WRITTEN = {
     "reasoning_content": f"thoughts ({', '.join(f'`{name}`' for name in THOUGHTS)})",
     "tool_calls": "calls of tools (`tool_calls`, `function_call`)",
 }
-"""Field of a message -> what it is, by all names that it may have in a file."""
+"""Field of a message -> its description, with all its names in files."""
 _OF_LEARNING = re.compile("mask|loss|train|learn|weight|ignore", re.IGNORECASE)
 
 
 def _mend_of(field: str) -> str:
-    """What to do about a field of a message that the chat template does not read."""
+    """Return the fix for a field of a message that the chat template does not read."""
     if _OF_LEARNING.search(field):
         return "write `train: false` (or `weight: 0`) in its place where nothing of an answer is learnt"
     return "leave it out, or give model.chat_template one that does"
@@ -129,12 +128,12 @@ def _mend_of(field: str) -> str:
 
 @lru_cache(maxsize=8)
 def _words(source: str) -> frozenset[str]:
-    """The names in a chat template."""
+    """Return the names in a chat template."""
     return frozenset(re.findall(r"\w+", source))
 
 
 def _thoughts_in(source: str) -> str:
-    """What the chat template calls the thoughts before an answer."""
+    """Return the template's name for the thoughts before an answer."""
     return next((name for name in THOUGHTS if name in _words(source)), THOUGHTS[0])
 
 
@@ -175,7 +174,7 @@ def _special_of(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
 
 
 def _with_parts(message: Mapping[str, Any]) -> dict[str, Any]:
-    """`message` with its text as a list of one part."""
+    """Return `message` with its text as a list of one part."""
     content = message.get("content")
     parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
     return {**message, "content": parts}
@@ -186,7 +185,7 @@ _CALL = {"id": "call00000", "type": "function", "function": {"name": "look", "ar
 
 
 def _conversation(role: str) -> list[dict[str, Any]]:
-    """A short conversation in which `role` says `_PROBE`."""
+    """Return a short conversation in which `role` says `_PROBE`."""
     said, asked = {"role": role, "content": _PROBE}, {"role": "user", "content": "?"}
     if role == "user":
         return [said]
@@ -213,11 +212,11 @@ def _refuse_unread_roles(tokenizer: PreTrainedTokenizerBase, messages: Sequence[
 def _refuse_unread_turns(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any]
 ) -> None:
-    """Raise `UnreadError` for a message that the chat template leaves out by its place, such as all but the
-    last: tried with a conversation of the same form in which each message says what no other does.
+    """Raise `UnreadError` for a message that the chat template leaves out by position, such as all but the
+    last. It renders a conversation of the same form with a unique text in each message.
     """
     if len(messages) < 2 or messages[0].get("role") not in _FIRST:
-        return  # a later part of a conversation, which a template need not be able to write
+        return  # a later chunk of a conversation, which a template need not support
     probes = {place: f"zebra{place}x" for place, one in enumerate(messages) if _only_speaks(one)}
     shape = tuple((str(one.get("role")), place in probes) for place, one in enumerate(messages))
     key, lost = (str(tokenizer.chat_template), shape), _renderer().lost
@@ -226,7 +225,7 @@ def _refuse_unread_turns(
         try:
             text = _ask(tokenizer, asked, arguments)[0].casefold()
         except TemplateError:
-            return  # it is told where the conversation itself is written
+            return  # reported where the conversation itself is rendered
         lost[key] = next((place for place, probe in probes.items() if probe not in text), None)
     if (place := lost[key]) is not None:
         raise UnreadError(
@@ -247,13 +246,13 @@ def _only_speaks(message: Mapping[str, Any]) -> bool:
 def _content_form(
     template: Any, special: Mapping[str, str], role: str = "user"
 ) -> Literal["text", "parts"] | None:
-    """How a chat template reads what a `role` says: as text, or as a list of parts alone, as those of models
-    that see; `None` if it leaves out some of either. One that raises at both is asked for text.
+    """Return how a chat template reads the text of a `role`: as text, or as a list of parts only, as
+    templates of vision models do. `None` if it drops some of either. If it raises at both, use text.
     """
     if len(str(template)) > MOST_TEMPLATE:
-        return "text"  # which is refused where it is rendered
+        return "text"  # refused when it is rendered
     forms = _renderer().forms
-    own = template if isinstance(template, str) else repr(template)  # whose hash is kept
+    own = template if isinstance(template, str) else repr(template)  # its hash is cached
     key = own, tuple(special.items()), role
     if key not in forms:
         forms[key] = _find_form(template, special, role)
@@ -286,15 +285,15 @@ def _find_form(template: Any, special: Mapping[str, str], role: str) -> Literal[
 
 
 class _Renderer:
-    """The process that renders, and the templates that ended it: they are not waited for again."""
+    """The rendering process, and templates that ended it. They are not tried again."""
 
     def __init__(self) -> None:
         self.process = LimitedProcess(__name__, MEMORY)
         self._endless: list[Any] = []
         self.forms: dict[tuple[Any, ...], Literal["text", "parts"] | None] = {}
-        """What `_find_form` has found, by template."""
+        """Results of `_find_form` by template."""
         self.lost: dict[tuple[Any, ...], int | None] = {}
-        """The place of the first message that a template leaves out, by template and form."""
+        """Index of the first message that a template leaves out, by template and form."""
 
     def render(self, request: Mapping[str, Any]) -> tuple[str, list[tuple[int, int]]]:
         said = None if request["template"] in self._endless else self.process.ask(request, SECONDS)
@@ -314,7 +313,7 @@ _making = threading.Lock()
 
 
 def _renderer() -> _Renderer:
-    """This process's own: a forked one does not share pipes with its parent."""
+    """Return this process's renderer. A forked process does not share pipes with its parent."""
     global _shared
     with _making:
         if _shared is None or _shared.process.owner != os.getpid():
@@ -326,14 +325,14 @@ _clock = SimpleNamespace(now=datetime.now)
 
 
 def prepare() -> None:
-    """In the process that renders: import what does it."""
+    """Import the renderer; runs in the rendering process."""
     from transformers.utils import chat_template_utils
 
     chat_template_utils.datetime = _clock  # pyright: ignore[reportPrivateImportUsage]
 
 
 def answer(asked: Mapping[str, Any]) -> dict[str, Any]:
-    """In the process that renders: the text of a conversation, and its marks."""
+    """Return the text of a conversation and its marks; runs in the rendering process."""
     from transformers import PreTrainedTokenizerBase
     from transformers.utils import chat_template_utils
 

@@ -1,4 +1,4 @@
-"""Hugging Face folders out: sharded safetensors, tokenizer, checksums and a model card, all or nothing."""
+"""Write Hugging Face folders atomically: sharded safetensors, tokenizer, checksums and a model card."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ SECTIONS = ("accuracy", "prompt_format", "loading", "base", "teachers", "data", 
 def model_card(name: str, card: dict[str, Any]) -> str:
     """Markdown for a model called `name`.
 
-    `card` maps section names to text, numbers, lists or dictionaries; `SECTIONS` come first, in that order,
-    then the rest in its own. A dictionary of dictionaries becomes a table with one row per key, anything
-    deeper a YAML block. "about" is the sentence below the title, "base_model" is in the front matter too.
+    `card` maps section names to text, numbers, lists or dictionaries. `SECTIONS` come first, in that order,
+    then the others in theirs. A dictionary of dictionaries becomes a table with one row per key, deeper
+    nesting a YAML block. "about" is the sentence below the title. "base_model" is in the front matter too.
     """
     front: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": "text-generation"}
     if "base_model" in card:
-        named = hub_name(card["base_model"])  # the Hub wants the name of the repository alone
+        named = hub_name(card["base_model"])  # the Hub expects the repository's name only
         front["base_model"] = card["base_model"] if named is None else named.repo
     front["tags"] = ["on-policy-distillation", "opd"]
     lines = ["---", yaml.safe_dump(front, sort_keys=False, width=1000).strip(), "---", ""]
@@ -49,7 +49,7 @@ def model_card(name: str, card: dict[str, Any]) -> str:
 
 
 def plain(text: str) -> str:
-    """`text` inside a line of Markdown, where it begins no paragraph, no element of HTML and no code."""
+    """Escape `text` for a line of Markdown, so it starts no paragraph, HTML element or code."""
     return visible(text, "").replace("<", "&lt;").replace("`", "'")
 
 
@@ -65,7 +65,7 @@ def _body(value: Any) -> str:
     if _plain(value):
         return _text(value)
     block = yaml.safe_dump(value, sort_keys=False, allow_unicode=True).strip()
-    fence = "`" * max(3, 1 + max(map(len, re.findall("`+", block)), default=0))  # which no text in it ends
+    fence = "`" * max(3, 1 + max(map(len, re.findall("`+", block)), default=0))  # longer than any in it
     return f"{fence}yaml\n{block}\n{fence}"
 
 
@@ -109,10 +109,9 @@ def save_checkpoint(
 ) -> Path:
     """Write `folder` so that it loads with `CausalLM.from_pretrained` and with plain transformers.
 
-    `card` becomes README.md (see `model_card`). Everything is written to a temporary sibling,
-    flushed to disk and renamed, so `folder` is never half a checkpoint; an older one there is replaced, and
-    what a killed save left beside it is removed. One writer per `folder`. `beside(draft)` may add files of
-    its own.
+    `card` becomes README.md (see `model_card`). Everything is written to a temporary sibling, flushed to disk
+    and renamed, so `folder` is always complete. An older folder is replaced, and the remains of a killed save
+    are removed. There may be one writer per `folder`. `beside(draft)` may add files of its own.
     """
     target = Path(folder).absolute()
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -145,7 +144,7 @@ def _flush(folder: Path) -> None:
 
 
 def _replace(draft: Path, target: Path) -> None:
-    # A folder cannot be renamed over a filled one, so the old one steps aside first.
+    # A folder cannot be renamed over a filled one, so move the old one first.
     aside = Path(f"{draft}.old")
     if target.exists():
         target.rename(aside)

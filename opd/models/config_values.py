@@ -1,4 +1,4 @@
-"""Values of a config.json that no model can be made of, named by key before transformers trips over them."""
+"""Checks of config.json values that no model can use, named by key before transformers fails on them."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from opd.foreign import shown
 
 _MOST_LAYERS = 10_000
 _QUANTISED = ("quantization_config", "compression_config", "quantization")
-"""Where transformers, compressed-tensors and MLX say how weights are packed."""
+"""Keys of transformers, compressed-tensors and MLX for packed weights."""
 _TYPES = ("bfloat16", "float16", "float32", "float64")
 _ACTIVATIONS = ("hidden_act", "activation_function", "hidden_activation")
 _OWN_ROPES = ("default", "su", "mrope", "ntk_alpha", "xdrope", "axial")
-"""Kinds of rotary positions that families compute themselves."""
+"""Types of rotary positions that families compute themselves."""
 _ROPES = ("rope_parameters", "rope_scaling")
 
 
 def refuse_values(described: Mapping[str, Any], where: str | Path) -> None:
-    """Raise `ModelError` for a value of the configuration `described`, or of one inside it, of no use.
+    """Raise `ModelError` for an unusable value of the configuration `described`, or of one inside it.
 
-    `where`: the file or field that it is read from.
+    `where` is its file or field.
     """
     for form in _forms(described):
         _refuse_quantised(form, where)
@@ -57,7 +57,7 @@ def _refuse_quantised(form: Mapping[str, Any], where: str | Path) -> None:
 
 
 def _refuse_endless(form: Mapping[str, Any], where: str | Path) -> None:
-    """Raise for layers without number, which a configuration would make a list of."""
+    """Raise for a number of layers so large that building their list would never end."""
     layers = form.get("num_hidden_layers")
     if isinstance(layers, int | float) and layers > _MOST_LAYERS:
         raise ModelError(f"{where} says num_hidden_layers {layers:.6g}; no model has so many: mend it.")
@@ -82,7 +82,7 @@ def _refuse_activation(form: Mapping[str, Any], where: str | Path) -> None:
 
 
 def _ropes(form: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Each description of rotary positions, one for all layers or one by kind of layer."""
+    """Yield each description of rotary positions, one for all layers or one by kind of layer."""
     for key in _ROPES:
         found = form.get(key)
         if isinstance(found, dict):

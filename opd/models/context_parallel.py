@@ -1,21 +1,21 @@
-"""One packed sequence shared by several ranks: ring attention, in which no rank ever has all keys and values.
+"""Ring attention: several ranks share one packed sequence, and no rank ever has all keys and values.
 
-The packed tokens are cut into 2 N blocks of equal size; rank `r` of `N` has blocks `r` and `2 N - 1 - r`, so
-that all do as much causal attention (the zig-zag order of Llama 3's training, Grattafiori et al. 2024,
-section 3.3.2). In each layer the ranks' keys and values go around the ring, and every rank adds what its
-queries see of them to what they saw before (Liu et al. 2023, "Ring Attention with Blockwise Transformers");
-the next ones travel meanwhile. In the backward they go around once more, with the gradient that every rank
-adds to, until it is back where they came from. Everything else in a decoder treats tokens one by one.
-Positions and the boundaries of packed sequences travel with the tokens.
+The packed tokens are split into 2 N blocks of equal size. Rank `r` of `N` has blocks `r` and `2 N - 1 - r`,
+so that all do as much causal attention (the zig-zag order of Llama 3's training, Grattafiori et al. 2024,
+section 3.3.2). In each layer the ranks' keys and values go around the ring. Every rank adds the part that its
+queries see to their earlier results (Liu et al. 2023, "Ring Attention with Blockwise Transformers"), while
+the next ones travel. In the backward they go around once more, with the gradient that every rank adds to,
+until it is back at its owner. Everything else in a decoder treats tokens one by one. Positions and the
+boundaries of packed sequences travel with the tokens.
 
-A rank's share that is long itself runs through the layers piece by piece. A layer first projects all of a
-rank's pieces to queries, keys and values and attends with them; then the pieces go through the rest of it.
-The backward does the same again: each piece is differentiated down to its attention, the keys go around with
-their gradients, and each piece is differentiated from its projections on. So a rank's keys go around once a
-layer forward and three times backward (the second forward, keys, gradients), however many pieces it has.
+A long local share runs through the layers in chunks. A layer first projects all of a rank's chunks to
+queries, keys and values and attends with them. Then the chunks go through the rest of it. The backward does
+the same again: each chunk is differentiated down to its attention, the keys go around with their gradients,
+and each chunk is differentiated from its projections on. So a rank's keys go around once a layer forward and
+three times backward (the second forward, keys, gradients), for any number of chunks.
 
-Memory of `t = T / N` tokens of a rank: `t x D` for each layer's input; one layer's queries and output, and
-two ranks' keys, values and their gradients; one piece's activations. Nothing has `T` tokens.
+Memory of `t = T / N` tokens of a rank: `t x D` for each layer's input; one layer's queries and output; two
+ranks' keys, values and their gradients; one chunk's activations. No tensor has `T` tokens.
 
 Shapes: `T` packed tokens, `t` of this rank, `H` heads, `Hkv` key-value heads, `d` head size.
 """
@@ -52,34 +52,34 @@ from opd.models.long_sequence import (
 
 @dataclass(frozen=True, slots=True)
 class QuerySegment:
-    """Queries of one rank that lie in one sequence, and the keys they may see."""
+    """Queries of one rank in one sequence, and their visible keys."""
 
     queries: slice
-    """Of the rank's own tokens."""
+    """Range in the rank's tokens."""
     keys: slice
-    """Of all packed tokens: from the start of the sequence to the last query."""
+    """Range in all packed tokens, from the start of the sequence to the last query."""
 
     @property
     def first(self) -> int:
-        """Where its first query lies among the packed tokens."""
+        """Index of its first query among the packed tokens."""
         return self.keys.stop - (self.queries.stop - self.queries.start)
 
     def seen(self, window: int | None) -> range:
-        """The packed tokens that a window leaves of `keys`."""
+        """Return the packed tokens of `keys` inside a window."""
         start = self.keys.start if window is None else max(self.keys.start, self.first - window + 1)
         return range(start, self.keys.stop)
 
 
 @dataclass(frozen=True, slots=True)
 class TokenShare:
-    """What a rank has of packed tokens."""
+    """A rank's share of packed tokens."""
 
     input_ids: Tensor
-    """[t] int64; padding, where there is some, is at the end of the last block and belongs to no sequence."""
+    """[t] int64. Padding is at the end of the last block and belongs to no sequence."""
     position_ids: Tensor
     """[t] int64."""
     places: Tensor
-    """[t] int64: where each lies among the packed tokens; `T` and above is padding."""
+    """[t] int64: index of each token among the packed tokens. `T` and above is padding."""
     segments: tuple[QuerySegment, ...]
 
 
@@ -92,7 +92,7 @@ class ContextParallel:
         self.size = dist.get_world_size(group)
 
     def share(self, input_ids: Tensor, position_ids: Tensor, bounds: Sequence[int]) -> TokenShare:
-        """This rank's part of sequences packed end to end, `bounds` [B + 1]."""
+        """Return this rank's share of sequences packed end to end, `bounds` [B + 1]."""
         tokens = bounds[-1]
         block = max(1, -(-tokens // (2 * self.size)))
         ends = [*bounds, 2 * self.size * block]  # the padding is a sequence of its own
@@ -108,7 +108,7 @@ class ContextParallel:
         return TokenShare(input_ids[there], position_ids[there], places.to(there.device), tuple(segments))
 
     def around(self, mine: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """Every rank's `[Hkv, t, d]` in turn, this rank's first, each with whose it is. The next one travels
+        """Yield every rank's `[Hkv, t, d]`, this rank's first, each with its owner. The next one travels
         while the caller works with one.
         """
         for turn in range(self.size):
@@ -120,7 +120,7 @@ class ContextParallel:
             mine = coming
 
     def passed_on(self, mine: Tensor) -> Tensor:
-        """What the rank before had, of the form of `mine`, which goes to the rank after."""
+        """Send `mine` to the next rank. Return the previous rank's, of the same form."""
         if self.size == 1:
             return mine
         coming, works = self._pass_on(mine)
@@ -136,22 +136,21 @@ class ContextParallel:
         return coming, dist.batch_isend_irecv([sent, received])
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """`tensor` summed over the ranks, in place."""
+        """Sum `tensor` over the ranks, in place."""
         dist.all_reduce(tensor, group=self.group)
         return tensor
 
 
 @dataclass(frozen=True, slots=True)
 class Ring:
-    """Attention of a rank's queries on everybody's keys and values. All ranks make the same calls."""
+    """Attention of a rank's queries on the keys and values of all ranks. All ranks make the same calls."""
 
     ranks: ContextParallel
     segments: tuple[QuerySegment, ...]
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, scores: ScoreForm) -> tuple[Tensor, Tensor]:
-        """The output [H, t, dv] of the dtype of `value`, and the rows' log-sum-exp [H, t], float32 at least.
-
-        `query` [H, t, d], `key` [Hkv, t, d] and `value` [Hkv, t, dv] are this rank's. No gradient.
+        """Return the output [H, t, dv] in the dtype of `value`, and the rows' log-sum-exp [H, t], float32 at
+        least. `query` [H, t, d], `key` [Hkv, t, d] and `value` [Hkv, t, dv] are this rank's. No gradient.
         """
         found = nothing_seen(query, value, torch.promote_types(query.dtype, torch.float32))
         for owner, held in self.ranks.around(torch.cat([key, value], dim=-1)):
@@ -167,9 +166,9 @@ class Ring:
         ahead: tuple[Tensor, Tensor, Tensor],
         scores: ScoreForm,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients in `inputs`, this rank's query, key and value, from all ranks' queries.
+        """Return gradients in `inputs`, this rank's query, key and value, from all ranks' queries.
 
-        `ahead` is the output, the log-sum-exp and the gradient [H, t, dv] that arrives.
+        `ahead` is the output, the log-sum-exp and the incoming gradient [H, t, dv].
         """
         query, key, value = inputs
         sizes = (key.shape[-1], value.shape[-1])
@@ -189,8 +188,8 @@ class Ring:
         return found[0], found[1], found[2]
 
     def _pairs(self, owner: int, held: Tensor, scores: ScoreForm) -> Iterator[tuple[slice, slice, int]]:
-        """This rank's queries, the places among the keys `held` [Hkv, t, n] of rank `owner` that they see,
-        and where the first query lies, counted from the first of those keys.
+        """Yield this rank's queries, the indices of the keys `held` [Hkv, t, n] of rank `owner` that they
+        see, and the index of the first query, counted from the first of those keys.
         """
         block = held.shape[1] // 2
         for segment in self.segments:
@@ -203,7 +202,7 @@ class Ring:
 
 
 class ContextAttention:
-    """The `attend` of a rank: its queries on everybody's keys. All ranks run the same layers in step."""
+    """The `attend` of a rank: its queries on all ranks' keys. All ranks run the same layers in step."""
 
     def __init__(self, ranks: ContextParallel, segments: Sequence[QuerySegment]) -> None:
         self._ring = Ring(ranks, tuple(segments))
@@ -232,10 +231,9 @@ class _RingAttention(torch.autograd.Function):
 def shared_hidden(
     model: CausalLM, share: TokenShare, ranks: ContextParallel, memory: LayerMemory = WHOLE
 ) -> Tensor:
-    """[t, D]: the last hidden states of this rank's tokens. Gradients of parameters are its tokens' part.
-
-    Every rank calls it, and goes through the backward, equally often. More tokens of a rank than
-    `memory.chunk` go through the layers in pieces. Raises `ModelError` if the architecture cannot do that.
+    """Return `[t, D]`, the last hidden states of this rank's tokens. Gradients of parameters are the part of
+    its tokens. Every rank calls it, and runs the backward, equally often. More tokens of a rank than
+    `memory.chunk` go through the layers in chunks. Raises `ModelError` if the architecture cannot do that.
     """
     ids, positions = share.input_ids, share.position_ids
     if memory.chunk is not None and memory.cuts(ids.numel()):
@@ -251,7 +249,7 @@ def shared_hidden(
 
 
 class SharedPieces(LayerPieces):
-    """Runs a rank's `tokens` in pieces of at most `chunk`; `segments` are what their queries see.
+    """Runs a rank's `tokens` in chunks of at most `chunk`. `segments` are the visible keys of their queries.
 
     All ranks call the same layers in step.
     """
@@ -288,7 +286,7 @@ class SharedPieces(LayerPieces):
 
     @torch.no_grad()
     def _projected(self, hidden: Tensor, call: LayerCall) -> tuple[tuple[Tensor, Tensor, Tensor], ScoreForm]:
-        """Queries, keys and values of all of this rank's tokens, and how the layer scores them."""
+        """Return queries, keys and values of all of this rank's tokens, and the layer's score parameters."""
         found = [self.projected(hidden[:, span], call, span) for span in self.spans]
         calls = [one for one in found if one is not None]
         if len(calls) < len(found):
@@ -301,8 +299,8 @@ class SharedPieces(LayerPieces):
 
 @dataclass(slots=True)
 class _Known:
-    """The `attend` of a piece whose output `[H, t, dv]` is known. The gradient that arrives at it is written
-    to `of_output`; queries, keys and values get none here.
+    """The `attend` of a chunk whose output `[H, t, dv]` is known. It writes the incoming gradient to
+    `of_output`. Queries, keys and values get none here.
     """
 
     output: Tensor
@@ -316,7 +314,7 @@ class _Known:
 class _KnownOutput(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, output: Tensor, of_output: Tensor | None) -> Tensor:
-        del query  # asks for the gradient
+        del query  # the input for autograd
         ctx.of_output = of_output
         return output.clone()
 

@@ -1,14 +1,14 @@
-"""Packed attention on a GPU as one kernel a layer: sequences end to end, no padding, no block in Python.
+"""Packed attention on a GPU in one kernel per layer: sequences end to end, no padding, no Python blocks.
 
-Two kernels of PyTorch. `flash` is flash attention over `cu_seqlens` (Dao 2023, FlashAttention-2): nothing
-is compiled; 16 bits, windows, no softcap. `flex` is flex attention (Dong et al. 2024, "Flex Attention"),
+It uses two kernels of PyTorch. `flash` is flash attention over `cu_seqlens` (Dao 2023, FlashAttention-2): not
+compiled; 16 bits, windows, no softcap. `flex` is flex attention (Dong et al. 2024, "Flex Attention"),
 compiled by Triton at its first use: float32 too, windows and softcaps.
 
-Whatever has a gradient, or is compared with what has one, is flex attention's: its backward sums each
-gradient in one program, in one order. Flash attention's adds to the gradient of the queries in the order in
-which its blocks end, so its bits differ from run to run; only a switch of the whole process changes that,
-under which other threads' products and cumulative sums raise errors. It is for inference mode, which is the
-engine's prefill: its forward has one order, and nothing waits for a compiler.
+Flex attention computes everything that has a gradient, or is compared with such a result, because its
+backward sums each gradient in one program, in one order. Flash attention adds to the gradient of queries in
+the order in which its blocks end, so its bits differ from run to run. Only a switch of the whole process
+changes that, and it makes other threads' products and cumulative sums raise errors. Flash attention serves
+inference mode, the engine's prefill: its forward has one order, and nothing waits for a compiler.
 
 Shapes: `T` packed tokens, `H` query heads, `Hkv` key-value heads, `d` head size, `n` blocks of tokens.
 """
@@ -40,15 +40,15 @@ from opd.models.attention import AttentionCall, PackedAttention
 log = logging.getLogger(__name__)
 
 BLOCK = 128
-"""Tokens of a block, of which flex attention skips those that nobody sees. Fewer tokens are not its."""
+"""Block size in tokens of flex attention, which skips hidden blocks. It does not support fewer tokens."""
 HALVES = (torch.bfloat16, torch.float16)
 Kernel = Callable[[PackedAttention, AttentionCall], Tensor]
 _ASKS_FOR_SHARED = "enable_gqa" in signature(varlen_attn).parameters
-"""PyTorch up to 2.11 takes fewer heads of keys than of queries without being asked to."""
+"""PyTorch up to 2.11 accepts fewer heads of keys than of queries without an argument."""
 
 
 def fused(packed: PackedAttention, call: AttentionCall) -> Tensor | None:
-    """[1, T, H, d] by one kernel; `None` where none takes this call, or none gives what it should here."""
+    """`[1, T, H, d]` from one kernel, or `None` if no kernel fits this call or passes its check here."""
     kernel = kernel_for(packed, call)
     if kernel is None or not trusted(AttentionForm.of(kernel, call)):
         return None
@@ -56,8 +56,8 @@ def fused(packed: PackedAttention, call: AttentionCall) -> Tensor | None:
 
 
 def kernel_for(packed: PackedAttention, call: AttentionCall) -> str | None:
-    """A name of `KERNELS`. None under `OPD_KERNELS=chunked` or `reference`, which want PyTorch's plain parts,
-    in float64, for heads of unusual size, and where Triton cannot run.
+    """Return a name of `KERNELS`. None under `OPD_KERNELS=chunked` or `reference` (plain PyTorch), in
+    float64, for heads of unusual size, and without Triton.
     """
     if os.environ.get("OPD_KERNELS", "auto") not in ("auto", "triton") or triton_rows.missing() is not None:
         return None
@@ -78,7 +78,7 @@ def flash(packed: PackedAttention, call: AttentionCall) -> Tensor:
     ends, longest = packed.kept(("ends", call.query.device), sent), max(packed.lengths)
     query, key, value = (x.squeeze(0).transpose(0, 1) for x in (call.query, call.key, call.value))
     window = call.sliding_window
-    # (-1, 0) alone is what it knows as causal; a window counts the keys before the query's own.
+    # Only (-1, 0) means causal to it. A window counts the keys before the query's own.
     seen = (-1, 0) if window is None or window >= longest else (window - 1, 0)
     options: dict[str, Any] = {"scale": call.scaling, "window_size": seen}
     if _ASKS_FOR_SHARED:
@@ -97,7 +97,7 @@ def flex(packed: PackedAttention, call: AttentionCall) -> Tensor:
         return [torch.from_numpy(x.astype(np.int32)).to(device, non_blocking=True) for x in arrays]
 
     first, *blocks = packed.kept(("blocks", window, device), sent)
-    if softcap is not None:  # as a number it would be a part of the kernel, and another one another kernel's
+    if softcap is not None:  # each number would compile a kernel of its own
         cap = packed.kept(("softcap", softcap, device), lambda: torch.full((), float(softcap), device=device))
     inputs = (call.query, call.key, call.value)
     return compiled()(*inputs, first, blocks, cap, repr(call.scaling))
@@ -115,10 +115,10 @@ def attend(
     cap: Tensor | None,
     scaling: str,
 ) -> Tensor:
-    """`query` [1, H, T, d] on `key` and `value` [1, Hkv, T, d] -> [1, T, H, d]: what is compiled.
+    """The compiled function: `query` [1, H, T, d] on `key` and `value` [1, Hkv, T, d] -> [1, T, H, d].
 
-    `first` [T] int32 and `blocks` are those of `visible`, `cap` [] the softcap. `scaling` is a number's text:
-    the compiler takes a text for a constant and a number for an argument.
+    `first` [T] int32 and `blocks` are those of `visible`, `cap` [] the softcap. `scaling` is text, because
+    the compiler treats text as a constant and a number as an argument.
     """
 
     def mask(batch: Tensor, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
@@ -141,7 +141,7 @@ def attend(
         scale=float(scaling),
         enable_gqa=query.shape[1] != key.shape[1],
     )
-    # Transposed in here: the gradient that arrives is then taken as it lies in memory, and not copied.
+    # Transposed here, so that the incoming gradient is read in its own memory layout and not copied.
     return output.transpose(1, 2)
 
 
@@ -149,11 +149,11 @@ def attend(
 def compiled() -> Callable[..., Tensor]:
     """`attend`, compiled once for each `AttentionForm`, with and without a gradient, for all lengths."""
     if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
-        # Not below /tmp under a name that others know: they could have put there what the compiler loads.
+        # Not below /tmp under a known name: others could put files there for the compiler to load.
         kept = Path.home() / ".cache/opd/torchinductor"
         try:
             kept.mkdir(parents=True, exist_ok=True)
-        except OSError:  # in a container the home may be none
+        except OSError:  # in a container there may be no home
             kept = Path(tempfile.mkdtemp(prefix="opd-torchinductor-"))
             atexit.register(shutil.rmtree, kept, ignore_errors=True)
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(kept)
@@ -162,10 +162,9 @@ def compiled() -> Callable[..., Tensor]:
 
 
 def visible(lengths: Sequence[int], window: int | None) -> list[np.ndarray]:
-    """Who sees whom among sequences of `lengths` packed end to end: `first` [T], the first of the positions
-    up to its own that each sees; then a `BlockMask`'s arrays, numbers [1, 1, n] and indices [1, 1, n, n]: of
-    each block of queries the blocks of keys that are seen in part, those that are seen whole, and the same of
-    each block of keys.
+    """Return the visibility among sequences of `lengths` packed end to end. `first` [T] is the first position
+    that each position sees. Then come a `BlockMask`'s arrays, numbers [1, 1, n] and indices [1, 1, n, n]: the
+    partly and the fully visible blocks of keys of each block of queries, and the same of each block of keys.
     """
     size = np.asarray(lengths, dtype=np.int64)
     first = np.repeat(np.cumsum(size) - size, size)
@@ -175,7 +174,7 @@ def visible(lengths: Sequence[int], window: int | None) -> list[np.ndarray]:
     begin = np.arange(0, tokens, BLOCK)
     last = np.minimum(begin + BLOCK, tokens) - 1
     block = np.arange(len(begin))
-    # `first` never falls, so a block's first query sees furthest back and its last one least far.
+    # `first` never decreases, so a block's first query sees furthest back and its last one least far.
     seen = (block <= block[:, None]) & (block >= first[begin][:, None] // BLOCK)
     full = (block < block[:, None]) & (begin >= first[last][:, None]) & (last - begin == BLOCK - 1)[:, None]
     part = seen & ~full
@@ -183,13 +182,13 @@ def visible(lengths: Sequence[int], window: int | None) -> list[np.ndarray]:
 
 
 def _ordered(dense: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The number [1, 1, n] of the True of each row, and where they are, first in [1, 1, n, n]."""
+    """Return the number [1, 1, n] of True in each row, and their indices, first in [1, 1, n, n]."""
     return dense.sum(-1)[None, None], np.argsort(~dense, axis=-1, kind="stable")[None, None]
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionForm:
-    """What a kernel is compiled for."""
+    """Compilation key of a kernel."""
 
     kernel: str
     device: torch.device
@@ -197,7 +196,7 @@ class AttentionForm:
     heads: tuple[int, int]
     """`H` and `Hkv`."""
     sizes: tuple[int, int]
-    """Of a head's keys, and of its values."""
+    """Sizes of a head's keys, and of its values."""
     scaling: float
     capped: bool
     windowed: bool
@@ -212,9 +211,9 @@ class AttentionForm:
 
 @lru_cache(maxsize=256)
 def trusted(form: AttentionForm) -> bool:
-    """Whether the kernel gives on this GPU what the path without it gives in float64, asked once for each
-    form: values and gradients of `LENGTHS`, and the same bits twice. What decides is the result and never a
-    clock. One that fails, or cannot be compiled, is left aside with a warning.
+    """Return True if the kernel agrees on this GPU with the float64 result of the path without it. It is
+    checked once per form: values and gradients of `LENGTHS`, and equal bits twice. The result decides, never
+    a clock. A kernel that fails, or cannot be compiled, is skipped with a warning.
     """
     subject = f"{form.kernel} attention of {form.dtype} with heads of {form.sizes[0]}"
     where = f"on {torch.cuda.get_device_name(form.device)}"
@@ -224,16 +223,16 @@ def trusted(form: AttentionForm) -> bool:
 
 
 LENGTHS = (1, 40, 500, 5, 130, 7)
-"""Of the sequences that a kernel is tried on: with blocks that are seen whole, in part, and by nobody."""
+"""Lengths of the sequences of a kernel's check, with blocks that are fully, partly and not visible."""
 WINDOW, SOFTCAP = 300, 5.0
 EXACT = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 6e-2}
-"""How far a token's row may be off, as a part of its norm, or of the mean row's where that is larger."""
+"""Maximum error of a token's row, relative to its norm or the mean row's, if that is larger."""
 EXACT_TF32 = 1e-2
 
 
 @torch.inference_mode(False)
 def fault(form: AttentionForm) -> str | None:
-    """What the kernel does wrong, as the end of a sentence; `None` where nothing."""
+    """Return the kernel's fault as the end of a sentence, or `None`."""
     packed = PackedAttention(list(accumulate(LENGTHS, initial=0)))
     generator = torch.Generator(form.device).manual_seed(0)
 
@@ -243,7 +242,7 @@ def fault(form: AttentionForm) -> str | None:
 
     (heads, shared), (size, width) = form.heads, form.sizes
     given = [drawn(heads, size), drawn(shared, size), drawn(shared, width), drawn(heads, width)]
-    given[0] *= size**-0.5 / form.scaling  # scores of one size, whatever the scaling is
+    given[0] *= size**-0.5 / form.scaling  # equal scores for any scaling
     try:
         with torch.inference_mode(form.kernel == "flash"):
             found, again = (_results(form, KERNELS[form.kernel], packed, given) for _ in range(2))
@@ -265,9 +264,8 @@ def fault(form: AttentionForm) -> str | None:
 def _results(
     form: AttentionForm, kernel: Kernel, packed: PackedAttention, given: list[Tensor]
 ) -> list[Tensor]:
-    """The output without a gradient and, but in inference mode, with one, and those of query, key and value.
-
-    `given` holds these as [1, T, heads, size], and what arrives from above.
+    """Return the output without a gradient and, except in inference mode, the output with one and the
+    gradients of query, key and value. `given` holds these as [1, T, heads, size], and the incoming gradient.
     """
     *inputs, upstream = (x.transpose(1, 2) for x in given)
 

@@ -1,4 +1,4 @@
-"""`generation_config.json`: what of a model's own is not followed here, and what one says that a run made."""
+"""`generation_config.json`: settings of a model that opd does not follow, and the file opd writes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 FILE = "generation_config.json"
 _FOLLOWED = frozenset({"eos_token_id", "temperature", "top_p", "top_k"})
-"""Which a recipe has fields for, or which end responses."""
+"""Keys with a recipe field, or that end responses."""
 _FREE = frozenset(
     {
         "transformers_version", "_from_model_config", "do_sample", "bos_token_id", "pad_token_id",
@@ -32,7 +32,7 @@ _FREE = frozenset(
         "disable_compile", "continuous_batching_config", "low_memory", "prefill_chunk_size",
     }
 )  # fmt: skip
-"""Of which no value changes which answers are written, up to their length."""
+"""Keys that change no answer, except its length."""
 _NEUTRAL = {
     **dict.fromkeys(
         (
@@ -49,12 +49,11 @@ _NEUTRAL = {
         0,
     ),
 }  # fmt: skip
-"""Settings and the number at which they change nothing. Whatever else is in the file, and says something, is
-a setting that answers here are written without."""
+"""Neutral values of settings. Any other setting in the file that has a value is not followed."""
 
 
 def not_followed(folder: Path) -> str | None:
-    """A sentence with the settings of the model in `folder` that no engine here follows, or `None`.
+    """Return a sentence with the settings of the model in `folder` that no engine here follows, or `None`.
 
     Raises `CheckpointError` for a file that is no JSON object.
     """
@@ -70,10 +69,10 @@ def not_followed(folder: Path) -> str | None:
 
 
 def sampling_of(folder: Path) -> dict[str, float]:
-    """How the model in `folder` asks to be sampled: `temperature` (0 if `do_sample` is false), `top_p` and
-    `top_k`, where it says so.
+    """Return the sampling settings of the model in `folder`, if given: `temperature` (0 if `do_sample` is
+    false), `top_p` and `top_k`.
 
-    Raises `CheckpointError` for a number that nothing can be sampled by.
+    Raises `CheckpointError` for a number out of range.
     """
     path = described_in(folder) / FILE
     said = read_object(path) if path.is_file() else {}
@@ -104,8 +103,8 @@ def _says_something(key: str, value: Any) -> bool:
 
 
 def generation_of(tokenizer: PreTrainedTokenizerBase, sampling: SamplingParams) -> GenerationConfig:
-    """What the file says of a model that has learnt to answer as `sampling` says: where its answers end, and
-    how they are sampled. Nothing else, which its answers were written without.
+    """Return the generation config of a model trained to answer with `sampling`: stop ids and sampling
+    settings. It has nothing else, because its answers were generated without.
     """
     stops: Sequence[int] = sampling.stop_ids
     return GenerationConfig(

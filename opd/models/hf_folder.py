@@ -1,4 +1,4 @@
-"""Is a Hugging Face folder whole, and only data? Asked before anything is loaded: errors name the file.
+"""Check that a Hugging Face folder is complete and holds only data, before loading. Errors name the file.
 
 Its configuration is read here, or built from a recipe's dictionary, with strict keys.
 """
@@ -30,16 +30,16 @@ if TYPE_CHECKING:  # run folders are opened, and refused, without it
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 CHECKSUMS = "checksums.json"
-"""`{file name: sha256}` of every file that is read, written by `save_checkpoint`; folders from elsewhere need
-not have it."""
+"""`{file name: sha256}` of every file that is read, written by `save_checkpoint`. Folders from elsewhere may
+lack it."""
 ORIGIN = "origin.json"
-"""Written by `made_once`: the digest of what a folder was made of, and that of its `CHECKSUMS`."""
+"""Written by `made_once`: the digest of the folder's source, and that of its `CHECKSUMS`."""
 CARD = "README.md"
-"""The only other file that `save_checkpoint` writes: nothing reads it, and people may add to it."""
+"""The only other file that `save_checkpoint` writes. Nothing reads it, and people may add to it."""
 LOADED = frozenset(
     {"config.json", "generation_config.json", "adapter_config.json", SINGLE, INDEX, *TOKENIZER_FILES}
 )
-"""Names that loaders look for by themselves."""
+"""File names that loaders find by themselves."""
 MEND = f"copy it again, or delete {CHECKSUMS} if you changed it on purpose."
 _DESCRIPTIONS = (
     "config.json", "generation_config.json", "tokenizer_config.json", "processor_config.json",
@@ -51,7 +51,7 @@ ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetens
 
 def check_folder(folder: Path, *, digests: bool = True) -> None:
     """Raise `CheckpointError` naming the first file that is missing, truncated, corrupt or a pickle. Without
-    `digests` the weights are not read, only their headers.
+    `digests` only the headers of weights are read.
     """
     require_folder(folder)
     base = adapter_base(folder)
@@ -62,7 +62,7 @@ def check_folder(folder: Path, *, digests: bool = True) -> None:
     checksums = read_checksums(folder) if digests else {}
     for name in weight_files(folder):
         check_shard(folder / name, checksums.get(name))
-    read_headers(folder)  # which refuses what lies twice, or elsewhere than the index says
+    read_headers(folder)  # refuses duplicate tensors, and a wrong index
     check_small_files(folder)
 
 
@@ -74,7 +74,7 @@ def require_folder(folder: Path) -> None:
 
 
 def folder_fault(folder: Path, what: str = "model") -> str | None:
-    """Why no `what` can be read at `folder`, and what to do; `None` for a folder."""
+    """Return why no `what` can be read at `folder`, with the fix. `None` for a folder."""
     if folder.is_dir():
         return None
     if any(part.endswith(":") for part in folder.parts[:1]):
@@ -91,7 +91,7 @@ def folder_fault(folder: Path, what: str = "model") -> str | None:
 
 
 def check_small_files(folder: Path) -> None:
-    """Raise `CheckpointError` naming the first file beside the weights that is not what `CHECKSUMS` says."""
+    """Raise `CheckpointError` naming the first file other than weights that differs from `CHECKSUMS`."""
     checksums = read_checksums(folder)
     large = {name for name in checksums if name.endswith(".safetensors")}
     check_files(folder, {name: checksums[name] for name in checksums.keys() - large}, MEND, CheckpointError)
@@ -107,10 +107,10 @@ def check_small_files(folder: Path) -> None:
 
 
 def adapter_base(folder: Path) -> Path | None:
-    """Where the base of the adapter in `folder` lies; `None` if `folder` is no adapter of peft's.
+    """Return the base folder of the adapter in `folder`, or `None` if `folder` is no peft adapter.
 
-    Raises `CheckpointError` if that is no model's folder, or if `folder` is both a model and an adapter: then
-    transformers would load the adapter's base.
+    Raises `CheckpointError` if the base is no model's folder, or if `folder` is both a model and an adapter,
+    because transformers would load the adapter's base then.
     """
     path = folder / ADAPTER_CONFIG
     if not path.is_file():
@@ -144,7 +144,7 @@ def check_adapter_file(folder: Path) -> None:
 
 
 def _is_model(place: Path) -> bool:
-    """Whether `place`, which may be any text, is a model's folder and no adapter's."""
+    """Return True if `place`, which may be any text, is a model's folder and no adapter's."""
     try:
         return (place / "config.json").is_file() and not (place / ADAPTER_CONFIG).is_file()
     except (OSError, ValueError):
@@ -152,15 +152,15 @@ def _is_model(place: Path) -> bool:
 
 
 def described_in(folder: Path) -> Path:
-    """The folder that describes the model in `folder`: its base's for an adapter, else itself."""
+    """Return the folder that describes the model in `folder`: its base's for an adapter, else itself."""
     return adapter_base(folder) or folder
 
 
 def refuse_code(folder: Path) -> None:
     """Raise `ModelError` if a description in `folder` names Python code of the folder's own.
 
-    transformers would import such code, or ask the terminal whether to: nothing of a folder is handed to it
-    before this was called.
+    transformers would import such code, or ask the terminal. So call this before transformers reads anything
+    of a folder.
     """
     for name in _DESCRIPTIONS:
         path = folder / name
@@ -172,16 +172,16 @@ def refuse_code(folder: Path) -> None:
 
 
 def names_code(described: Any) -> bool:
-    """Whether a configuration, or one inside it, names classes outside of transformers."""
+    """Return True if a configuration, or one inside it, names classes outside transformers."""
     if not isinstance(described, dict):
         return False
     return bool(described.get(_OWN_CODE)) or any(map(names_code, described.values()))
 
 
 def weight_files(folder: Path) -> list[str]:
-    """Names of the safetensors files that hold the weights in `folder`, in order, of which there are some.
+    """Return names of the safetensors files with the weights in `folder`, in order, at least one.
 
-    Raises `CheckpointError` where there are none, or where programs would read different ones.
+    Raises `CheckpointError` if there are none, or if programs would read different ones.
     """
     named = weight_folder.weight_files(folder)
     if named:
@@ -205,7 +205,7 @@ def weight_files(folder: Path) -> list[str]:
 
 
 def _require_metadata(index: Path) -> None:
-    if not isinstance(read_object(index).get("metadata"), dict):  # which transformers reads
+    if not isinstance(read_object(index).get("metadata"), dict):  # transformers reads it
         raise CheckpointError(
             f'{index} has no object `metadata`; write `"metadata": {{}}` into it, or copy it again from the'
             " model's source."
@@ -213,7 +213,7 @@ def _require_metadata(index: Path) -> None:
 
 
 def _no_weights(folder: Path) -> str:
-    """What a folder is that holds no weights."""
+    """Return an error that says which kind of folder without weights this is."""
     if (folder / "inputs.json").is_file():
         models = sorted(
             {file.parent for pattern in ("*", "*/*") for file in folder.glob(f"{pattern}/config.json")}
@@ -244,7 +244,7 @@ def _no_weights(folder: Path) -> str:
 
 
 def _half_adapter(folder: Path) -> str | None:
-    """What is wrong with a folder that has an adapter's weights and not its settings; `None` for others."""
+    """Return the fault of a folder that has an adapter's weights without its settings; `None` for others."""
     found = next(folder.glob("adapter_model.*"), None)
     if found is None or (folder / ADAPTER_CONFIG).is_file():
         return None
@@ -252,7 +252,7 @@ def _half_adapter(folder: Path) -> str | None:
 
 
 def above_models(folder: Path) -> str | None:
-    """What is wrong with the folder above models, such as a trainer's; `None` for any other."""
+    """Return the fault of a folder above models, such as a trainer's; `None` for any other."""
     below = [path.parent for path in folder.glob("*/*.safetensors")]
     if not below or (folder / "config.json").is_file():
         return None
@@ -270,7 +270,7 @@ _KINDS = {
 
 
 def refuse_absent(path: Path, again: str = "copy it again from the model's source") -> None:
-    """Raise `CheckpointError` if there is no file at `path`, with what is in its place; `again` mends it."""
+    """Raise `CheckpointError` if there is no file at `path`, naming the object there. `again` is the fix."""
     if path.is_file():
         return
     try:
@@ -282,11 +282,11 @@ def refuse_absent(path: Path, again: str = "copy it again from the model's sourc
 
 
 def check_shard(path: Path, expected: str | None) -> None:
-    """Raise `CheckpointError` if the shard at `path` is missing, cut short, or not of sha256 `expected`;
-    `OSError` if it may not be read.
+    """Raise `CheckpointError` if the shard at `path` is missing, truncated, or has another sha256 than
+    `expected`. Raise `OSError` if it may not be read.
     """
     refuse_absent(path)
-    path.open("rb").close()  # what the system refuses is no damage, and safetensors says no reason
+    path.open("rb").close()  # the system's refusal is no damage, and safetensors names no reason
     try:
         with safe_open(path, framework="pt") as shard:
             shard.keys()
@@ -299,16 +299,15 @@ def check_shard(path: Path, expected: str | None) -> None:
 
 
 def write_checksums(folder: Path) -> None:
-    """Write `CHECKSUMS` over everything that is below `folder` but its card."""
+    """Write `CHECKSUMS` of all files below `folder` except its card."""
     files = [path for path in sorted(folder.rglob("*")) if path.is_file() and path != folder / CARD]
     checksums = digests_of(folder, files)
     (folder / CHECKSUMS).write_text(json.dumps(checksums, indent=2) + "\n", "utf-8")
 
 
 def made_once(folder: Path, origin: str, make: Callable[[], object]) -> Path:
-    """`folder`, if it was made of what has the digest `origin` and every byte of it is still what it was.
-
-    Else `make` makes it, or makes it again: it replaces `folder`, with `CHECKSUMS`. One writer per `folder`.
+    """Return `folder` if it was made from the digest `origin` and every byte is unchanged. Else `make` makes
+    or replaces it, with `CHECKSUMS`. There may be one writer per `folder`.
     """
     if not _made_of(folder, origin):
         make()
@@ -329,7 +328,7 @@ def _made_of(folder: Path, origin: str) -> bool:
 
 
 def read_checksums(folder: Path) -> dict[str, str]:
-    """The folder's `checksums.json`, or nothing where there is none."""
+    """Read the folder's `checksums.json`; empty without one."""
     path = folder / CHECKSUMS
     found = read_object(path) if path.exists() else {}
     if not all(isinstance(digest, str) for digest in found.values()):
@@ -338,14 +337,14 @@ def read_checksums(folder: Path) -> dict[str, str]:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in the file `path`. Raises `CheckpointError` if there is none."""
+    """Read the JSON object in the file `path`. Raises `CheckpointError` if there is none."""
     return files.read_description(path, "copy it again from its source.", CheckpointError)
 
 
 def config_of(described: dict[str, Any]) -> PreTrainedConfig:
-    """The configuration that the content of a config.json describes, as transformers reads it from the file.
+    """Build the configuration that a config.json describes, as transformers reads it from the file.
 
-    Raises `KeyError` for an unknown `model_type`, and whatever its constructor raises.
+    Raises `KeyError` for an unknown `model_type`, and any error of its constructor.
     """
     from transformers import CONFIG_MAPPING
 
@@ -353,7 +352,7 @@ def config_of(described: dict[str, Any]) -> PreTrainedConfig:
 
 
 def _with_floats(value: Any) -> Any:
-    """`value` with the numbers that JSON lacks in the place of what stands for them."""
+    """Replace stand-ins in `value` by the numbers that JSON lacks."""
     if isinstance(value, list):
         return [_with_floats(part) for part in value]
     if not isinstance(value, dict):
@@ -370,11 +369,11 @@ _UNDECLARED_KEYS = ("rope_theta", "rope_scaling", "head_dim")
 _NO_FACTOR = "This model config has set a `rope_parameters['original_max_position_embeddings']` field"
 logging.getLogger("transformers.modeling_rope_utils").addFilter(
     lambda record: not record.getMessage().startswith(_NO_FACTOR)
-)  # advice to who writes a configuration, which computes the same either way
+)  # advice to writers of a configuration; the result is the same
 
 
 def read_config(folder: Path) -> PreTrainedConfig:
-    """The configuration in `folder/config.json`; of an adapter, its base's.
+    """Read the configuration in `folder/config.json`, or an adapter's base's.
 
     Raises `CheckpointError` if it is missing or not JSON, `ModelError` if its `model_type` is unknown, if it
     names code of its own, or if its weights are quantised.
@@ -417,8 +416,8 @@ def read_config(folder: Path) -> PreTrainedConfig:
 
 
 def _refuse_unusable(config: PreTrainedConfig, path: str | Path) -> None:
-    """What no part of `opd` can read, whichever way the weights come."""
-    if getattr(config.get_text_config(), "is_heterogeneous", False):  # of which it says no number as a whole
+    """Raise for a configuration that opd cannot read."""
+    if getattr(config.get_text_config(), "is_heterogeneous", False):  # it has no global numbers
         raise ModelError(
             f"{path} describes layers of several forms (per_layer_config, as {config.model_type} has), which"
             " nothing here can hold in one cache; choose a model whose layers are alike."
@@ -429,7 +428,7 @@ def _refuse_unusable(config: PreTrainedConfig, path: str | Path) -> None:
 
 
 def layer_windows(config: PreTrainedConfig) -> tuple[int | None, ...]:
-    """How many tokens each layer's attention sees; `None` where it sees all before."""
+    """Return each layer's attention window in tokens; `None` for full attention."""
     text = config.get_text_config()
     window = getattr(text, "sliding_window", None)
     kinds = getattr(text, "layer_types", None) or ["sliding_attention"] * text.num_hidden_layers
@@ -441,7 +440,7 @@ _POSITIONS = ("max_position_embeddings", "n_positions", "max_target_positions", 
 
 
 def positions_of(config: PreTrainedConfig) -> int | None:
-    """Tokens that a sequence may have, at most; `None` where the configuration does not say."""
+    """Return the maximum tokens of a sequence, or `None` if the configuration does not say."""
     text = config.get_text_config()
     found = [getattr(text, name, None) for name in _POSITIONS]
     said = next((number for number in found if isinstance(number, int) and number > 0), None)
@@ -450,10 +449,10 @@ def positions_of(config: PreTrainedConfig) -> int | None:
 
 
 def angles_change_at(config: PreTrainedConfig) -> int | None:
-    """Tokens beyond which the angles of all that is computed together follow from the longest sequence of it
-    ("longrope" of Phi 3 and 4, "dynamic"); `None` if angles follow from positions alone.
+    """Return the number of tokens beyond which all angles of a batch depend on its longest sequence
+    ("longrope" of Phi 3 and 4, "dynamic"). `None` if angles depend on positions only.
 
-    A short sequence beside a longer one, and keys that a cache has kept, would be wrong.
+    A short sequence beside a longer one, and cached keys, would be wrong.
     """
     text = config.get_text_config()
     whole, found = getattr(text, "max_position_embeddings", None), []
@@ -467,7 +466,8 @@ def angles_change_at(config: PreTrainedConfig) -> int | None:
 
 
 def scratch_config(config: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> PreTrainedConfig:
-    """A configuration from `model_type` and its arguments; vocabulary and special ids are the tokenizer's.
+    """Build a configuration from `model_type` and its arguments, with the tokenizer's vocabulary and special
+    ids.
 
     Raises `ModelError` for an unknown `model_type` or argument (with the nearest known one), a value of the
     wrong type, or a `vocab_size` smaller than the tokenizer's.

@@ -1,8 +1,8 @@
-"""Do the weights of a Hugging Face folder and its config.json describe the same model?
+"""Check that the weights of a Hugging Face folder match its config.json.
 
-transformers loads what fits and only logs the rest: layers that the configuration does not count are left
-out, integers are cast to floats, a head that should be tied stays apart. Each of these is another model than
-the one in the folder, so each is refused here.
+transformers loads matching tensors and only logs the rest. It drops layers that the configuration does not
+count, casts integers to floats, and leaves a head untied that should be tied. Each result differs from the
+model in the folder, so each is refused here.
 """
 
 from __future__ import annotations
@@ -33,9 +33,8 @@ from opd.storage.weight_folder import FOLLOWING, read_headers
 
 
 def empty_module(folder: Path, dtype: torch.dtype) -> Any:
-    """What `load_module` gives, with its parameters on the meta device and its buffers as they are computed
-    from the configuration; an adapter of peft's is only compared with its base. Raises what `load_module`
-    raises.
+    """Return the module of `load_module` with its parameters on the meta device and computed buffers. A peft
+    adapter is only compared with its base. Raises the errors of `load_module`.
     """
     module = load_module(folder, dtype=dtype, device_map="meta")
     with meta_parameters(), quiet():
@@ -55,7 +54,7 @@ _BUILDING = threading.Lock()
 
 @contextmanager
 def meta_parameters() -> Iterator[None]:
-    """In this thread, put every parameter on the meta device as soon as its module gets it.
+    """Move every parameter of this thread to the meta device as soon as its module gets it.
 
     A model built under `torch.device("meta")` loses its buffers too, and with them the rotary frequencies.
     """
@@ -79,16 +78,16 @@ _SHOWN = 3
 
 
 def check_weights(folder: Path) -> None:
-    """Raise what `load_module` raises, without reading the weights (but for a head that may be tied)."""
+    """Raise the errors of `load_module` without reading the weights, except for a head that may be tied."""
     load_module(folder, dtype=torch.float32, device_map="meta")
 
 
 def load_module(folder: Path, *, dtype: torch.dtype, device_map: str | None = None) -> Any:
-    """The `...ForCausalLM` of a whole folder, in `dtype`, with packed attention; of an adapter of peft's, its
-    base with the adapter merged into it.
+    """Load the `...ForCausalLM` of a complete folder, in `dtype`, with packed attention. A peft adapter is
+    merged into its base.
 
     Raises `CheckpointError` naming tensors that are missing, of another shape, in no floating-point format,
-    or of no use to the model that config.json describes; `ModelError` if that is no causal language model.
+    or unused by the model of config.json. Raises `ModelError` if that is no causal language model.
     """
     base = adapter_base(folder)
     if base is not None:
@@ -134,13 +133,13 @@ def load_module(folder: Path, *, dtype: torch.dtype, device_map: str | None = No
 
 
 def _saved_as(module: Any) -> str | None:
-    """The class that config.json says a model was saved as, if it is another than `module` is."""
+    """Return the class in config.json's `architectures` if it is not the class of `module`."""
     saved = [str(name) for name in module.config.architectures or []]
     return saved[0] if saved and type(module).__name__ not in saved else None
 
 
 def _refuse_disagreement(folder: Path, info: dict[str, Any], saved_as: str | None) -> None:
-    """`saved_as`: another class whose weights these are."""
+    """Refuse missing, unused or mismatched tensors. `saved_as` is another class in config.json."""
     absent, unused = list(info["missing_keys"]), info["unexpected_keys"]
     unused = [name for name in unused if not FOLLOWING.search(name)]
     other = "the two do not belong together: copy both again from one source."
@@ -187,7 +186,7 @@ def _refuse_disagreement(folder: Path, info: dict[str, Any], saved_as: str | Non
 
 
 def _refuse_untied(folder: Path, module: Any) -> None:
-    """transformers does not tie a head to an embedding of other values, whatever the configuration says."""
+    """Refuse an untied head: transformers does not tie it to an embedding with other values."""
     head, embedding = module.get_output_embeddings(), module.get_input_embeddings()
     if head is None or head.weight is embedding.weight:
         return
@@ -195,7 +194,7 @@ def _refuse_untied(folder: Path, module: Any) -> None:
     pair = [f"{names[id(part)]}.weight" for part in (head, embedding)]
     if head.weight.is_meta:
         parts = TensorParts(folder / file for file in weight_files(folder))
-        if any(name not in parts for name in pair) or _equal(parts, *pair):  # other names: loading tells
+        if any(name not in parts for name in pair) or _equal(parts, *pair):  # else loading reports it
             return
     raise CheckpointError(
         f"{folder}/config.json ties {pair[0]} to {pair[1]}, but the weights hold two different ones; set"
@@ -204,7 +203,7 @@ def _refuse_untied(folder: Path, module: Any) -> None:
 
 
 def _equal(parts: TensorParts, one: str, other: str) -> bool:
-    """Whether two stored tensors are the same; a few rows of each are in memory."""
+    """Return True if two stored tensors are equal. Only a few rows of each are in memory."""
     if (parts.shape(one), parts.dtype(one)) != (parts.shape(other), parts.dtype(other)):
         return False
     rows = [torch.empty(1 << 18, dtype=parts.dtype(one)) for _ in range(2)]
@@ -224,7 +223,7 @@ def _some(names: Collection[str]) -> str:
 
 
 def unpadded(module: nn.Module) -> None:
-    """Keep `module` from looking for padding among ids, and from advice on it: nobody here pads."""
+    """Stop `module` from searching ids for padding and warning about it; nothing here is padded."""
     for part in module.modules():
         if isinstance(part, PreTrainedModel):
             part.warn_if_padding_and_no_attention_mask = _no_advice
@@ -236,7 +235,7 @@ def _no_advice(input_ids: Any, attention_mask: Any) -> None:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silence the loading reports and bars of Hugging Face; what matters is raised as an error."""
+    """Silence the loading reports and bars of Hugging Face. Real faults are raised as errors."""
     level, bars = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()
     hf_logging.set_verbosity_error()
     hf_logging.disable_progress_bar()

@@ -1,9 +1,9 @@
-"""Read models and data files from the Hub: which commit a revision is, and those of its files that are read.
+"""Read models and data files from the Hub: resolve a revision to a commit, and fetch the needed files.
 
-Through huggingface_hub, with its cache and its variables (`HF_HOME`, `HF_ENDPOINT`, `HF_TOKEN`,
-`HF_HUB_OFFLINE`). Only what loaders of folders read is asked for, by name: a description that is refused
-comes before any weights, and code, pickles and whatever else a repository holds never come. What goes wrong
-between this machine and the Hub becomes a sentence that a person can act on.
+It uses huggingface_hub, with its cache and its variables (`HF_HOME`, `HF_ENDPOINT`, `HF_TOKEN`,
+`HF_HUB_OFFLINE`). Only files that folder loaders read are requested, by name. A refused description comes
+before any weights. Code, pickles and other files of a repository are never fetched. Failures between this
+machine and the Hub become a sentence that a person can act on.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ AGAIN = "try again later, or set HF_HUB_OFFLINE=1 to use what is in the cache"
 
 
 class UnreachableError(Exception):
-    """There is no network, it is switched off, or the Hub answers with errors of its own: it may pass."""
+    """No network, offline mode, or a server error of the Hub. It may pass."""
 
 
 def passing(error: Exception) -> bool:
-    """Whether the Hub may answer otherwise a moment later."""
+    """Return True if the Hub may answer differently a moment later."""
     from huggingface_hub.errors import HfHubHTTPError
 
     if isinstance(error, HfHubHTTPError):
@@ -55,7 +55,7 @@ def passing(error: Exception) -> bool:
 
 
 def asked_again(error: Exception) -> bool:
-    """Whether huggingface_hub has asked for a file several times already before it raised `error`."""
+    """Return True if huggingface_hub has retried several times before it raised `error`."""
     if not is_transport(error):
         return getattr(getattr(error, "response", None), "status_code", 0) in (408, 429)
     kinds = {kind.__name__ for kind in type(error).__mro__}
@@ -63,7 +63,7 @@ def asked_again(error: Exception) -> bool:
 
 
 def is_transport(error: BaseException) -> bool:
-    """Whether `error` is the network's: of whichever HTTP library huggingface_hub has."""
+    """Return True for a network error of any HTTP library of huggingface_hub."""
     from huggingface_hub.errors import HfHubHTTPError
 
     of_http = next(base for base in HfHubHTTPError.__bases__ if base is not OSError)
@@ -77,12 +77,12 @@ def status(error: Any) -> str:
 
 
 def reason(error: BaseException) -> str:
-    """What `error` says, on one short line."""
+    """Return the message of `error` on one short line."""
     return shown(" ".join(str(error).split()) or type(error).__name__, 160)
 
 
 def refusal(name: HubName, error: Exception, of: str = "") -> Exception:
-    """What to raise in place of `error`, which `name` has met; `of`: in which part, as `config.json of `."""
+    """Return the exception to raise for `error` about `name`. `of` names the file, as `config.json of `."""
     if isinstance(error, OpdError):
         return error
     sentence = _of_repository(name, error) or _of_answer(name, error, of) or _of_network(name, error, of)
@@ -140,22 +140,22 @@ def _of_network(name: HubName, error: Exception, of: str) -> str | None:
 
 
 SECONDS = 10.0
-"""Until a request without any answer counts as failed; a download as `HF_HUB_DOWNLOAD_TIMEOUT` says."""
+"""Timeout of a request without any answer. A download has `HF_HUB_DOWNLOAD_TIMEOUT`."""
 RETRY = Retry(attempts=4, pause=0.5, longest=8.0)
 LARGEST = 256 * 2**20
-"""Bytes of a file that is not weights."""
+"""Maximum bytes of a file that is not weights."""
 _SMALL = LOADED - {SINGLE} | {CHECKSUMS}
 _KEPT = (".safetensors", ".json", ".jinja", ".model", ".txt")
-"""How files end that a folder's `checksums.json` may name and that are then fetched too."""
+"""Suffixes of files in a folder's `checksums.json` that are fetched too."""
 log = logging.getLogger("opd.models.hub")
 
 Report = Callable[[int, int], None]
-"""Told (bytes that are here, bytes in all) while files come."""
+"""Called with (bytes here, bytes in all) while files are fetched."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """What a name on the Hub is on this machine."""
+    """The local copy of a name on the Hub."""
 
     path: Path
     """A model's folder, or a data set's file, in the cache."""
@@ -164,12 +164,12 @@ class Fetched:
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """What the Hub says of a commit."""
+    """The Hub's description of a commit."""
 
     commit: str
     sizes: Mapping[str, int]
     digests: Mapping[str, str]
-    """sha256 of files in large-file storage, else git's sha1; of a data set none are asked for."""
+    """sha256 of files in large-file storage, else git's sha1. A data set has none."""
 
 
 def fetch(
@@ -180,17 +180,16 @@ def fetch(
     files: Collection[str] | None = None,
     report: Report = lambda done, total: None,
 ) -> Fetched:
-    """`name` on this machine, downloaded if it is not in the cache yet.
+    """Return `name` on this machine. Download it if it is not in the cache.
 
     Args:
-        commit: Which one it must be, whatever the revision is by now.
-        weights: Whether a model's weights are wanted, and not only its tokenizer.
-        files: Those it had, so far as is known, when `commit` was taken: if all are here, the Hub is not
-            asked.
+        commit: The required commit, whatever the revision is now.
+        weights: Fetch a model's weights, and not only its tokenizer.
+        files: Known files of `commit`. If all are here, the Hub is not asked.
 
-    A Hub that cannot be reached is replaced by the cache, which is logged. Raises `ModelError`,
-    `CheckpointError` or `StorageError`: there is no such repository, revision or file, it may not be read, it
-    is no model that can be used, or it did not come whole.
+    If the Hub cannot be reached, the cache is used and this is logged. Raises `ModelError`, `CheckpointError`
+    or `StorageError` if there is no such repository, revision or file, if it may not be read, is no usable
+    model, or is incomplete.
     """
     from huggingface_hub import get_token
 
@@ -245,12 +244,12 @@ def _fetch_model(name: HubName, listing: Listing, weights: bool, report: Report)
 
 
 def _listed(folder: Path) -> list[str]:
-    """What the checksums of a model say is in its folder: without them it would not be whole."""
+    """Return the files that a model's checksums list. Without them it would be incomplete."""
     return [object_path(file) for file in read_checksums(folder) if file.endswith(_KEPT)]
 
 
 def _refuse_contents(name: HubName, listing: Listing) -> None:
-    """Raise `ModelError` for a repository without a model that can be used, before anything of it comes."""
+    """Raise `ModelError` for a repository without a usable model, before anything is fetched."""
     files = listing.sizes
     if SINGLE in files or INDEX in files:
         if "config.json" not in files:
@@ -276,14 +275,14 @@ def _refuse_contents(name: HubName, listing: Listing) -> None:
 
 
 class _Download:
-    """Fetches files of one commit into the cache, each compared with what the Hub says of it when it came."""
+    """Fetches files of one commit into the cache, and compares each new one with the Hub's digest."""
 
     def __init__(self, name: HubName, listing: Listing, report: Report) -> None:
         self._name, self._listing, self._report = name.at(listing.commit), listing, report
         self._done = self._total = 0
 
     def __call__(self, files: Iterable[str]) -> list[Path]:
-        """Where `files` are now, in their order."""
+        """Return the local paths of `files`, in order."""
         chosen = list(files)
         for file in chosen:
             size = self._listing.sizes[file]
@@ -340,7 +339,7 @@ class _Download:
         self._report(self._done, max(self._done, self._total))
 
     def _compare(self, path: Path, file: str) -> None:
-        """Raise `StorageError` if the new file at `path` is not what the Hub says, and forget it."""
+        """Raise `StorageError` and delete the new file at `path` if it differs from the Hub's description."""
         size, digest = self._listing.sizes[file], self._listing.digests.get(file) or path.resolve().name
         length = path.stat().st_size
         if (length == size or size < 0) and digest_like(path, digest) == digest:
@@ -354,17 +353,17 @@ class _Download:
 
 
 def digest_like(path: Path, digest: str) -> str:
-    """The digest of `path` of the kind that `digest` is; `digest` itself where that is of none."""
+    """Return the digest of `path` of the same kind as `digest`, or `digest` itself if its kind is unknown."""
     if len(digest) == 64 and set(digest) <= set("0123456789abcdef"):
         return file_digest(path)
-    if is_commit(digest):  # git's, of a file that is not in large-file storage
+    if is_commit(digest):  # git's, for files outside large-file storage
         data = path.read_bytes()
         return hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False).hexdigest()
     return digest
 
 
 def _counting(came: Callable[[int], None]) -> type:
-    """A bar for huggingface_hub that draws nothing and tells how many bytes came."""
+    """Return a silent progress bar for huggingface_hub that reports the received bytes."""
     from huggingface_hub.utils import tqdm
 
     class Counted(tqdm):
@@ -378,7 +377,7 @@ def _counting(came: Callable[[int], None]) -> type:
 
 
 def listing_of(name: HubName) -> Listing:
-    """What the Hub says of `name`. Raises `UnreachableError`, or what `refusal` gives."""
+    """Return the Hub's listing of `name`. Raises `UnreachableError`, or the exception of `refusal`."""
     from huggingface_hub import HfApi, constants
 
     if constants.is_offline_mode():
@@ -427,7 +426,7 @@ def _asked(api: HfApi, name: HubName) -> Listing:
 
 
 def _from_cache(name: HubName, weights: bool, error: UnreachableError) -> Fetched:
-    """What of `name` is here already, where the Hub cannot be asked."""
+    """Return the cached part of `name` if the Hub cannot be reached."""
     from huggingface_hub import constants
 
     commit = name.commit or _last_commit(name)
@@ -447,7 +446,7 @@ def _from_cache(name: HubName, weights: bool, error: UnreachableError) -> Fetche
 
 
 def _needed(name: HubName, weights: bool) -> list[str]:
-    """Files without which a cached snapshot is not whole; its weights only as its own index tells them."""
+    """The files that make a cached snapshot complete. Weights count only if its own index lists them."""
     if name.file is not None:
         return [name.file]
     folder = _snapshot(name)
@@ -460,7 +459,7 @@ def _needed(name: HubName, weights: bool) -> list[str]:
 
 
 def _in_cache(name: HubName, commit: str, files: Iterable[str]) -> Path | None:
-    """The folder or file of `name` at `commit`, if all of `files` are in the cache."""
+    """Return the folder or file of `name` at `commit`, if all of `files` are in the cache."""
     folder = _snapshot(name.at(commit))
     if not folder.is_dir() or not all((folder / file).is_file() for file in files):
         return None
@@ -472,17 +471,17 @@ def _snapshot(name: HubName) -> Path:
 
 
 def _last_commit(name: HubName) -> str | None:
-    """What `name`'s revision was when the Hub was last asked."""
+    """Return the commit of `name`'s revision at the last answer of the Hub."""
     path = _repository(name) / "refs" / name.revision
     if not path.is_file():
         return None
-    with path.open("rb") as file:  # a commit, or whatever has come into its place
+    with path.open("rb") as file:  # a commit, or any other content
         found = file.read(64).decode("ascii", "replace").strip()
     return found if is_commit(found) else None
 
 
 def _remember(name: HubName, commit: str) -> None:
-    """For a time without network, as huggingface_hub itself does; a cache may be read-only."""
+    """Store the commit for use without network, as huggingface_hub does. A cache may be read-only."""
     if name.commit is None and _last_commit(name) != commit:
         with contextlib.suppress(OSError):
             write_atomic(_repository(name) / "refs" / name.revision, commit.encode())

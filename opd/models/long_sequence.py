@@ -1,17 +1,17 @@
-"""A decoder's forward and backward in less memory: layers computed again, long sequences in pieces.
+"""A decoder's forward and backward in less memory: recomputed layers, long sequences in chunks.
 
 Everything in a decoder layer but its attention treats tokens one by one, so the family's own layer is called
-on pieces of the tokens; how the queries of a piece see keys of other pieces is a subclass's. Between layers
-only the hidden states [T, D] stay: the backward of a layer computes each piece again and differentiates it at
+on chunks of the tokens. A subclass decides how queries of a chunk see keys of other chunks. Between layers
+only the hidden states [T, D] stay. The backward of a layer computes each chunk again and differentiates it at
 once. (Recomputation: Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost".)
 
-In a long sequence a layer's forward runs with an `attend` that keeps the keys and values of the pieces
-before. Its backward computes them again, then goes through the pieces from the last to the first, each one
-computed again and differentiated at once, with the gradient of the keys and values it saw added up for the
-pieces before it.
+In a long sequence a layer's forward runs with an `attend` that caches the keys and values of earlier chunks.
+Its backward computes them again, then goes through the chunks from the last to the first. Each one is
+recomputed and differentiated at once. The gradient of its visible keys and values is added up for the earlier
+chunks.
 
 Memory of `T` tokens: `T x D` for each layer's input, `T x 4 Hkv d` for one layer's keys, values and their
-gradients, and one piece's activations. [T, T] and [T, intermediate size] never exist.
+gradients, and one chunk's activations. [T, T] and [T, intermediate size] never exist.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Layer = Callable[..., Tensor]
 
 @dataclass(frozen=True, slots=True)
 class LayerCall:
-    """A layer, or the norm after the last one, as a decoder calls it on all tokens."""
+    """A call of a layer, or of the norm after the last one, on all tokens."""
 
     layer: Layer
     arguments: dict[str, Any]
@@ -44,7 +44,7 @@ class LayerCall:
 
 
 class LayerPieces(ABC):
-    """Runs decoder layers over `tokens` tokens in pieces: the tokens `piece.start ... piece.stop - 1`."""
+    """Runs decoder layers over `tokens` tokens in chunks: the tokens `piece.start ... piece.stop - 1`."""
 
     def __init__(self, tokens: int, spans: Sequence[slice]) -> None:
         self.tokens = tokens
@@ -52,15 +52,15 @@ class LayerPieces(ABC):
 
     @abstractmethod
     def attentions(self, hidden: Tensor, call: LayerCall) -> Iterator[tuple[slice, Attend]]:
-        """Each piece with its `attend`, in an order in which they can be run. `hidden` [1, T, D] is what the
-        layer is given; pieces that were run may be overwritten."""
+        """Yield each chunk with its `attend`, in a valid order. `hidden` [1, T, D] is the layer's input.
+        Chunks that have run may be overwritten."""
 
     @abstractmethod
     def attending_backward(self, hidden: Tensor, upstream: Tensor, call: LayerCall) -> Tensor:
-        """`backward` of a layer that attends."""
+        """Return the gradient of a layer that attends; see `backward`."""
 
     def __call__(self, call: AttentionCall) -> Tensor:
-        """Stands where a decoder wants an `attend`; raises `ModelError` if a layer was not replaced."""
+        """Placeholder for an `attend`. Raises `ModelError` if a layer was not replaced."""
         raise ModelError(
             f"layer {call.layer_index} is not one of its decoder's `layers`; this architecture cannot run"
             " long sequences in pieces: leave sequence_chunk out."
@@ -68,7 +68,7 @@ class LayerPieces(ABC):
 
     @contextmanager
     def installed(self, layers: Sequence[nn.Module], norm: nn.Module | None) -> Iterator[None]:
-        """While the block runs, `layers` and the final `norm` work piece by piece."""
+        """Run `layers` and the final `norm` in chunks while the block runs."""
         with ExitStack() as undo:
             for module in [*layers, *([] if norm is None else [norm])]:
                 module.forward = self._stand_in(module.forward, attends=module is not norm)
@@ -79,7 +79,7 @@ class LayerPieces(ABC):
         def forward(hidden_states: Tensor, **arguments: Any) -> Tensor:
             if not torch.is_grad_enabled():
                 return self.prefill(hidden_states, arguments, layer, attends=attends)
-            # Without it a layer behind frozen embeddings would have no input that asks for a gradient.
+            # Without it a layer behind frozen embeddings would have no input that requires a gradient.
             anchor = torch.empty(0, requires_grad=True)
             return _Recomputed.apply(hidden_states, anchor, self, LayerCall(layer, arguments, attends))
 
@@ -89,7 +89,7 @@ class LayerPieces(ABC):
     def prefill(
         self, hidden: Tensor, arguments: dict[str, Any], layer: Layer, *, attends: bool = True
     ) -> Tensor:
-        """`layer` on `hidden` [1, T, D], which is overwritten with the result and returned."""
+        """Run `layer` on `hidden` [1, T, D], in place. Return `hidden`."""
         call = LayerCall(layer, arguments, attends)
         apart: Iterator[tuple[slice, Attend | None]] = ((span, None) for span in self.spans)
         for span, attention in self.attentions(hidden, call) if attends else apart:
@@ -97,7 +97,7 @@ class LayerPieces(ABC):
         return hidden
 
     def backward(self, hidden: Tensor, upstream: Tensor, call: LayerCall) -> Tensor:
-        """The gradient in `hidden` [1, T, D]; those in the layer's parameters are added to their `.grad`."""
+        """The gradient in `hidden` [1, T, D]. Gradients of the layer's parameters are added to `.grad`."""
         if call.attends:
             return self.attending_backward(hidden, upstream, call)
         gradient = torch.empty_like(hidden)
@@ -108,7 +108,7 @@ class LayerPieces(ABC):
     def differentiate(
         self, hidden: Tensor, upstream: Tensor, call: LayerCall, span: slice, attention: Attend | None = None
     ) -> Tensor:
-        """The gradient in one piece of `hidden`, which is computed again for it."""
+        """Recompute one chunk of `hidden`. Return its gradient."""
         given = hidden[:, span].detach().requires_grad_()
         with torch.enable_grad():
             output = call.layer(given, **self.cut(call.arguments, span, attention))
@@ -117,8 +117,8 @@ class LayerPieces(ABC):
         return given.grad
 
     def projected(self, piece: Tensor, call: LayerCall, span: slice) -> AttentionCall | None:
-        """What a layer attends with for a piece of the hidden states; nothing after that is computed. `None`
-        if the layer has no attention.
+        """Return a layer's attention call for a chunk of the hidden states, and compute nothing after it.
+        `None` if the layer has no attention.
         """
         projected = _Projected()
         with suppress(_ProjectedError):
@@ -126,7 +126,7 @@ class LayerPieces(ABC):
         return projected.found
 
     def cut(self, arguments: dict[str, Any], span: slice, attention: Attend | None) -> dict[str, Any]:
-        """The arguments of a layer for one piece: what has a row per token is cut to its rows."""
+        """The arguments of a layer for one chunk. Tensors with a row per token are sliced to its rows."""
         own = {name: self._cut(value, span) for name, value in arguments.items()}
         return own if attention is None else own | {"attend": attention}
 
@@ -140,11 +140,11 @@ class LayerPieces(ABC):
 
 
 class _ProjectedError(Exception):
-    """Ends a layer early: what it attends with was all that was wanted."""
+    """Ends a layer early, after its attention call is recorded."""
 
 
 class _Projected:
-    """An `attend` that keeps what it is called with, and ends the layer."""
+    """An `attend` that records its call and ends the layer."""
 
     found: AttentionCall | None = None
 
@@ -154,7 +154,7 @@ class _Projected:
 
 
 class _Recomputed(torch.autograd.Function):
-    """A layer of which only the input is kept."""
+    """A layer that saves only its input."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, anchor: Tensor, pieces: LayerPieces, call: LayerCall) -> Tensor:
@@ -172,23 +172,23 @@ class _Recomputed(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True)
 class SequencePiece:
-    """The packed tokens `start ... stop - 1`: several whole sequences, or a part of one."""
+    """The packed tokens `start ... stop - 1`: several complete sequences, or a chunk of one."""
 
     start: int
     stop: int
     bounds: tuple[int, ...]
-    """Of its sequences, counted from `start`; where it is part of one, `(0, stop - start)`."""
+    """Bounds of its sequences, counted from `start`; `(0, stop - start)` for a chunk of one."""
     sequence: tuple[int, int] | None = None
-    """The packed tokens of the sequence it is a part of; `None` for whole sequences."""
+    """The packed tokens of the sequence it is a chunk of; `None` for complete sequences."""
 
     @property
     def span(self) -> slice:
-        """Its packed tokens."""
+        """Range of its packed tokens."""
         return slice(self.start, self.stop)
 
 
 def pieces_of(cu_seqlens: Sequence[int], chunk: int) -> list[SequencePiece]:
-    """Cut packed sequences into pieces of at most `chunk` tokens; only those longer than that are cut."""
+    """Split packed sequences into chunks of at most `chunk` tokens. Only longer sequences are split."""
     pieces: list[SequencePiece] = []
     begin, bounds = 0, [0]
 
@@ -221,7 +221,7 @@ class _Cache:
         self.gradients: tuple[Tensor, ...] | None = None
 
     def put(self, piece: SequencePiece, key: Tensor, value: Tensor) -> slice:
-        """Keep the keys and values of `piece`; returns their place."""
+        """Store the keys and values of `piece`. Return their range."""
         place = slice(piece.start - self.start, piece.stop - self.start)
         if self.keys is None or self.values is None:
             length = self.stop - self.start
@@ -230,7 +230,7 @@ class _Cache:
         return place
 
     def until(self, place: slice) -> tuple[Tensor, Tensor]:
-        """Keys and values from the start of the sequence to the end of `place`."""
+        """Return keys and values from the start of the sequence to the end of `place`."""
         assert self.keys is not None
         assert self.values is not None
         return self.keys[:, : place.stop], self.values[:, : place.stop]
@@ -245,10 +245,10 @@ class _Cache:
 
 
 class _PieceAttention(torch.autograd.Function):
-    """The queries of a piece on its own keys and those before it.
+    """Attention of a chunk's queries on its own and earlier keys.
 
-    Its backward adds the gradient of the keys before it to the cache, and returns for its own keys what this
-    piece and all after it gave: those came first.
+    Its backward adds the gradient of earlier keys to the cache. For its own keys it returns the sum from this
+    chunk and all later ones, whose backwards ran first.
     """
 
     @staticmethod
@@ -282,7 +282,7 @@ class _PieceAttention(torch.autograd.Function):
 
 @dataclass(slots=True)
 class _PieceAttend:
-    """The `attend` of one piece of a long sequence."""
+    """The `attend` of one chunk of a long sequence."""
 
     cache: _Cache
     piece: SequencePiece
@@ -292,16 +292,16 @@ class _PieceAttend:
 
 
 class ChunkedLayers(LayerPieces):
-    """Runs decoder layers over packed sequences in pieces of at most `chunk` tokens."""
+    """Runs decoder layers over packed sequences in chunks of at most `chunk` tokens."""
 
     def __init__(self, cu_seqlens: Sequence[int], chunk: int) -> None:
         self.pieces = pieces_of(cu_seqlens, chunk)
         super().__init__(cu_seqlens[-1], [piece.span for piece in self.pieces])
-        # Shared by all layers, as are the indices that they make.
+        # All layers share these, and their indices.
         self._whole = {p: PackedAttention(list(p.bounds)) for p in self.pieces if p.sequence is None}
 
     def attentions(self, hidden: Tensor, call: LayerCall) -> Iterator[tuple[slice, Attend]]:
-        """Those of one sequence share a cache, which goes with the last."""
+        """Yield chunks. Those of one sequence share a cache, which is freed after the last."""
         del hidden, call
         cache: _Cache | None = None
         for piece in self.pieces:
@@ -327,7 +327,7 @@ class ChunkedLayers(LayerPieces):
 
     @torch.no_grad()
     def _filled(self, hidden: Tensor, call: LayerCall, sequence: tuple[int, int]) -> _Cache:
-        """The keys and values of all pieces of `sequence` but the last, which computes its own."""
+        """Return the keys and values of all chunks of `sequence` but the last, which computes its own."""
         cache = _Cache(sequence)
         for piece in [piece for piece in self.pieces if piece.sequence == sequence][:-1]:
             found = self.projected(hidden[:, piece.span], call, piece.span)
@@ -337,42 +337,42 @@ class ChunkedLayers(LayerPieces):
 
 
 FINAL_NORMS = ("norm", "final_layernorm", "ln_f", "final_layer_norm", "layer_norm")
-"""What families call the norm after the last layer."""
+"""Families' names of the norm after the last layer."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerMemory:
-    """What a forward pass keeps for its backward."""
+    """Memory settings of a forward pass for its backward."""
 
     recompute: bool = False
-    """Only the input of each layer; the rest is computed again."""
+    """Save only the input of each layer, and recompute the rest."""
     chunk: int | None = None
-    """More packed tokens than this go through each layer in pieces of so many, and are computed again."""
+    """More packed tokens than this go through each layer in chunks of this size, and are recomputed."""
 
     def cuts(self, tokens: int) -> bool:
-        """Whether so many packed tokens are run in pieces."""
+        """Return True if `tokens` packed tokens run in chunks."""
         return self.chunk is not None and tokens > self.chunk
 
 
 WHOLE = LayerMemory()
-"""Everything is kept."""
+"""Save everything."""
 
 
 def final_norm(decoder: Any) -> nn.Module | None:
-    """The module behind the last layer; `None` if it has none of the usual names."""
+    """Return the module after the last layer, or `None` if it has none of the usual names."""
     found = [getattr(decoder, name) for name in FINAL_NORMS if hasattr(decoder, name)]
     return found[0] if found else None
 
 
 def layers_of(decoder: Any) -> list[nn.Module]:
-    """The decoder's layers, whatever it calls them; none if it has no list of them, or several."""
+    """Return the decoder's layers under any name, empty if it has no list of layers, or several."""
     lists = [part for part in decoder.children() if isinstance(part, nn.ModuleList)]
     return list(lists[0]) if len(lists) == 1 else []
 
 
 @contextmanager
 def recomputed(layers: Sequence[nn.Module]) -> Iterator[None]:
-    """While the block runs, `layers` keep only their input; the backward computes the rest again."""
+    """Let `layers` save only their input while the block runs. The backward recomputes the rest."""
     with ExitStack() as undo:
         for layer in layers:
             layer.forward = _checkpointed(layer.forward)

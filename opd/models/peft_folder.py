@@ -1,15 +1,16 @@
 """Read an adapter folder as peft writes it.
 
-It is plain LoRA, of ranks and alphas by layer too, or refused by the name of what it has beside.
+It must be plain LoRA, possibly with ranks and alphas by layer. Otherwise it is refused with the offending
+setting.
 
 `adapter_config.json` and `adapter_model.safetensors`, with tensors named `base_model.model.` +
-`model.layers.0.self_attn.q_proj.lora_A.weight` `[r, in]` and `lora_B` `[out, r]`: the model is its base with
-`W + scaling * B A` in the place of each `W`. What the configuration says beside must be known to change none
-of this; a setting of a peft that is newer than this table is refused unless it is empty.
+`model.layers.0.self_attn.q_proj.lora_A.weight` `[r, in]` and `lora_B` `[out, r]`. The model is its base with
+`W + scaling * B A` instead of each `W`. Other settings must be known to change none of this. A setting of a
+peft newer than this table is refused unless it is empty.
 
-The patterns in `rank_pattern` and `alpha_pattern` are matched as peft matches them: they are regular
-expressions that somebody else wrote. Names alone, such as `self_attn.q_proj`, are matched here; anything with
-repetitions in a process that is ended if it takes seconds.
+Patterns in `rank_pattern` and `alpha_pattern` are matched as peft matches them. They are regular expressions
+of other people. Plain names, such as `self_attn.q_proj`, are matched here. Repetitions run in a process with
+a limit of seconds.
 """
 
 from __future__ import annotations
@@ -41,14 +42,14 @@ from opd.storage.tensors import TensorParts, require_numbers
 
 _NAME = re.compile(r"[\w.]*")
 _MOST = 10_000
-"""Patterns of an adapter: as many as it has layers, at most."""
+"""Maximum patterns of an adapter, about one per layer."""
 _SECONDS, _MEMORY = 5.0, 1 << 29
 
 
 def match_patterns(patterns: list[str], layers: list[str]) -> dict[str, str]:
-    """The first of `patterns` that matches the end of each layer's name, for those that one matches.
-
-    Raises `ValueError`, saying why, for what is no regular expression, or takes too long.
+    """Return the first of `patterns` that matches the end of each layer's name. Layers without a match are
+    left out. Raises `ValueError` with the reason for an invalid regular expression, or one that takes too
+    long.
     """
     if len(patterns) > _MOST:
         raise ValueError(f"there are {len(patterns):,} patterns where {_MOST:,} are read")
@@ -78,11 +79,11 @@ def _matched(patterns: Iterable[str], layers: Iterable[str]) -> dict[str, str]:
 
 
 def prepare() -> None:
-    """In the process that looks: nothing to import."""
+    """Nothing to import; runs in the matching process."""
 
 
 def answer(asked: Mapping[str, Any]) -> dict[str, Any]:
-    """In the process that looks: which pattern, by its place, matches each layer."""
+    """Return the index of the pattern that matches each layer; runs in the matching process."""
     try:
         found = _matched(asked["patterns"], asked["layers"])
     except (re.error, RecursionError, OverflowError) as error:
@@ -95,7 +96,7 @@ LORA_A, LORA_B = ".lora_A.weight", ".lora_B.weight"
 _COPIED = ".base_layer.weight"
 _KNOWN_PARTS = re.compile(r"^((?!lora_|modules_to_save)[^.]+\.)+(lora_[AB]\.)?weight$")
 _TIED = {"lm_head.weight": "model.embed_tokens.weight"}
-"""A head that a base does not keep because it is the embedding."""
+"""A head that a base does not store because it is the embedding."""
 _MAX_RANK = 1 << 20
 _FREE = frozenset(
     {
@@ -106,7 +107,7 @@ _FREE = frozenset(
         "lora_dropout", "eva_config", "megatron_core", "qalora_group_size", "ensure_weight_tying",
     }
 )  # fmt: skip
-"""Settings of which no value changes what the tensors mean."""
+"""Settings that never change the meaning of the tensors."""
 _ONE_OF: Mapping[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "task_type": (None, "CAUSAL_LM"),
@@ -120,7 +121,7 @@ _ONE_OF: Mapping[str, tuple[Any, ...]] = {
         "eva",
     ),  # which leave the base as it is
 }
-"""Settings of which these values are read. Any other setting must be empty or false."""
+"""Settings with their supported values. Any other setting must be empty or false."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,20 +129,21 @@ class PeftAdapter:
     """A plain LoRA adapter."""
 
     scaling: float
-    """`W + scaling * B A`: the largest, where layers have scalings of their own; `B` has the rest of it."""
+    """`W + scaling * B A`. If layers have different scalings it is the largest, and `B` has the remaining
+    factor."""
     pairs: dict[str, tuple[Tensor, Tensor]]
-    """`A` `[r, in]` and `B` `[out, r]` by the name of the weight they are added to."""
+    """`A` `[r, in]` and `B` `[out, r]` by the weight's name."""
     targets: tuple[str, ...] = ()
-    """Last parts of the names of layers that all have adapters; none where that is not told."""
+    """Last parts of the names of layers that all have adapters; empty if unknown."""
 
 
 def read_peft(place: Path, base: Path | None = None) -> PeftAdapter:
-    """The adapter in the folder `place`, on the model in `base`.
+    """Read the adapter in the folder `place`, for the model in `base`.
 
-    peft keeps the weight of an adapted head beside its adapter, and both embeddings of a vocabulary that has
-    grown: such copies must be the `base`'s own weights; without `base` there may be none. Raises
-    `CheckpointError` naming the file that is missing or damaged, or the setting or tensor that makes it
-    another kind than plain LoRA without biases.
+    peft stores the weight of an adapted head beside its adapter, and both embeddings of a vocabulary that has
+    grown. Such copies must equal the `base`'s weights. Without `base` there may be none. Raises
+    `CheckpointError` naming a missing or damaged file, or the setting or tensor that plain LoRA without
+    biases does not have.
     """
     path = place / ADAPTER_CONFIG
     config = read_object(path)
@@ -175,8 +177,8 @@ def read_peft(place: Path, base: Path | None = None) -> PeftAdapter:
 
 
 def _forms(config: Mapping[str, Any], layers: list[str]) -> tuple[dict[str, int], dict[str, float]]:
-    """Rank and scaling of each of these layers, by its name: those of all, or of a pattern that matches it.
-    Raises `KeyError`, `TypeError` or `ValueError`, saying why.
+    """Return rank and scaling of each layer by name, from the defaults or a matching pattern. Raises
+    `KeyError`, `TypeError` or `ValueError` with the reason.
     """
     rank = {"": whole(config["r"], 1, _MAX_RANK, "r")}
     alpha = {"": float(config["lora_alpha"])}
@@ -202,8 +204,8 @@ def _pattern(config: Mapping[str, Any], key: str) -> dict[str, Any]:
 def _with_one_scaling(
     pairs: dict[str, tuple[Tensor, Tensor]], scalings: Mapping[str, float]
 ) -> tuple[float, dict[str, tuple[Tensor, Tensor]]]:
-    """The largest of these scalings by layer, and the `pairs` so that it is that of all of them: `B` of a
-    layer with another one has the rest of it as a factor, in float32.
+    """Return the largest of these scalings by layer, and `pairs` rescaled to it. `B` of a layer with another
+    scaling gets the remaining factor, in float32.
     """
     largest = max(scalings.values(), key=abs)
     found = dict(pairs)
@@ -215,14 +217,14 @@ def _with_one_scaling(
 
 
 def _targets(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """The names in `target_modules`, where every layer of such a name of the base has adapters."""
+    """Return the names in `target_modules`, if every layer of such a name of the base has adapters."""
     targets = config.get("target_modules")
     some = any(config.get(key) for key in ("exclude_modules", "layers_to_transform", "layers_pattern"))
     return tuple(map(str, targets)) if isinstance(targets, list) and not some else ()
 
 
 def _other_kind(config: Mapping[str, Any]) -> str | None:
-    """What makes this configuration another kind than plain LoRA; `None` for one that is plain."""
+    """Return the setting that makes this another kind than plain LoRA, or `None`."""
     kind = shown(config.get("peft_type"))
     if config.get("peft_type") != "LORA":
         return kind
@@ -245,9 +247,8 @@ def _says_something(key: str, value: Any) -> bool:
 
 
 def _copies(place: Path, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Those of an adapter file's `tensors` that are copies of weights of the base, by their names there.
-
-    Raises `CheckpointError` naming a tensor that is neither such a copy nor half of a pair.
+    """Return an adapter file's copies of base weights, by their names in the base. Raises `CheckpointError`
+    naming a tensor that is neither such a copy nor half of a pair.
     """
     copies = {}
     for name, tensor in tensors.items():
@@ -273,8 +274,8 @@ def _check_pairs(
     ranks: Mapping[str, int],
     pairs: Mapping[str, tuple[Tensor, Tensor]],
 ) -> None:
-    """Raise `CheckpointError` for an adapter that is not of the rank, or of the layers, of its configuration:
-    peft would not load the one, and leave out the other.
+    """Raise `CheckpointError` for an adapter whose rank or layers differ from its configuration. peft would
+    refuse the former and leave out the latter.
     """
     targets = config.get("target_modules")
     for name, (a, _) in pairs.items():
@@ -306,10 +307,10 @@ def _check_copy(place: Path, base: Path | None, name: str, tensor: Tensor) -> No
 
 @torch.no_grad()
 def merge_into(module: Any, adapter: PeftAdapter, folder: Path) -> None:
-    """Add `adapter`, read from `folder`, to the weights of `module` in place; on the meta device, only look.
+    """Add `adapter`, read from `folder`, to the weights of `module` in place. On the meta device only check.
 
     Raises `CheckpointError` naming a tensor that the base does not have in that shape, or not as a linear
-    layer's own weight, and a layer of the base that should have an adapter and has none.
+    layer's own weight, or a layer of the base that lacks its adapter.
     """
     own = dict(module.named_parameters(remove_duplicate=False))
     parts = dict(module.named_modules())
@@ -317,7 +318,7 @@ def merge_into(module: Any, adapter: PeftAdapter, folder: Path) -> None:
     for name, (a, b) in adapter.pairs.items():
         weight, shape = own.get(name), (b.shape[0], a.shape[1])
         if weight is not None and isinstance(parts.get(name.removesuffix(".weight")), Conv1D):
-            weight = weight.T  # which it keeps as [in, out]
+            weight = weight.T  # Conv1D stores [in, out]
         if weight is None or weight.shape != shape:
             raise CheckpointError(
                 f"{folder} adapts {shown(name)} {list(shape)}, which its base does not have in that shape;"
@@ -341,7 +342,7 @@ def merge_into(module: Any, adapter: PeftAdapter, folder: Path) -> None:
 
 
 def shares_head(folder: str | Path, name: str) -> CheckpointError:
-    """What is raised for an adapter on a head that is the embedding too."""
+    """Return the error for an adapter on a head that is the embedding too."""
     return CheckpointError(
         f"{folder} adapts {shown(name)}, which its base shares with its embedding (tie_word_embeddings):"
         " merged, both would change, where peft changes the head alone; train without it in target_modules,"
@@ -350,13 +351,13 @@ def shares_head(folder: str | Path, name: str) -> CheckpointError:
 
 
 def merged(base: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
-    """`base + scaling * b a` `[out, in]` in `base`'s dtype, summed in float32: one rounding."""
+    """Return `base + scaling * b a` `[out, in]` in `base`'s dtype, summed in float32 and rounded once."""
     delta = b.float() @ a.float()
     return delta.mul_(scaling).add_(base.float()).to(base.dtype)
 
 
 def adapter_pairs(adapters: Iterable[tuple[str, Tensor]]) -> dict[str, tuple[Tensor, Tensor]]:
-    """`A` and `B` by the name of the weight they are added to. `ModelError` for anything else."""
+    """Return `A` and `B` by the name of their weight. Raises `ModelError` for anything else."""
     found, pairs = dict(adapters), {}
     for name in found:
         if not name.endswith((LORA_A, LORA_B)):

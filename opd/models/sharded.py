@@ -1,10 +1,9 @@
-"""A model of which every rank holds its share: made without weights, cut, then filled.
+"""Sharded models: made without weights, sharded over ranks, then filled.
 
-Nobody holds all of it at any time. `open_empty` makes the module with its parameters on the meta device. Once
-FSDP2 has made them `DTensor`s, `fill` gives each rank memory for its rows and reads those rows of the
-safetensors files into them; other back ends cut it in their own ways, and `read_together` is their share of
-the files. Before that these are compared with their digests: ranks that see the same files hash each file
-once between them.
+No rank holds all of it at any time. `open_empty` makes the module with its parameters on the meta device.
+FSDP2 makes them `DTensor`s. `fill` then gives each rank memory for its rows and reads those rows of the
+safetensors files. Other back ends shard it in their own ways, and read their share by `read_together`. The
+files are compared with their digests first. Ranks that see the same files hash each file once between them.
 """
 
 from __future__ import annotations
@@ -33,14 +32,13 @@ from opd.storage.tensors import TensorParts, require_numbers
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _BASE_LAYER = ".base_layer."
-"""What peft puts into the name of a weight it adapts."""
+"""peft's infix in the name of an adapted weight."""
 
 
 def open_empty(path: str | Path, *, dtype: str = "float32", device: str | torch.device = "cpu") -> CausalLM:
-    """`CausalLM.from_pretrained` without weights, which `fill` reads: neither they nor the model's forward
-    are checked yet. All of the model where files do not hold its tensors as they are (experts one by one).
-
-    Raises what `CausalLM.from_pretrained` raises of files that are missing or do not fit.
+    """`CausalLM.from_pretrained` without weights, which `fill` reads. Neither they nor the forward are
+    checked yet. It loads the weights if files hold other tensors (experts one by one). Raises the errors of
+    `CausalLM.from_pretrained` for files that are missing or do not match.
     """
     folder = Path(path)
     check_folder(folder, digests=False)
@@ -56,10 +54,10 @@ def open_empty(path: str | Path, *, dtype: str = "float32", device: str | torch.
 
 
 class Root(nn.Module):
-    """Runs a function in place of a forward.
+    """Runs a function instead of a forward.
 
-    The loss reads the head's weight itself, outside of any module's forward; FSDP2 and ZeRO-3 gather
-    weights only around one. Inside this one those of `module` that belong to no layer are whole.
+    The loss reads the head's weight outside of any module's forward, but FSDP2 and ZeRO-3 gather weights only
+    around one. Inside this one the weights of `module` outside layers are gathered.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -71,7 +69,7 @@ class Root(nn.Module):
 
 
 def layers_to_cut(model: CausalLM) -> list[nn.Module]:
-    """The decoder's layers. Raises `ModelError` if it has no list of them."""
+    """Return the decoder's layers. Raises `ModelError` if it has no list of them."""
     if not model.layers:
         raise ModelError(
             f"{type(model.decoder).__name__} does not keep its layers as one list, so its weights cannot be"
@@ -81,11 +79,11 @@ def layers_to_cut(model: CausalLM) -> list[nn.Module]:
 
 
 def cut(model: CausalLM, ranks: Ranks, compute_dtype: torch.dtype | None = None) -> Root:
-    """Cut `model` by FSDP2 over all `ranks`, which call it together, layer by layer; one that `open_empty`
-    gave is then filled and tried. Its forwards run inside the root that is returned.
+    """Shard `model` by FSDP2 over all `ranks`, layer by layer; all ranks call it together. A model from
+    `open_empty` is then filled and checked. Its forwards run inside the returned root.
 
-    `compute_dtype`: what layers compute in, if it is not the model's own. Raises what `fill` raises, and
-    `ModelError` for an architecture that cannot be used or cut.
+    `compute_dtype` is the layers' dtype, if it is not the model's. Raises the errors of `fill`, and
+    `ModelError` for an architecture that cannot be used or sharded.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -104,16 +102,16 @@ def cut(model: CausalLM, ranks: Ranks, compute_dtype: torch.dtype | None = None)
 
 
 def close_up(root: Root) -> None:
-    """Let go what a forward of `root` has left gathered: the weights that belong to no layer."""
+    """Free the gathered weights outside layers after a forward of `root`."""
     from torch.distributed.fsdp import FSDPModule
 
-    assert isinstance(root, FSDPModule)  # which `cut` has made it
+    assert isinstance(root, FSDPModule)  # `cut` has made it one
     root.reshard()
 
 
 def local_part(tensor: Tensor) -> tuple[Tensor, int]:
-    """What this rank has of `tensor`, and the number of its first element in row-major order. A `DTensor` is
-    cut by rows, as FSDP2 cuts it; anything else every rank has whole.
+    """Return this rank's part of `tensor`, and the index of its first element in row-major order. A `DTensor`
+    is split by rows, as by FSDP2. Other tensors are complete on every rank.
     """
     if not isinstance(tensor, DTensor):
         return tensor, 0
@@ -127,19 +125,19 @@ def local_part(tensor: Tensor) -> tuple[Tensor, int]:
 
 
 def own_parts(model: CausalLM) -> Iterator[tuple[str, Tensor]]:
-    """`model.weights()`, of each what this rank has of it."""
+    """Yield `model.weights()` with this rank's part of each."""
     return ((name, local_part(tensor)[0]) for name, tensor in model.weights())
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """`tensor` with the parts of all ranks, which call it together."""
+    """Gather `tensor` from all ranks, which call it together."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 class Stored:
-    """The weights that a model lacks, as its folder has them; where that is an adapter's, merged with it.
+    """The missing weights of a model, in its folder. If that is an adapter's, they are merged with it.
 
-    Of a tensor, named by all its names in the module, it gives the part that is asked for and reads no more.
+    A tensor is named by all its names in the module. Only the requested range is read.
     """
 
     def __init__(self, unread: Unread) -> None:
@@ -150,8 +148,8 @@ class Stored:
         self._adapter = None if base is None else read_peft(unread.folder, base)
 
     def read(self, names: Sequence[str], width: int, first: int, into: Tensor) -> None:
-        """Fill `into` (contiguous) with elements from number `first` on, in row-major order; rows of the
-        tensor have `width` elements.
+        """Fill `into` (contiguous) with elements from index `first`, in row-major order. Rows of the tensor
+        have `width` elements.
         """
         self._parts.read(self._names[names[0]], first, into)
         require_numbers(self._folder, [(names[0], into)])
@@ -165,15 +163,15 @@ class Stored:
         row, begin = divmod(first, width)
         stop = -(-(first + into.numel()) // width)
         a, b = (part.to(into.device) for part in adapter.pairs[name])
-        rows = into.new_zeros(stop - row, width)  # a part may begin and end within a row
+        rows = into.new_zeros(stop - row, width)  # a range may begin and end within a row
         part = rows.view(-1)[begin : begin + into.numel()]
         part.copy_(into)
         into.copy_(merged(rows, a, b[row:stop], adapter.scaling).view(-1)[begin : begin + into.numel()])
 
 
 def stored_weights(model: CausalLM) -> Iterator[tuple[str, Tensor]]:
-    """`model.weights()` of one that `open_empty` gave, each read from its folder when it is its turn; the
-    model stays without them. Whoever walks them has compared the folder's files with their digests.
+    """Yield `model.weights()` of a model from `open_empty`, each read from its folder when it is yielded. The
+    model stays empty. The caller has compared the folder's files with their digests.
     """
     if model.unread is None:
         yield from model.weights()
@@ -190,11 +188,11 @@ def stored_weights(model: CausalLM) -> Iterator[tuple[str, Tensor]]:
 
 
 def read_together(model: CausalLM, ranks: Ranks, read: Callable[[Stored], None]) -> None:
-    """`read` this rank's share of the weights of `model`, which `open_empty` gave, after its folder's files
-    were compared with their digests; all `ranks` call it together, and say `filled` when layers have them.
+    """Call `read` for this rank's share of the weights of `model` (from `open_empty`), after its folder's
+    files were compared with their digests. All `ranks` call it together, and call `filled` afterwards.
 
-    Raises on every rank what one has met: `CheckpointError` for a file that is not what its folder says, or
-    that changes meanwhile.
+    Raises on every rank the error of any: `CheckpointError` for a file that differs from its digest, or
+    changes meanwhile.
     """
     unread = model.unread
     assert unread is not None
@@ -217,8 +215,8 @@ def read_together(model: CausalLM, ranks: Ranks, read: Callable[[Stored], None])
 
 @torch.no_grad()
 def fill(model: CausalLM, ranks: Ranks) -> None:
-    """`read_together` of a model that FSDP2 has cut. In memory are the share and, where the files have
-    another dtype, a few MiB. Raises `ModelError` too, for a share that there is no memory for.
+    """`read_together` of a model sharded by FSDP2. It takes the share's memory and, if the files have another
+    dtype, a few MiB. Raises `ModelError` also for a share without enough memory.
     """
     unread = model.unread
     assert unread is not None
@@ -238,13 +236,13 @@ def fill(model: CausalLM, ranks: Ranks) -> None:
 
 
 def width_of(shape: Sequence[int]) -> int:
-    """Elements in a row of a tensor."""
+    """Return the number of elements in a row."""
     return math.prod(shape[1:])
 
 
 @contextmanager
 def _room_for_share(folder: Path, rank: int, nbytes: int) -> Iterator[None]:
-    """Around the taking of memory for `nbytes`: `ModelError` where there is not so much."""
+    """Raise `ModelError` if the block cannot allocate `nbytes`."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
@@ -257,8 +255,8 @@ def _room_for_share(folder: Path, rank: int, nbytes: int) -> Iterator[None]:
 
 
 def need_room(model: CausalLM, ranks: Ranks, numbers: int, each: int) -> None:
-    """Raise `ModelError` on all ranks where one has no memory for its `numbers` of the weights, of which each
-    takes `each` bytes with all that is kept of it.
+    """Raise `ModelError` on all ranks if one lacks memory for its `numbers` of the weights, at `each` bytes
+    per number with all their state.
     """
     unread = model.unread
     assert unread is not None
@@ -272,10 +270,9 @@ def need_room(model: CausalLM, ranks: Ranks, numbers: int, each: int) -> None:
 
 @torch.no_grad()
 def put_in_file(model: CausalLM, folder: Path, *, read: bool = False) -> None:
-    """Give the weights of `model`, which `open_empty` gave, room in a file without a name in `folder`, in
-    place of memory: the system writes what they hold there when it needs theirs. What they are is the
-    caller's to say, unless they are `read` from the model's folder. Raises `OSError` if the disk has no room
-    for them.
+    """Map the weights of `model` (from `open_empty`) to a file without a name in `folder`, instead of memory.
+    The system writes them there when it needs memory. The caller sets their values, unless they are `read`
+    from the model's folder. Raises `OSError` if the disk has no space for them.
     """
     unread = model.unread
     assert unread is not None
@@ -285,9 +282,9 @@ def put_in_file(model: CausalLM, folder: Path, *, read: bool = False) -> None:
         def room(old: nn.Parameter) -> nn.Parameter:
             begin, size = os.fstat(file.fileno()).st_size, max(1, old.nbytes)
             size += -size % mmap.ALLOCATIONGRANULARITY
-            # A page that the disk has no room for when it is written ends the process; this is an error.
+            # Without this, writing a page that the disk has no space for would end the process.
             os.posix_fallocate(file.fileno(), begin, size)
-            # Each is mapped by itself: of tensors in one storage a copy is made when they are written.
+            # Each is mapped by itself: tensors that share a storage would be copied when they are saved.
             pages = torch.frombuffer(mmap.mmap(file.fileno(), size, offset=begin), dtype=torch.uint8)
             found = pages[: old.nbytes].view(old.dtype).view(old.shape)
             return nn.Parameter(found, requires_grad=old.requires_grad)
@@ -302,7 +299,7 @@ def put_in_file(model: CausalLM, folder: Path, *, read: bool = False) -> None:
 
 
 def _make_room(module: nn.Module, device: torch.device) -> None:
-    """Give every parameter that is still on the meta device memory on `device`."""
+    """Allocate every parameter that is still on the meta device, on `device`."""
 
     def room(old: nn.Parameter) -> nn.Parameter:
         return nn.Parameter(torch.empty_like(old, device=device), requires_grad=old.requires_grad)
@@ -313,8 +310,8 @@ def _make_room(module: nn.Module, device: torch.device) -> None:
 def replace_empty(
     module: nn.Module, device: torch.device, make: Callable[[nn.Parameter], nn.Parameter]
 ) -> None:
-    """Put what `make` gives in place of every parameter that is still on the meta device, one after another,
-    and buffers on `device`; tied parameters stay tied.
+    """Replace every parameter on the meta device by `make(old)`, one after another, and move buffers to
+    `device`. Tied parameters stay tied.
     """
     made: dict[int, nn.Parameter] = {}
     for part in module.modules():
@@ -328,7 +325,7 @@ def replace_empty(
 
 
 def own_tensors(module: nn.Module) -> Iterator[tuple[list[str], Tensor]]:
-    """Every tensor of the state with all its names as a folder has them; tied ones once."""
+    """Yield every tensor of the state with all its names in a folder; tied ones once."""
     names: dict[int, list[str]] = {}
     tensors: dict[int, Tensor] = {}
     for name, tensor in module.state_dict(keep_vars=True).items():
@@ -345,8 +342,8 @@ def _parts(folder: Path) -> TensorParts:
 def compare_together(
     ranks: Ranks, root: Path, digests: Mapping[str, str], mend: str, kind: type[OpdError]
 ) -> None:
-    """`check_files` of all `ranks`, with the same answer on each: a rank hashes its part of the files that it
-    and others see alike, so a machine reads each once.
+    """Run `check_files` on all `ranks`, with the same answer on each. A rank hashes its share of the files
+    that it and others see alike, so a machine reads each once.
     """
     seen = [_BOOT.read_text() if _BOOT.exists() else os.uname().nodename]
     seen += [repr(file_state(root / name)) for name in digests]

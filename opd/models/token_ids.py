@@ -1,4 +1,4 @@
-"""A tokenizer's ids: how many there are, and those of a text that a model is to go on with."""
+"""A tokenizer's ids: their number, and the ids of a text for a model to continue."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _PROBES = ("0", "a", "A", " ")
-"""Texts of which any tokenizer knows one."""
+"""Texts; any tokenizer knows one of them."""
 
 
 def id_count(tokenizer: PreTrainedTokenizerBase) -> int:
-    """One more than the largest id. `len(tokenizer)` counts tokens: fewer, where ids are left out."""
+    """Return the largest id + 1. `len(tokenizer)` counts tokens, which are fewer if ids are left out."""
     return _id_count(tokenizer, len(tokenizer))
 
 
@@ -26,11 +26,11 @@ def _id_count(tokenizer: PreTrainedTokenizerBase, tokens: int) -> int:
 
 
 def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """`text` with the special tokens, such as a BOS, that the tokenizer itself puts before it, and without
-    those that it puts behind (`add_eos_token`): the model goes on there. Text that begins with a BOS, such as
-    what a chat template has written, gets no second one.
+    """Encode `text` with the tokenizer's own leading special tokens, such as a BOS, and without its trailing
+    ones (`add_eos_token`), because the model continues there. Text that begins with a BOS, such as a chat
+    template's, gets no second one.
 
-    Raises `ValueError` if the tokenizer's post-processor does anything else, and what the tokenizer raises.
+    Raises `ValueError` if the tokenizer's post-processor does anything else, and the tokenizer's errors.
     """
     if _adds_nothing(tokenizer, tokenizer.num_special_tokens_to_add(pair=False)):
         return _ids(tokenizer, text, framed=False)
@@ -38,7 +38,7 @@ def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 
 
 def encode_texts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
-    """`encode_text` of each, by one call of the tokenizer: a call takes longer than a short text in it."""
+    """`encode_text` of each in one call of the tokenizer, because a call takes longer than a short text."""
     if len(texts) < 2:
         return [encode_text(tokenizer, text) for text in texts]
     plain = ids_of_texts(tokenizer, texts)
@@ -51,20 +51,20 @@ def encode_texts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> li
 def ids_of_texts(
     tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], *, framed: bool = False
 ) -> list[list[int]]:
-    """The ids of each of `texts`, of which there is one at least; `framed`: with special tokens."""
+    """Return the ids of each of `texts` (at least one). With `framed`, include special tokens."""
     masks: dict[str, Any] = {"return_attention_mask": False, "return_token_type_ids": False}
     return [list(ids) for ids in tokenizer(list(texts), add_special_tokens=framed, **masks)["input_ids"]]
 
 
 def _begun(tokenizer: PreTrainedTokenizerBase, text: str, framed: list[int], plain: list[int]) -> list[int]:
-    """What `encode_text` says of `text`, whose ids are these with special tokens and without."""
+    """Return `encode_text` of `text`, from its ids with special tokens and without."""
     bos = tokenizer.bos_token
     twice = [tokenizer.bos_token_id, *plain]
     if bos is not None and text.startswith(str(bos)) and framed[: len(twice)] == twice:
         framed = framed[1:]
     if framed == plain:
         return plain
-    if not plain:  # the frame alone
+    if not plain:  # only the frame
         return framed[:-1] if framed[-1] == tokenizer.eos_token_id else framed
     start = _place(framed, plain)
     around = [] if start is None else framed[:start] + framed[start + len(plain) :]
@@ -74,7 +74,7 @@ def _begun(tokenizer: PreTrainedTokenizerBase, text: str, framed: list[int], pla
 
 
 def appended(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The special tokens that the tokenizer itself puts behind a text, which prompts are left without."""
+    """Return the special tokens that the tokenizer appends to a text. Prompts omit them."""
     framed, plain = _probed(tokenizer)
     start = _place(framed, plain)
     return [] if start is None or not plain else framed[start + len(plain) :]
@@ -82,14 +82,14 @@ def appended(tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 @lru_cache(maxsize=8)
 def _adds_nothing(tokenizer: PreTrainedTokenizerBase, added: int) -> bool:
-    """Whether a tokenizer, which says that it adds so many special tokens, gives a text no other ids."""
+    """Return True if the tokenizer, which reports `added` special tokens, leaves a text's ids unchanged."""
     framed, plain = _probed(tokenizer)
     return added == 0 and framed == plain != []
 
 
 def _probed(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
-    """Ids of a text that the tokenizer knows, with its special tokens and without; none of neither where it
-    knows none.
+    """Return ids of a text that the tokenizer knows, with special tokens and without; both empty if it knows
+    none.
     """
     for text in _PROBES:
         try:
@@ -109,6 +109,6 @@ def _ids(tokenizer: PreTrainedTokenizerBase, text: str, *, framed: bool) -> list
 
 
 def _place(framed: Sequence[int], plain: Sequence[int]) -> int | None:
-    """Where `plain` begins in `framed`; `None` if it is not there in one piece."""
+    """Return the index of `plain` in `framed`, or `None` if it is not there contiguously."""
     starts = range(len(framed) - len(plain) + 1)
     return next((start for start in starts if framed[start : start + len(plain)] == plain), None)

@@ -1,6 +1,6 @@
-"""Tokenizers: made from characters or loaded, how two of them differ, and where a model's responses end.
+"""Tokenizers: made from characters or loaded, their differences, and the end tokens of responses.
 
-A response ends at every token id at which the model itself, or its tokenizer, says so.
+A response ends at every token id that the model or its tokenizer names as an end.
 """
 
 from __future__ import annotations
@@ -34,11 +34,12 @@ PAD, EOS = "<pad>", "<eos>"
 
 
 def character_tokenizer(alphabet: str, tags: Sequence[str] = ()) -> PreTrainedTokenizerFast:
-    """One token a character of `alphabet`, one a tag such as "<sort>", plus `<pad>` (id 0) and `<eos>` (1).
+    """Build one token per character of `alphabet`, one per tag such as "<sort>", plus `<pad>` (id 0), `<eos>`
+    (1).
 
-    Ids follow: tags in their order, then the alphabet's distinct characters in theirs. Text with any other
-    character is refused when it is encoded, never silently dropped. Raises `ModelError` for an empty
-    alphabet, a tag given twice, or a tag of less than two characters.
+    Ids follow: tags in their order, then the alphabet's distinct characters in theirs. Encoding refuses text
+    with any other character. Raises `ModelError` for an empty alphabet, a tag given twice, or a tag of less
+    than two characters.
     """
     if not alphabet:
         raise ModelError("a character tokenizer needs at least one character in its alphabet.")
@@ -59,14 +60,14 @@ def character_tokenizer(alphabet: str, tags: Sequence[str] = ()) -> PreTrainedTo
 
 
 def _escape(text: str) -> str:
-    # The tokenizer's regular expressions are Oniguruma's: escape ASCII punctuation and nothing else.
+    # The tokenizer uses Oniguruma's regular expressions: escape ASCII punctuation and nothing else.
     return re.sub(r"([^\w\s])", r"\\\1", text, flags=re.ASCII) if text.isascii() else text
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of a Hugging Face folder.
+    """Load the tokenizer of a Hugging Face folder.
 
-    Raises `CheckpointError` if a file is damaged or not what `checksums.json` says, and `ModelError` if there
+    Raises `CheckpointError` if a file is damaged or differs from `checksums.json`, and `ModelError` if there
     is none, if it cannot be read, or if it names code of its own.
     """
     folder = Path(path)
@@ -94,7 +95,7 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     if not isinstance(tokenizer.model_max_length, int | float):
         said = shown(tokenizer.model_max_length)
         raise ModelError(f"{folder / 'tokenizer_config.json'} says model_max_length {said}; write a number.")
-    # What was written is what rewards and people read, also where a blank stands before a full stop.
+    # Rewards and people read the generated text as it is, also with a blank before a full stop.
     tokenizer.clean_up_tokenization_spaces = False
     tokenizer.deprecation_warnings[_TOO_LONG] = True  # model_max_length bounds nothing here
     return tokenizer
@@ -105,12 +106,12 @@ _TOKENIZER_FILES = ("tokenizer.json", *_SENTENCE_PIECES, "vocab.json", "vocab.tx
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Whether a Hugging Face folder brings a tokenizer of its own; an adapter may rely on its base's."""
+    """Return True if a Hugging Face folder has a tokenizer of its own. An adapter may rely on its base's."""
     return any((folder / name).is_file() for name in _TOKENIZER_FILES)
 
 
 def _require_reader(folder: Path) -> None:
-    """Raise `ModelError` if the only file of a tokenizer needs a package that is not installed."""
+    """Raise `ModelError` if a tokenizer's only file needs a package that is not installed."""
     paths = [folder / name for name in _SENTENCE_PIECES if (folder / name).is_file()]
     if (folder / "tokenizer.json").is_file() or not paths:
         return
@@ -132,7 +133,7 @@ _WRITE_JSON = (
 
 
 def _cause(folder: Path, error: Exception) -> str:
-    """Why a tokenizer cannot be read, and how to mend it."""
+    """Return the reason why a tokenizer cannot be read, with the fix."""
     if (folder / "tokenizer.json").is_file():
         try:
             Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -169,11 +170,11 @@ def _check_templates(folder: Path, described: Mapping[str, Any]) -> None:
 
 
 _TOO_LONG = "sequence-length-is-longer-than-the-specified-maximum"
-"""What transformers calls a warning that it gives once."""
+"""transformers' name of a warning that it gives once."""
 
 
 def rows_fault(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """What is wrong with a model that has no row for some token of its tokenizer; more rows are cut off."""
+    """Return the fault of a model without a row for some token of its tokenizer. Surplus rows are cut off."""
     rows, ids = config.get_text_config().vocab_size, id_count(tokenizer)
     if rows >= ids:
         return None
@@ -184,14 +185,14 @@ def rows_fault(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> 
 
 def _loader(folder: Path, described: Mapping[str, Any]) -> type:
     # For some model types (Qwen2) AutoTokenizer ignores a folder's own `tokenizer_class` and rebuilds that
-    # family's byte-level pre-tokenizer around whatever vocabulary it finds; a generic class stays generic.
+    # family's byte-level pre-tokenizer around any vocabulary. A generic class stays generic.
     generic = described.get("tokenizer_class") in ("TokenizersBackend", "PreTrainedTokenizerFast")
     return PreTrainedTokenizerFast if generic and (folder / "tokenizer.json").is_file() else AutoTokenizer
 
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """What must agree between two models before the logits of one can teach the other."""
+    """Tokenizer properties that must agree before the logits of one model can teach the other."""
 
     vocab_size: int
     vocab_digest: str
@@ -202,7 +203,7 @@ class Fingerprint:
 
 
 def fingerprint(tokenizer: PreTrainedTokenizerBase) -> Fingerprint:
-    """Identity of a tokenizer's vocabulary, special ids and chat template."""
+    """Return the identity of a tokenizer's vocabulary, special ids and chat template."""
     pairs = sorted((index, token) for token, index in tokenizer.get_vocab().items())
     template = getattr(tokenizer, "chat_template", None)
     return Fingerprint(
@@ -217,21 +218,21 @@ def fingerprint(tokenizer: PreTrainedTokenizerBase) -> Fingerprint:
 
 @dataclass(frozen=True, slots=True)
 class TokenizerDifferences:
-    """How a teacher's tokenizer differs from the student's, one sentence a difference."""
+    """Differences of a teacher's tokenizer from the student's, one sentence each."""
 
     wrong: list[str]
-    """Differences with which the teacher's logits say nothing about the student's tokens."""
+    """Differences that make the teacher's logits useless for the student's tokens."""
     harmless: list[str]
-    """Differences that do not change what is scored."""
+    """Differences that do not change the scores."""
 
 
 def compare(
     student: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase, stops: Collection[int]
 ) -> TokenizerDifferences:
-    """Compare what is scored: the token behind every id that the student can write.
+    """Compare the scored tokens: the token of every id that the student can generate.
 
-    Special and added tokens may differ unless they are among `stops`, the ids at which the student's
-    responses end; tokens of the teacher beyond the student's vocabulary, and ids of padding, never count.
+    Special and added tokens may differ unless they are in `stops`, the end ids of the student's responses.
+    Tokens of the teacher beyond the student's vocabulary, and ids of padding, never count.
     """
     ours, theirs = _by_id(student), _by_id(teacher)
     named, added = set(student.added_tokens_decoder), set(teacher.added_tokens_decoder)
@@ -260,11 +261,11 @@ def compare(
 
 def _by_id(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
     pairs = sorted((index, token) for token, index in tokenizer.get_vocab().items())
-    return dict(pairs)  # of two tokens with one id always the same
+    return dict(pairs)  # deterministic for two tokens with one id
 
 
 def set_chat_template(tokenizer: PreTrainedTokenizerBase, source: str) -> None:
-    """Give `tokenizer` the chat template of a file, or of the tokenizer in a Hugging Face folder.
+    """Set the chat template of `tokenizer` from a file, or from the tokenizer of a Hugging Face folder.
 
     Raises `ModelError` if there is none.
     """
@@ -290,9 +291,9 @@ def _digest(value: object) -> str:
 
 _FILES = ("generation_config.json", "config.json")
 _ANSWER = "zebra"
-"""Stands for an answer in a conversation that is rendered to see what follows it."""
+"""An answer in a probe conversation, to find the text after it."""
 _NEXT = "quagga"
-"""Stands for what the user says next there."""
+"""The user's next message in it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,7 +303,7 @@ class Stop:
     token_id: int
     token: str
     said_by: tuple[str, ...]
-    """Where it is written: files of the model's folder, its tokenizer, or a field of the recipe."""
+    """Sources: files of the model's folder, its tokenizer, or a field of the recipe."""
 
     def __str__(self) -> str:
         return f"{self.token_id} {self.token!r} ({', '.join(self.said_by)})"
@@ -311,8 +312,8 @@ class Stop:
 def stops_of(
     tokenizer: PreTrainedTokenizerBase, folder: Path | None = None, added: Iterable[int] = ()
 ) -> list[Stop]:
-    """The ids `added` by the recipe, the tokenizer's EOS and what generation_config.json and config.json of
-    `folder` call `eos_token_id`, a number or a list; each once.
+    """Return the ids `added` by the recipe, the tokenizer's EOS, and `eos_token_id` (a number or a list) of
+    generation_config.json and config.json in `folder`, each once.
 
     Ids of the folder's files beyond the tokenizer are left out, as they are never sampled. Raises
     `CheckpointError` for an `eos_token_id` that is neither.
@@ -334,7 +335,7 @@ def stops_of(
 
 
 def unreachable_stops(tokenizer: PreTrainedTokenizerBase, folder: Path) -> list[str]:
-    """The ends that `folder`'s files name beyond the tokenizer's ids: a sentence each."""
+    """Return a sentence for each end id in `folder`'s files beyond the tokenizer's ids."""
     known = id_count(tokenizer)
     return [
         f"{name} ends responses at {token}, an id beyond the tokenizer's {known}, which is never written"
@@ -345,9 +346,8 @@ def unreachable_stops(tokenizer: PreTrainedTokenizerBase, folder: Path) -> list[
 
 
 def end_of_turn(tokenizer: PreTrainedTokenizerBase, template: Mapping[str, Any]) -> int | None:
-    """The added token that the chat template writes after an assistant's answer; `None` if it writes none.
-
-    `template`: its own arguments.
+    """Return the added token that the chat template writes after an assistant's answer, or `None`. `template`
+    has the template's own arguments.
     """
     if not tokenizer.chat_template:
         return None
@@ -356,7 +356,7 @@ def end_of_turn(tokenizer: PreTrainedTokenizerBase, template: Mapping[str, Any])
         text = render(tokenizer, conversation, template)
         rest = text.rpartition(_ANSWER)[2].lstrip()
         ids = tokenizer(rest, add_special_tokens=False)["input_ids"] if rest else []
-    except BaseException as error:  # of many kinds; prompts that cannot be rendered say so themselves
+    except BaseException as error:  # of many kinds; prompts that cannot be rendered are reported elsewhere
         if not is_of_library(error):
             raise
         return None
@@ -364,8 +364,8 @@ def end_of_turn(tokenizer: PreTrainedTokenizerBase, template: Mapping[str, Any])
 
 
 def after_answer(tokenizer: PreTrainedTokenizerBase, template: Mapping[str, Any]) -> list[int] | None:
-    """The tokens that the chat template writes between an assistant's answer and what the user says next;
-    `None` where it writes no such conversation. `template`: its own arguments.
+    """Return the tokens that the chat template writes between an assistant's answer and the user's next
+    message, or `None` if it writes no such conversation. `template` has the template's own arguments.
     """
     turns = [("user", "?"), ("assistant", _ANSWER), ("user", _NEXT)]
     conversation = [{"role": role, "content": content} for role, content in turns]
@@ -379,7 +379,7 @@ def after_answer(tokenizer: PreTrainedTokenizerBase, template: Mapping[str, Any]
 
 
 def _eos_ids(path: Path) -> list[int]:
-    """`eos_token_id` of a configuration file, or of the text model's inside it; none without a file."""
+    """Return `eos_token_id` of a configuration file, or of its text model's; empty without a file."""
     if not path.is_file():
         return []
     described = read_object(path)

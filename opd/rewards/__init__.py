@@ -1,1 +1,1 @@
-"""Rewards by name: how answers are read, compared and, where they are code, run."""
+"""Rewards by name: parsing and comparing answers, and running them if they are code."""

@@ -1,8 +1,8 @@
-"""Rewards behind HTTP: questions become requests, each is asked once, and what was said is kept on disk.
+"""Rewards behind HTTP: questions become requests, each is sent once, and replies are cached on disk.
 
-The servers are `opd.served`'s: balanced, retried, an answer as long as its question allows, no redirect. What
-they said lies in one SQLite file below the reward's `cache`, which processes share: whoever is first to keep
-an answer settles it for all, and everybody takes what is kept.
+The servers are `opd.served`'s: balanced and retried, with bounded answers and no redirect. Their replies are
+in one SQLite file below the reward's `cache`, which processes share. The first process to store an answer
+decides it, and all others use the stored one.
 """
 
 from __future__ import annotations
@@ -46,32 +46,33 @@ _LOCKED = 60.0
 """Seconds that another process may hold the file."""
 _SELECTED = 500
 _REFUSALS = (400, 413, 422)
-"""Statuses that speak of one request and not of all: a prompt beyond what the model can read."""
+"""Statuses about a single request, such as a prompt beyond the model's length."""
 _LONGEST = 2**26
 """Bytes of a value that is read back."""
 LARGEST = 1e9
-"""What is further from 0 is no reward."""
+"""Largest absolute value of a reward."""
 
 
 class EndpointError(RewardError):
-    """Servers that do not answer, or not as they should: no code of the user's own is at fault."""
+    """Servers that do not answer, or not as they should. The user's own code is not at fault."""
 
     of_own_code = False
 
 
 @dataclass(frozen=True, slots=True)
 class EndpointForm:
-    """How an endpoint is asked.
+    """The requests and replies of an endpoint.
 
     Args:
         path: Behind each URL.
         size: Questions of one request.
-        body: The request of so many questions.
-        read: The answers in a reply, one of JSON for each of so many questions; raises `UnavailableError`.
-            Of a reply `None` the request was refused, and so is an answer `None`, which is not kept.
+        body: Returns the request of so many questions.
+        read: Returns the answers in a reply, one of JSON for each of so many questions. Raises
+            `UnavailableError`. A reply `None` means that the request was refused. An answer `None` means the
+            same, and is not stored.
         most: Bytes of a reply to one question.
         kind: Type of an answer.
-        lenient: Whether one request may be refused.
+        lenient: Accept that single requests are refused.
     """
 
     path: str
@@ -84,30 +85,30 @@ class EndpointForm:
 
 
 def filled(template: str, answer: Answered) -> str:
-    """`template` with what its places stand for; what is put in is not looked through for places."""
+    """Fill the placeholders of `template`. Inserted text is not searched for placeholders."""
     label = answer.label if isinstance(answer.label, str) else json.dumps(answer.label, ensure_ascii=False)
     values = {"prompt": answer.prompt, "context": answer.context, "answer": answer.text, "label": label}
     return re.sub(rf"\{{({'|'.join(PLACES)})\}}", lambda place: values[place[1]], template)
 
 
 def label_fault(settings: JudgeReward | ScorerReward, label: Any) -> str | None:
-    """A label that the template names and a row does not have."""
+    """Return an error if the template names the label and the row has none."""
     named = "{label}" in settings.template or getattr(settings, "api", None) == "openrlhf"
     return "is missing; give what the template's {label} stands for" if named and is_missing(label) else None
 
 
 def require(settings: ServedReward) -> None:
-    """Raise `MissingExtraError`, or `ConfigError` where the key is not set."""
+    """Raise `MissingExtraError`, or `ConfigError` if the key is not set."""
     HTTPClient(_owner(settings), _options(settings))
 
 
 def seconds(settings: ServedReward) -> float:
-    """The longest that one answer may take."""
+    """Return the longest time of one answer."""
     return settings.patience + settings.timeout * (settings.attempts + 1)
 
 
 def reach(settings: ServedReward) -> None:
-    """Raise `EndpointError` for the first server at whose address nobody listens."""
+    """Raise `EndpointError` for the first server whose address refuses connections."""
     for url in settings.urls:
         place = urlsplit(url)
         port = place.port or (443 if place.scheme == "https" else 80)
@@ -121,9 +122,9 @@ def reach(settings: ServedReward) -> None:
 
 
 def ask(settings: ServedReward, form: EndpointForm, questions: Sequence[dict[str, Any]]) -> list[Any]:
-    """What the endpoint answers to each of `questions`, in order; to the same one the same.
+    """Return the endpoint's answer to each of `questions`, in order. Equal questions get equal answers.
 
-    Raises `RewardError` once patience or attempts are over. What was answered until then is kept.
+    Raises `RewardError` once patience or attempts are over. Answers so far are stored.
     """
     return asyncio.run(_ask(settings, form, questions))
 
@@ -159,18 +160,18 @@ async def _ask(settings: ServedReward, form: EndpointForm, questions: Sequence[d
 
 
 async def _told(pool: _Pool, form: EndpointForm, questions: list[dict[str, Any]]) -> list[Any]:
-    """What one request brings."""
+    """Return the answers of one request."""
     count = len(questions)
     most = CONTROL + form.most * count
     return await pool.post(form.path, form.body(questions), 1, lambda reply: form.read(reply, count), most)
 
 
 CONTROL = 2**20
-"""Bytes of a reply beside what it answers."""
+"""Bytes of a reply besides its answers."""
 
 
 class _Pool(HTTPPool):
-    """Any JSON is an answer."""
+    """A pool that accepts any JSON as an answer."""
 
     def __init__(self, owner: str, options: PoolOptions, lenient: bool) -> None:
         super().__init__(owner, options, EndpointError)
@@ -179,7 +180,7 @@ class _Pool(HTTPPool):
     async def ask(
         self, server: Server, method: str, path: str, body: dict[str, Any] | None = None, most: int = CONTROL
     ) -> Any:
-        """One attempt at one server; `None` where it refuses the request and may."""
+        """Make one attempt at one server. Returns None if it refuses the request and may."""
         try:
             where, content = await self.fetch(server, method, path, body, most)
         except RefusedError as refusal:
@@ -206,7 +207,7 @@ def _options(settings: ServedReward) -> PoolOptions:
 
 
 def finite(value: Any) -> float:
-    """`value`, if it is a number that can be a reward; `UnavailableError` otherwise."""
+    """Return `value`, if it is a number that can be a reward. Raises `UnavailableError` otherwise."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise UnavailableError(f"a {type(value).__name__} came where a number is due", answered=True)
     if not math.isfinite(value) or abs(value) > LARGEST:
@@ -219,10 +220,9 @@ def _digest(value: Any) -> str:
 
 
 class Replies:
-    """What endpoints have answered: values of JSON by the digest of the question, in `folder`, or in memory
-    without one. A row that is not what was written, or holds no `kind`, is as if it were not there; a file
-    that cannot be read is kept as `replies.sqlite3.damaged`, and begun anew. Raises `RewardError` for what
-    the machine refuses.
+    """The cached answers of endpoints: values of JSON by the digest of the question, in `folder`, or in
+    memory without one. A damaged row, or one of another `kind`, is ignored. An unreadable file is moved to
+    `replies.sqlite3.damaged`, and a new one is begun. Raises `RewardError` if the machine refuses access.
     """
 
     def __init__(self, folder: str | None, kind: type) -> None:
@@ -232,15 +232,15 @@ class Replies:
         self._guarded(self._open)
 
     def find(self, keys: Iterable[str]) -> dict[str, Any]:
-        """The values of those that are there."""
+        """Return the stored values of `keys`."""
         return self._guarded(lambda: self._find(list(keys)))
 
     def keep(self, found: Mapping[str, Any]) -> dict[str, Any]:
-        """Keep values whose keys are not there yet, durably; returns what is there of these keys now."""
+        """Store values of new keys, durably. Returns the stored values of all these keys."""
         return self._guarded(lambda: self._keep(found))
 
     def close(self) -> None:
-        """Let others move the file."""
+        """Close the file, so that others can move it."""
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -285,7 +285,7 @@ class Replies:
         try:
             return work()
         except (sqlite3.Error, OSError) as error:
-            # Locked, full, read-only, a folder in its place: nothing is wrong with what is in it.
+            # Locked, full, read-only, a folder in its place: its contents are not at fault.
             other_form = "no such column" in str(error) or "columns but" in str(error)
             if isinstance(error, sqlite3.OperationalError | OSError) and not other_form:
                 self.close()

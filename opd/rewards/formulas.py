@@ -1,4 +1,4 @@
-"""Formulas as people and models type them, in LaTeX that math-verify reads as what they are; and units."""
+"""Formulas as people and models type them, converted to LaTeX for math-verify, and units."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _SIGNS = {
     "°": r"^\circ ", "\u2212": "-", "。": ".", "、": ",", "\u2044": "/", "\u200b": "",
 }  # fmt: skip
 WIDE = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)}
-"""Full-width forms of ASCII, as Chinese and Japanese text has them."""
+"""Full-width forms of ASCII, as in Chinese and Japanese text."""
 _RAISED = "⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻"
 _SUPERSCRIPT = re.compile(f"[{_RAISED}]+")
 _DIGITS = str.maketrans(_RAISED, "0123456789+-")
@@ -27,7 +27,7 @@ _BLANK_SIGN = (
 )
 _BEFORE_IT = re.compile(rf"^{_BLANK_SIGN}+")
 _BEHIND_IT = re.compile(rf"(?:{_BLANK_SIGN}|,|\\\\)+$")
-"""White space of LaTeX before a formula, and what ends no formula behind it."""
+"""LaTeX white space before a formula, and characters that may trail one."""
 _END = 60
 _MIXED = re.compile(
     r"(?<![\w.,^_/}])(\d+)(?:\s|\\[ ,]|~)+(?:(\d+)\s*/\s*(\d+)|\\[dt]?frac\{(\d+)\}\{(\d+)\})(?![\w./])"
@@ -49,11 +49,11 @@ _BLANK = re.compile(r"(?<![\w.^_\\])(\d(?:[\d.,]*\d)?)\s+(?=\d)")
 _ASIDE = re.compile(
     r"(?:\\text\{\s*\(\s*(?:or|and)\b[^{}]*\}|\(\s*(?:\\text\{\s*(?:or|and)\b[^{}]*\}|(?:or|and)\b))([^()]*)\)"
 )
-"""Between answers that stand side by side, which math-verify would add up, or of which it takes the last."""
+"""Separators of adjacent answers. Math-verify would add them up, or take the last."""
 
 
 def typed(text: str) -> str:
-    """`text` with LaTeX for the signs that keyboards and other scripts have: `√2`, `3½`, `2³`, `４２`."""
+    """Replace signs of keyboards and other scripts by LaTeX: `√2`, `3½`, `2³`, `４２`."""
     if text.isascii():
         return text
     text = _SUPERSCRIPT.sub(lambda found: f"^{{{found[0].translate(_DIGITS)}}}", text)
@@ -63,7 +63,7 @@ def typed(text: str) -> str:
 
 
 def trimmed(formula: str) -> str:
-    """`formula` without the white space of LaTeX around it, and without a comma behind it."""
+    """Strip LaTeX white space around `formula`, and a trailing comma."""
     return _BEFORE_IT.sub("", formula[:-_END] + _BEHIND_IT.sub("", formula[-_END:]))
 
 
@@ -73,9 +73,8 @@ def _radical(found: re.Match[str]) -> str:
 
 
 def as_latex(formula: str) -> str:
-    """A formula by itself as LaTeX: `3 1/2` is 7/2, `2**3` is 8, `1 234` is 1234, `5 dollars` are 5.
-
-    What stands side by side without a sign becomes a list, so that it is no one number.
+    """A formula by itself as LaTeX: `3 1/2` is 7/2, `2**3` is 8, `1 234` is 1234, `5 dollars` are 5. Adjacent
+    values without a sign become a list, so that they are not read as one number.
     """
     text = trimmed(typed(formula).strip().removesuffix("."))
     text = _THOUSANDS.sub(lambda found: re.sub(r"\D", "", found[0]), text)
@@ -88,7 +87,7 @@ def as_latex(formula: str) -> str:
     text = _SQRT.sub(r"\\sqrt{\1}", _PI.sub(r"\\pi ", text))
     text = _FUNCTION.sub(r"\\\1", text)
     found = measured(text)
-    if found is not None and found[1] != "%":  # of which 5 and 0.05 may be meant
+    if found is not None and found[1] != "%":  # 5 and 0.05 may be meant
         return found[0]
     if "\\begin" not in text:
         text = _BLANK.sub(r"\1, ", _APART.sub(", ", _ASIDE.sub(r", \1", text)))
@@ -109,8 +108,8 @@ _RESIDUE = re.compile(
 
 
 def same_residue(one: str, other: str) -> bool | None:
-    """Whether both are one number modulo another, such as `15 \\pmod{17}`, which one of them may leave out;
-    `None` if neither says a modulus, or one is no such number.
+    """Return True if both are one number modulo another, such as `15 \\pmod{17}`. One of them may leave out
+    the modulus. `None` if neither has a modulus, or one is no such number.
     """
     if max(len(one), len(other)) > 200:
         return None
@@ -155,9 +154,8 @@ _BEHIND = re.compile(
 
 
 def measured(formula: str) -> tuple[str, str] | None:
-    """The number and the unit of a formula that is one number with its unit: `5 cm`, `\\$5`, `5\\%`.
-
-    `None` for other formulas.
+    """The number and the unit of a formula that is one number with its unit: `5 cm`, `\\$5`, `5\\%`. `None`
+    for other formulas.
     """
     text = formula.strip()
     before = _BEFORE.fullmatch(text)
@@ -168,13 +166,13 @@ def measured(formula: str) -> tuple[str, str] | None:
         return None
     unit = next((part for part in behind.groups()[1:] if part), "")
     made = unit_of(unit)
-    if not is_known(made):  # of other words math-verify knows many, and `5 x` is five times x
+    if not is_known(made):  # math-verify knows many other words, and `5 x` is five times x
         return None
     return behind[1], made + (behind[5] or "")
 
 
 def unit_of(spelled: str) -> str:
-    """One spelling of each unit: `meters` is `m`; another word is itself."""
+    """One spelling of each unit: `meters` is `m`. Another word stays itself."""
     return "/".join(_UNITS.get(part.strip().lower(), part.strip().lower()) for part in spelled.split("/"))
 
 
@@ -188,7 +186,7 @@ _OTHER = re.compile(
     r"|perhaps|possibly|if|unless|excluding|without|base|octal|binary|hexadecimal)\b",
     re.IGNORECASE,
 )
-"""What makes a phrase say something else than the number in it."""
+"""Signs and words that give a phrase another meaning than the number in it."""
 _ALONE = re.compile(rf"(?<![\w.,/^_])(?:\\\$|[$€£¥₹])?\s?(?:{_NUMBER})(?![\w/^_]|[.,]\d)")
 
 
@@ -212,7 +210,7 @@ _RELATION = re.compile(r"\s*(\\(?:leq?|geq?|neq?|lt|gt)(?![a-z])|<=?|>=?|!=)")
 
 
 def is_open(formula: str) -> bool:
-    """Whether a formula is a relation without a left side: `<5` is no 5."""
+    """Return True if a formula is a relation without a left side: `<5` is no 5."""
     return _RELATION.match(typed(formula)) is not None
 
 
@@ -224,7 +222,7 @@ _DENIES = re.compile(
 
 
 def is_denied(formula: str) -> bool:
-    """Whether a formula says of a number that it is not the one: `6 \\text{ is wrong}`, `\\neg 6`."""
+    """Return True if a formula denies a number: `6 \\text{ is wrong}`, `\\neg 6`."""
     return _DENIES.search(formula) is not None and re.search(r"\d", formula) is not None
 
 
@@ -232,8 +230,8 @@ _INNER = re.compile(r"\([^()]*\)|\[[^][]*\]|\{[^{}]*\}")
 
 
 def brackets(formula: str) -> str | None:
-    """`(` around a list in order or an interval, `{` around a set, `,` for a list without either; `None` for
-    what is no list of values.
+    """`(` around a list in order or an interval, `{` around a set, `,` for a list without either. `None` if
+    it is no list of values.
     """
     text = re.sub(_JOINTS, ",", as_latex(formula))
     text = re.sub(rf"\\(?:left|right)(?![a-z])|\\(?=[{{}}])|{_BLANK_SIGN}", "", text)
@@ -252,14 +250,14 @@ _DEPTH = 8
 
 
 def other_units(one: str, other: str) -> bool:
-    """Whether both formulas are numbers with units that are known, and these are not the same."""
+    """Return True if both formulas are numbers with known units, and the units differ."""
     found = [measured(typed(formula).strip().removesuffix(".")) for formula in (one, other)]
     units = [each[1].replace("{", "").replace("}", "") for each in found if each is not None]
     return len(units) == 2 and units[0] != units[1] and all(is_known(unit) for unit in units)
 
 
 def is_known(unit: str) -> bool:
-    """Whether `unit` is one of the units here, or a quotient or power of them."""
+    """Return True if `unit` is one of the units here, or a quotient or power of them."""
     return all(re.sub(r"\^?[23]$", "", part) in _NAMES for part in unit.split("/"))
 
 
@@ -298,8 +296,8 @@ _PLAIN = [
 
 
 def renoted(text: str) -> str:
-    """`text` with degrees within functions of angles as radians, repeating decimals as fractions, one
-    notation for the empty set and for a tuple, and without colours and frames of a single line.
+    """Rewrite degrees within functions of angles as radians, and repeating decimals as fractions. Use one
+    notation for the empty set and for a tuple. Remove colours and frames of a single line.
     """
     for sign, instead in _PLAIN:
         text = sign.sub(instead, text)
@@ -314,7 +312,7 @@ def _line(found: re.Match[str]) -> str:
 
 
 def _fraction(found: re.Match[str]) -> str:
-    """0.1 and a 6 without end is (16 - 1) / 90."""
+    """0.1 and a repeating 6 is (16 - 1) / 90."""
     whole, before, again = found[1], found[2], found[3] or found[4]
     upper = int(whole + before + again) - int(whole + before)
     return f"\\frac{{{upper}}}{{{'9' * len(again)}{'0' * len(before)}}}"
@@ -337,7 +335,7 @@ _SAID = re.compile(
     r"(?<![\\\w])(?!(?:sin|cos|tan|cot|sec|csc|log|exp|sqrt|frac|pmod|bmod|mod|min|max|gcd|lcm)\b)[^\W\d_]{3,}\b"
     r"|(?<![\\\w])(?:as|is|of|at|by|in|so|to)\b"
 )
-"""A word, of which a bracket in a formula has none."""
+"""A word. A bracket in a formula holds none."""
 _CHANGES = re.compile(
     r"\b(?:or|maybe|perhaps|possibl[ey]|alternative\w*|otherwise|could|might|may|either|neither|nor|no|not|never"
     r"|cannot|wrong\w*|incorrect\w*|false|untrue|invalid|unsure|uncertain|guess\w*|also|but|unless|if|mod|modulo"
@@ -347,13 +345,12 @@ _CHANGES = re.compile(
     r"|^\s*(?:and|plus|minus|times|over|divided|multiplied|to|half|third|quarter|double|twice|triple|less|more)\b",
     re.IGNORECASE,
 )
-"""What makes a remark say another answer, or another value of the one before it."""
+"""Words that make a remark another answer, or change the value before it."""
 
 
 def without_remarks(text: str) -> str:
-    """`text` without what stands in brackets behind an answer and explains it: `42 (6 boxes of 7)`.
-
-    A unit in brackets is the answer's; brackets of a formula, and what gives another answer, stay.
+    """Remove bracketed explanations behind an answer: `42 (6 boxes of 7)`. A unit in brackets is the
+    answer's. Brackets of a formula stay, and brackets that give another answer.
     """
     return _REMARK.sub(_remark, _REMARK_IN_TEXT.sub(_remark, text))
 
@@ -373,7 +370,7 @@ _OR = re.compile(
 _MOST = 6
 _LESS = {"<": ")", "lt": ")", "<=": "]", "leq": "]", "le": "]", "leqslant": "]"}
 _MORE = {">": ")", "gt": ")", ">=": "]", "geq": "]", "ge": "]", "geqslant": "]"}
-"""A sign and how an interval ends there."""
+"""A sign -> the end of an interval there."""
 _OPENS = {")": "(", "]": "["}
 _SIDE = r"\s*([^<>=,()]{1,60}?)\s*"
 _BOUND = r"(<=?|>=?|\\(?:leqslant|leq|le|lt|geqslant|geq|ge|gt)(?![a-z]))"
@@ -385,9 +382,8 @@ _INTERVAL = re.compile(r"\s*(?:\\left)?[(\[][^()\[\],]{1,60},[^()\[\],]{1,60}(?:
 
 
 def union(formula: str) -> str | None:
-    """The union of intervals that a formula of several inequalities says: `x<3 \\text{ or } x>5`.
-
-    `None` for what is no such formula: one of another form, or of two variables.
+    """The union of intervals that a formula of several inequalities defines: `x<3 \\text{ or } x>5`. `None`
+    for a formula of another form, or of two variables.
     """
     parts = _OR.split(typed(formula).strip().strip("$"))
     if not 2 <= len(parts) <= _MOST:
@@ -400,7 +396,7 @@ def union(formula: str) -> str | None:
 
 
 def _interval(part: str) -> tuple[str, str] | None:
-    """Variable and interval of an inequality; of an interval, no variable and itself."""
+    """Variable and interval of an inequality. An interval has no variable and stays itself."""
     if _INTERVAL.fullmatch(part):
         return "", part
     two, one, other = (form.fullmatch(part) for form in (_FROM_TWO, _VARIABLE_FIRST, _VARIABLE_LAST))
@@ -418,7 +414,7 @@ def _interval(part: str) -> tuple[str, str] | None:
 
 
 def _between(variable: str, left: str, first: str, second: str, right: str) -> tuple[str, str] | None:
-    """Of `left first variable second right`; `None` where the two signs do not point the same way."""
+    """Interval of `left first variable second right`. `None` if the two signs differ in direction."""
     signs = [first.lstrip("\\"), second.lstrip("\\")]
     if all(sign in _LESS for sign in signs):
         return variable, f"{_OPENS[_LESS[signs[0]]]}{left},{right}{_LESS[signs[1]]}"

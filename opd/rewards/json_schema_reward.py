@@ -1,4 +1,4 @@
-"""`reward: json_schema`: the answer is JSON of a form, by jsonschema, in a process that can be ended."""
+"""`reward: json_schema`: the answer is JSON of a form, by jsonschema, in a process that can be killed."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def require(settings: JSONSchemaReward) -> None:
 
 
 def _schema(label: Any) -> Any:
-    """The schema of a label: JSON text of one too, and what chat completions have around it."""
+    """Return the schema of a label, also from JSON text or from a chat completion's wrapper."""
     found = json.loads(label) if isinstance(label, str) else label
     for name, beside in (("json_schema", "type"), ("schema", "name")):
         if isinstance(found, dict) and isinstance(found.get(name), dict) and beside in found:
@@ -59,7 +59,7 @@ def _fault(schema: dict[str, Any]) -> str | None:
 
 
 def _unchecked(schema: dict[str, Any]) -> str | None:
-    """What of a valid schema no answer would be held against, or none could meet."""
+    """Return the fault of a valid schema that an answer could not violate, or never meet."""
     from jsonschema.validators import validator_for
     from jsonschema_specifications import REGISTRY
     from referencing import Resource
@@ -69,7 +69,7 @@ def _unchecked(schema: dict[str, Any]) -> str | None:
     kind = validator_for(schema)
     root = Resource.from_contents(schema, default_specification=DRAFT202012)
     waiting = [(root, REGISTRY.resolver_with_root(root))]
-    in_place: dict[int, list[int]] = {}  # the schemas that say more of the same value
+    in_place: dict[int, list[int]] = {}  # schemas that apply to the same value
     while waiting:
         resource, resolver = waiting.pop()
         said = resource.contents
@@ -97,13 +97,13 @@ def _unchecked(schema: dict[str, Any]) -> str | None:
 
 
 def _unknown_word(schema: Mapping[str, Any], kind: Any) -> str | None:
-    """A word that is nearly one of JSON schema's, or a format that nothing here checks."""
+    """Return a fault for a word that is nearly one of JSON schema's, or a format that nothing here checks."""
     known = {*kind.VALIDATORS, *_TELLING}
     for word in schema:
         near = difflib.get_close_matches(word, known, 1, 0.8) if word not in known else []
         if (
             near and near[0] not in schema
-        ):  # beside the word itself, one nearly like it is another's, as tsType
+        ):  # next to the word itself, a similar one is another tool's, as tsType
             return f"has {shown(word)}, which is no word of JSON schema; write {near[0]}"
     name = schema.get("format")
     if isinstance(name, str) and name not in _ANY_TEXT and name not in _formats(kind).checkers:
@@ -117,11 +117,11 @@ _TELLING = (
     "writeOnly", "deprecated", "contentMediaType", "contentEncoding", "contentSchema", "then", "else",
     "minContains", "maxContains", "tsType",
 )  # fmt: skip
-"""Words that hold no value against anything by themselves."""
+"""Words that check nothing by themselves."""
 
 
 def _of_same_value(schema: Mapping[str, Any]) -> list[Any]:
-    """The schemas inside `schema` that look at the very value it looks at."""
+    """Return the schemas inside `schema` that apply to the same value."""
     inside = [schema[word] for word in ("not", "if", "then", "else") if word in schema]
     for word in ("allOf", "anyOf", "oneOf"):
         inside += schema.get(word, [])
@@ -137,7 +137,7 @@ def _has_cycle(graph: Mapping[int, Sequence[int]]) -> bool:
 
 
 def _formats(kind: Any) -> Any:
-    """jsonschema's checks of formats that need no other package, and that of date and time."""
+    """jsonschema's checks of formats that need no other package, and a check of date and time."""
     from jsonschema import FormatChecker
 
     made = FormatChecker(())
@@ -153,18 +153,18 @@ _ANY_TEXT = (
     "password", "binary", "byte", "path", "file-path", "directory-path", "json-string", "int32", "int64",
     "float", "double",
 )  # fmt: skip
-"""Formats that programs add for people, or for types that say it already."""
+"""Formats that programs add for people, or for types that imply them."""
 
 
 def _is_uri(value: object) -> bool:
-    """Whether a text is an address with a scheme, as RFC 3986 has it."""
+    """Return True if a text is an address with a scheme, by RFC 3986."""
     if not isinstance(value, str):
         return True
     return _URI.fullmatch(value) is not None and bool(urlsplit(value).netloc or urlsplit(value).path)
 
 
 def _is_duration(value: object) -> bool:
-    """Whether a text is a duration of ISO 8601, such as P1DT12H."""
+    """Return True if a text is a duration of ISO 8601, such as P1DT12H."""
     return not isinstance(value, str) or _DURATION.fullmatch(value) is not None
 
 
@@ -175,14 +175,14 @@ _DURATION = re.compile(
 
 
 def _is_moment(value: object) -> bool:
-    """Whether a text is a date and time of RFC 3339; what is no text has no format."""
+    """Return True if a text is a date and time of RFC 3339, or if the value is no text."""
     if not isinstance(value, str):
         return True
     return _MOMENT.fullmatch(value) is not None and bool(datetime.fromisoformat(value))
 
 
 def _is_time(value: object) -> bool:
-    """Whether a text is a time of RFC 3339, which has a zone; what is no text has no format."""
+    """Return True if a text is a time of RFC 3339, which has a zone, or if the value is no text."""
     return not isinstance(value, str) or _is_moment(f"1970-01-01T{value}")
 
 
@@ -190,7 +190,7 @@ _MOMENT = re.compile(r"\d{4}-\d\d-\d\d[Tt]\d\d:\d\d:\d\d(\.\d+)?([Zz]|[+-]\d\d:\
 
 
 def label_fault(settings: JSONSchemaReward, label: Any) -> str | None:
-    """A label that is no schema, where each row has its own."""
+    """Return the fault of a label that is no schema, if each row has its own."""
     if settings.definition is not None:
         return None
     if is_missing(label):
@@ -205,7 +205,7 @@ def label_fault(settings: JSONSchemaReward, label: Any) -> str | None:
 
 
 def score(settings: JSONSchemaReward, answers: Sequence[Answered]) -> list[Score]:
-    """1 where it fits, `parses` where it is JSON, else 0."""
+    """1 if the answer fits the schema, `parses` if it is JSON, else 0."""
     requests = [
         {
             "text": extracted(answer.text, settings.extract) or "",
@@ -218,13 +218,13 @@ def score(settings: JSONSchemaReward, answers: Sequence[Answered]) -> list[Score
 
 
 def prepare() -> None:
-    """In the process that checks."""
+    """Import the library in the checking process."""
     answer({"text": "{}", "schema": {"$schema": "https://json-schema.org/draft/2020-12/schema"}})
 
 
 def answer(asked: Mapping[str, Any]) -> dict[str, Any]:
-    """In the process that checks: whether it is JSON, and whether it fits. Numbers are decimal: 0.3 is a
-    multiple of 0.1.
+    """Runs in the checking process. Returns whether the text is JSON and fits. Numbers are decimal, so 0.3 is
+    a multiple of 0.1.
     """
     from jsonschema.validators import extend, validator_for
     from jsonschema_specifications import REGISTRY
@@ -240,21 +240,21 @@ def answer(asked: Mapping[str, Any]) -> dict[str, Any]:
         schema = _decimal(json.dumps(asked["schema"]))
         found = exact(schema, registry=REGISTRY, format_checker=_formats(kind)).is_valid(value)
         return {"json": True, "fits": found}
-    except Exception:  # a reference to what is not there: nothing is fetched
+    except Exception:  # a reference to a missing schema: nothing is fetched
         return {"json": True, "fits": False}
 
 
 _DIGITS = 10_000
-"""Of the longest number that is compared exactly."""
+"""Digits of the longest number that is compared exactly."""
 
 
 def _decimal(text: str) -> Any:
-    """`text` read as JSON, with every number that is not whole as a `Decimal`."""
+    """Parse `text` as JSON, with every number that is not whole as a `Decimal`."""
     return json.loads(text, parse_constant=_no_constant, parse_float=Decimal, parse_int=_integer)
 
 
 def _integer(text: str) -> int | Decimal:
-    return int(text) if len(text) <= 4000 else Decimal(text)  # what `int` reads has a bound
+    return int(text) if len(text) <= 4000 else Decimal(text)  # `int` has a limit
 
 
 def _is_whole(_: object, value: object) -> bool:

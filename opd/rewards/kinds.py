@@ -1,6 +1,6 @@
-"""The built-in rewards: `domains.NAME.reward: TYPE`, and what a domain is scored by.
+"""The built-in rewards, `domains.NAME.reward: TYPE`, and the scorer of each domain.
 
-The settings of a kind are a class of `opd.config.rewards`; its code is the `KINDS["TYPE"]` of
+The settings of a kind are a class of `opd.config.rewards`. Its code is the `KINDS["TYPE"]` of
 `opd/rewards/TYPE_reward.py`, or of a file that several share.
 """
 
@@ -26,13 +26,13 @@ _SHARED = {
 
 
 def verifier_of(settings: VerifierSettings) -> Verifier:
-    """The reward whose settings these are."""
+    """Return the built-in reward of these settings."""
     file = _SHARED.get(settings.type, f"{settings.type}_reward")
     return import_module(f"opd.rewards.{file}").KINDS[settings.type]
 
 
 def own_reward(config: DomainConfig) -> RewardFunction | None:
-    """The reward that the recipe gives a domain, ready to use; `None` where it gives none.
+    """Return the recipe's reward of a domain, ready to use, or None if it has none.
 
     Raises `RewardError` for a function that cannot be loaded or a sandbox that does not work, and
     `MissingExtraError`.
@@ -66,9 +66,9 @@ def _answered(sample: RewardSample) -> Answered:
 
 
 def reward_of(config: DomainConfig, domain: Domain) -> RewardFunction:
-    """What scores `domain`: the recipe's reward, or the source's own checker. All labels are looked at.
+    """Return the scorer of `domain`: the recipe's reward, or the source's own checker. Checks all labels.
 
-    Raises `DataError` where there is neither, or a built-in reward cannot use a label.
+    Raises `DataError` if there is neither, or if a built-in reward cannot use a label.
     """
     function = scorer_of(config, domain.name, domain.checker)
     check_labels(config, domain.name, [*domain.train, *domain.held_out])
@@ -76,8 +76,8 @@ def reward_of(config: DomainConfig, domain: Domain) -> RewardFunction:
 
 
 def scorer_of(config: DomainConfig, name: str, checker: Checker | None) -> RewardFunction:
-    """What scores domain `name`, whose source has a `checker`. Raises `DataError` where nothing does, and as
-    `own_reward`.
+    """Return the scorer of domain `name`, whose source has a `checker`. Raises `DataError` if there is none,
+    and as `own_reward`.
     """
     function = own_reward(config)
     if function is None and config.environment is not None:
@@ -91,7 +91,7 @@ def scorer_of(config: DomainConfig, name: str, checker: Checker | None) -> Rewar
 
 
 def episode_reward(sample: RewardSample) -> float:
-    """What the environment's steps were worth together."""
+    """Return the sum of the environment's rewards."""
     reward = sample.metadata["episode"]["reward"]
     if reward is None:
         raise RewardError(
@@ -119,7 +119,7 @@ def check_labels(config: DomainConfig, name: str, prompts: Iterable[Prompt]) -> 
 
 
 def sandboxes(domains: Mapping[str, DomainConfig]) -> dict[str, str]:
-    """Domain -> where on this machine the code of its answers runs, if it is run."""
+    """Domain -> the sandbox on this machine that runs the code of its answers, if it is run."""
     from opd.sandbox.answers import find_sandbox
 
     return {

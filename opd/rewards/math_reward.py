@@ -1,4 +1,4 @@
-"""`reward: math`: mathematical equality, by math-verify, in processes that can be ended."""
+"""`reward: math`: mathematical equality, by math-verify, in processes that can be killed."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from opd.rewards.verifier import (
 from opd.rollout.prompts import plain_label
 
 _MOST = 4000
-"""Characters of a formula, and of the end of a response that is searched for one."""
+"""Most characters of a formula, and of the end of a response that is searched for one."""
 
 
 def require(settings: MathReward) -> None:
@@ -53,14 +53,14 @@ def require(settings: MathReward) -> None:
 
 
 def label_text(label: Any) -> str:
-    """The formula of a label: what GSM8K has after `####`, what is boxed, or all of it."""
+    """Return the formula of a label: GSM8K's text after `####`, a box's content, or all of it."""
     text = label.rpartition("####")[2] if isinstance(label, str) else written_number(plain_label(label))
     text = renoted(text)
     return _bare(extracted(text, ["boxed"]) or text)
 
 
 def _bare(formula: str) -> str:
-    """`formula` without the signs of mathematics around it. The one of money stays."""
+    """Remove math delimiters around `formula`. A currency sign stays."""
     text = formula.strip()
     is_money = text.count("$") == 1 and measured(typed(text)) is not None
     return trimmed(text if is_money else text.strip("$"))
@@ -69,12 +69,14 @@ def _bare(formula: str) -> str:
 _POWER = re.compile(r"([-+]?(?:\d[\d,]*\.?\d*|\.\d+))[eE]([-+]?\d{1,3})")
 """A number with an exponent, as programs write it."""
 _PRINTED = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)e([-+]\d{2,3})(?!\w)")
-"""One as Python prints it, in a text."""
+"""A number with an exponent in a text, as Python prints it."""
 _GROUPED = re.compile(r"[-+]?\d{1,3}(?:_\d{3})+(?:\.\d+)?")
 
 
 def readings(formula: str) -> list[str]:
-    """What a formula may mean: 5e-5 is 0.00005 to a program and 5 times e, less 5, to a mathematician."""
+    """Return a formula's possible meanings: 5e-5 is 0.00005 to a program, and 5 times e, less 5, in
+    mathematics.
+    """
     if (intervals := union(formula)) is not None:
         return [intervals]
     formula = as_latex(formula)
@@ -88,7 +90,7 @@ def readings(formula: str) -> list[str]:
 
 
 def _as_power(text: str) -> str:
-    """`text` with numbers that Python prints with an exponent as mathematicians write them."""
+    """Rewrite numbers that Python prints with an exponent in mathematical notation."""
     return _PRINTED.sub(lambda one: f"{one[1]} \\cdot 10^{{{int(one[2])}}}", text)
 
 
@@ -96,7 +98,7 @@ _DATE = re.compile(r"\d{4}-\d{1,2}-\d{1,2}(?:[T ].*)?|\d{1,2}/\d{1,2}/\d{4}")
 
 
 def label_fault(settings: MathReward, label: Any) -> str | None:
-    """A label that is no number and no formula."""
+    """Return the fault of a label that is no number and no formula."""
     if is_missing(label) or isinstance(label, bool) or not isinstance(label, str | int | float):
         what = "is missing" if is_missing(label) else f"is a {type(label).__name__}"
         return f"{what}; give a number, or a formula as text"
@@ -119,7 +121,7 @@ def label_fault(settings: MathReward, label: Any) -> str | None:
 
 
 def score(settings: MathReward, answers: Sequence[Answered]) -> list[Score]:
-    """1 or 0 each; 0 where nothing is found, or comparing takes too long."""
+    """1 or 0 each. 0 if no answer is found, or if comparing takes too long."""
     found = [_found(settings, answer.text) for answer in answers]
     scores: list[Score] = [0.0] * len(answers)
     requests = {
@@ -134,7 +136,7 @@ def score(settings: MathReward, answers: Sequence[Answered]) -> list[Score]:
 
 
 def _found(settings: MathReward, text: str) -> str | None:
-    """The answer in the form in which math-verify finds it."""
+    """Return the answer in a form that math-verify finds."""
     text = _OR_ELSE.sub(" or ", _DENIED.sub(" ", renoted(text)))
     for way in settings.extract:
         found = _side_by_side(text) if way == "boxed" else extracted(text, [way])
@@ -149,7 +151,9 @@ def _found(settings: MathReward, text: str) -> str | None:
 
 
 def _side_by_side(text: str) -> str | None:
-    """What the last box holds, as a list with those that stand before it: two boxes are two answers."""
+    """Return the content of the last box, as a list with boxes right before it, because two boxes are two
+    answers.
+    """
     answer, found, begin = answered(text), [], 0
     for start, end, content in islice(boxes(answer), _FEW):
         apart = begin - end > _JOINT or _BETWEEN.fullmatch(answer, end, begin) is None
@@ -163,7 +167,7 @@ def _side_by_side(text: str) -> str | None:
 
 
 def _in_text(text: str) -> str:
-    """A text without a box: what is a formula alone, or two answers at its end, in a box."""
+    """Put a text's answer into a box, if the text is a formula alone or ends with two answers."""
     if len(text) <= _SHORT and "\n" not in text:
         text = without_remarks(text)
         alone = in_prose(text) if _WORDS.search(typed(text)) else text
@@ -180,7 +184,7 @@ def _in_text(text: str) -> str:
 
 
 def _values_at_end(text: str) -> list[str]:
-    """The values that stand side by side last in a text, each a formula in signs of its own: `$5$ $6$`."""
+    """Return the adjacent values at the end of a text, each a formula with its own delimiters: `$5$ $6$`."""
     found, begin = {}, len(text)
     for one in list(_SPAN.finditer(text))[::-1]:
         value = _VALUE.fullmatch(next(part for part in one.groups() if part is not None))
@@ -197,17 +201,17 @@ _JOINT, _FEW, _SHORT = 30, 8, 200
 _BETWEEN = re.compile(
     r"(?:[\s$.,;:/|\uff0c\u3001]|\b(?:or|and|oder|und|ou|et|o|y|maybe|perhaps|possibly|vs)\b|或|和)*"
 )
-"""Between boxes that are answers side by side."""
+"""Separators between boxes that are adjacent answers."""
 _WORDS = re.compile(
     r"(?<!\\)\b(?!(?:or|and|vs|pi|sqrt|sin|cos|tan|ln|log|exp)\b)[^\W\d_]{2,}|\$.*\S.*\$.|\\[(\[]"
 )
-"""What a formula alone has none of."""
+"""Words and signs that a formula alone does not contain."""
 _LAST = re.compile(r"[-+]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:/\d+)?")
 _TWO = re.compile(
     r"(\d[\d.,/]*)[\s$*,;]*(?:[a-zA-Z%]{1,12}[\s,;]{1,3})?(?:\b(?:or|and|vs\.?|oder|und|ou|et)\b|或|和)\s*(?:(?:maybe|perhaps|possibly|even)\s+)?[$*]*$"
 )
 _SIGNED = re.compile(r"[\w.^{}()/*+-]*[√∛π∞⁰¹²³⁴-⁹¼-¾⅐-⅞][^\s。\uff0c,]*(?<![.!?])")
-"""A formula in a text with signs that math-verify does not find there."""
+"""A formula in a text, with signs that math-verify does not find there."""
 _SPAN = re.compile(r"\$\$([^$]+)\$\$|\$([^$]+)\$|\\\((.{1,80}?)\\\)|\\\[(.{1,80}?)\\\]", re.DOTALL)
 _VALUE = re.compile(r"\s*(?:([a-zA-Z])\s*=)?(\s*-?(?=[^=]*\d)[^=+\-<>,]+)")
 """A variable's name if there is one, and a value that is no step of a calculation."""
@@ -227,18 +231,18 @@ _OR_ELSE = re.compile(
     r"|perhaps|possibly|even|also|just|rather|i|we|think|get|[a-z]|=)[:,]?\s{1,3}){0,8}(?:<answer>)?(?=[-+]?[\d$\\])",
     re.IGNORECASE,
 )
-"""Before one answer more, in a sentence of its own."""
+"""Begins another answer, in a sentence of its own."""
 _OR = re.compile(r"[;,]\s*or\s")
-"""Before one answer more, of which math-verify would take the last."""
+"""Begins another answer, which math-verify would take instead."""
 _BASE = re.compile(r"(?<![\w_])\w+_\{?(\d{1,2})\}?(?!\w)")
-"""A number in another base than ten, of which math-verify drops the base."""
+"""A number in another base than ten. Math-verify drops the base."""
 _SUBSCRIPT = re.compile(r"\s*_(?:\{[^{}]{1,40}\}|\w)")
 _NUMBERED = re.compile(
     r"(?<![\w.])\d+\s{0,2}_(?!\{?(?:10|\\text\{ten\})\}?(?!\w))(?:\{[^{}]*\}|\d{1,2}|[a-z])(?!\w)"
 )
 """A number with a subscript that is another base than ten."""
 _SENTENCE = re.compile(r"(?<=[\w)}\]$%*])(?:\.[*_]*\s|。)")
-"""Where what is said ends, and more is said on its line."""
+"""End of a sentence, if its line goes on."""
 
 
 def _in_a_box(formula: str) -> str:
@@ -246,7 +250,7 @@ def _in_a_box(formula: str) -> str:
 
 
 def prepare() -> None:
-    """In the process that compares."""
+    """Import the library in the comparing process."""
     import logging
 
     import math_verify
@@ -256,12 +260,12 @@ def prepare() -> None:
 
 
 def _parsed(library: Any, text: str) -> Any:
-    # Its own limit needs the main thread and a signal of its own; here the process has one.
+    # Its own limit needs the main thread and a signal of its own. Here the process has a limit.
     return library.parse(text, parsing_timeout=None)
 
 
 def answer(asked: Mapping[str, Any]) -> dict[str, Any]:
-    """In the process that compares: whether answer and label are equal."""
+    """Runs in the comparing process. Returns whether answer and label are equal."""
     import math_verify
 
     library: Any = math_verify
@@ -284,9 +288,9 @@ def answer(asked: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _differ_in_form(label: str, said: str, is_whole: bool) -> bool:
-    """Whether what is said is no answer by its form, whatever its value: in another unit or base, denied, a
-    relation without a left side, or a list without the order that the label has. `is_whole`: whether all of
-    it is the answer, and not a text in which math-verify looks for one.
+    """Return True if the form of the answer rules it out, whatever its value: another unit or base, a denial,
+    a relation without a left side, or a list without the label's order. `is_whole`: all of the text is the
+    answer, so math-verify need not search it.
     """
     bases = [set(_BASE.findall(one)) for one in (label, said)]
     if all(bases) and bases[0] != bases[1]:
@@ -299,19 +303,21 @@ def _differ_in_form(label: str, said: str, is_whole: bool) -> bool:
 
 
 def _answers(text: str) -> list[str]:
-    """What an answer may mean: a formula in a box, or a text in which math-verify looks for one."""
+    """Return an answer's possible forms: formulas in a box, or a text that math-verify searches."""
     boxed = _content(text)
     return [_as_power(text)] if boxed == text else [_in_a_box(one) for one in readings(boxed)]
 
 
 def _content(text: str) -> str:
-    """What the box holds that is all of `text`; `text` itself if it is another."""
+    """Return the content of the box that is all of `text`, else `text`."""
     boxed = extracted(text, ["boxed"])
     return text if boxed is None or _in_a_box(boxed) != text else boxed
 
 
 def _apart(right: Sequence[Any], given: Sequence[Any], digits: int) -> bool:
-    """Whether both are numbers so small that they are equal to `digits` places alone: 2^-98 is not 2^-99."""
+    """Return True if both are numbers so small that they are equal only to `digits` places: 2^-98 is not
+    2^-99.
+    """
     numbers = []
     for parsed in (right, given):
         found = next((one for one in parsed if getattr(one, "is_number", False)), None)

@@ -1,4 +1,4 @@
-"""`reward: python`: code that passes tests, in a sandbox. What the tests expect is never in the process that
+"""`reward: python`: code that passes tests, in a sandbox. The expected results are never in the process that
 runs the answer's code.
 """
 
@@ -38,12 +38,12 @@ def _limits(settings: PythonReward) -> Limits:
 
 
 def require(settings: PythonReward) -> None:
-    """Raise `RewardError` where the sandbox does not work."""
+    """Raise `RewardError` if the sandbox does not work."""
     find_sandbox(settings.sandbox)
 
 
 def label_fault(settings: PythonReward, label: Any) -> str | None:
-    """A label that holds no tests."""
+    """Return the fault of a label without usable tests."""
     if is_missing(label) or label in ("", [], {}):
         return f"is missing; {_WANTED}"
     label = _read(label)
@@ -86,7 +86,7 @@ def _parsed(code: str) -> ast.Module:
 
 
 def _decides(test: ast.Module, setup: ast.Module) -> bool:
-    """Whether something in `test` can fail: an assertion, an exit or an exception that is raised there."""
+    """Return True if a part of `test` can fail: an assertion, an exit or a raised exception."""
     parts = [*ast.walk(test), *ast.walk(setup)]
     if any(_prints(part) for part in parts):
         return False
@@ -95,11 +95,11 @@ def _decides(test: ast.Module, setup: ast.Module) -> bool:
 
 _NAMED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 _FAILING = re.compile(r"assert.*|main|fail|raises|exit|_exit|quit")
-"""Names of functions that raise or leave where something is wrong, such as unittest's and numpy's."""
+"""Names of functions that raise or exit on a failure, such as unittest's and numpy's."""
 
 
 def _prints(part: ast.AST) -> bool:
-    """Whether it is a call that prints what has failed, and goes on."""
+    """Return True for a call that prints failures, and goes on."""
     if not isinstance(part, ast.Call):
         return False
     whose = getattr(getattr(part.func, "value", None), "id", "")
@@ -121,7 +121,7 @@ def _bodies(part: ast.AST) -> list[ast.stmt]:
 
 
 def _can_fail(body: Sequence[ast.AST], functions: Mapping[str, list[ast.stmt]]) -> bool:
-    """Whether a statement of `body` can; `functions`: what the tests define, by name."""
+    """Return True if a statement of `body` can fail. `functions`: the tests' own functions, by name."""
     for part in body:
         if isinstance(part, ast.Assert) and _is_open(part.test):
             return True
@@ -141,14 +141,14 @@ def _can_fail(body: Sequence[ast.AST], functions: Mapping[str, list[ast.stmt]]) 
 
 
 def _is_open(said: ast.expr) -> bool:
-    """Whether what is asserted can be false."""
+    """Return True if the assertion can be false."""
     if isinstance(said, ast.Tuple):
         return not said.elts
     return not isinstance(said, ast.Constant) or not said.value
 
 
 def _reached(part: ast.AST) -> list[ast.AST]:
-    """The parts of `part` that are run, and whose failures are told."""
+    """The parts of `part` that run, and whose failures are not hidden."""
     if isinstance(part, ast.If) and isinstance(part.test, ast.Constant):
         return list(part.body if part.test.value else part.orelse)
     if isinstance(part, ast.Try) and any(map(_hides, part.handlers)):
@@ -157,14 +157,14 @@ def _reached(part: ast.AST) -> list[ast.AST]:
 
 
 def _hides(handler: ast.ExceptHandler) -> bool:
-    """Whether it catches a failed assertion and goes on."""
+    """Return True if it catches a failed assertion and goes on."""
     name = getattr(handler.type, "id", None)
     everything = handler.type is None or name in ("Exception", "BaseException", "AssertionError")
     return everything and all(isinstance(one, ast.Pass | ast.Continue) for one in handler.body)
 
 
 def _of_python(test: ast.Module, setup: ast.Module) -> str | None:
-    """A function of Python's own that a test calls which names nothing that an answer could have defined."""
+    """Return the built-in function that a test calls, if it uses no name that an answer could define."""
     parts = [*ast.walk(test), *ast.walk(setup)]
     loads = [one.id for one in parts if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Load)]
     known = {one.id for one in parts if isinstance(one, ast.Name) and not isinstance(one.ctx, ast.Load)}
@@ -179,7 +179,7 @@ def _of_python(test: ast.Module, setup: ast.Module) -> str | None:
 
 
 def _unaskable(parsed: Sequence[ast.Module]) -> str | None:
-    """What tests do that no answer could pass, whose code runs in another process."""
+    """Return the reason why no answer can pass tests, because its code runs in another process."""
     parts = [part for one in parsed for part in ast.walk(one)]
     if any(isinstance(part, ast.Call) and _name_of(part) == "redirect_stdout" for part in parts):
         return "reads what answers print by redirect_stdout, and that goes elsewhere; give inputs and outputs"
@@ -204,7 +204,7 @@ def _unaskable(parsed: Sequence[ast.Module]) -> str | None:
 
 
 def _kind_handed(parts: Sequence[ast.AST]) -> str | None:
-    """A class of the tests' own of which they hand an answer an object."""
+    """Return a class of the tests whose objects are passed to an answer."""
     kinds = {part.name for part in parts if isinstance(part, ast.ClassDef)}
     defined = {part.name for part in parts if isinstance(part, _NAMED)} | set(vars(builtins))
     made = {
@@ -223,7 +223,7 @@ def _kind_handed(parts: Sequence[ast.AST]) -> str | None:
 
 
 def _hands_function(parts: Sequence[ast.AST]) -> bool:
-    """Whether tests call what an answer defines with a function, or with an iterator, of their own."""
+    """Return True if tests pass a function or an iterator of their own to the answer's code."""
     own = {one.name for one in parts if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef)}
     answers = _names_of_answers(parts)
     for call in (part for part in parts if isinstance(part, ast.Call) and _calls(part.func, answers)):
@@ -240,7 +240,7 @@ def _is_function(one: ast.expr, own: set[str], answers: set[str]) -> bool:
 
 
 def _calls(called: ast.expr, answers: set[str]) -> bool:
-    """Whether what is called is a function of the answer's, or a method of an object that it makes there."""
+    """Return True if `called` is a function of the answer's, or a method of an object that it makes."""
     if isinstance(called, ast.Attribute) and isinstance(called.value, ast.Call):
         kind = called.value.func
         return isinstance(kind, ast.Name) and kind.id in answers and kind.id[:1].isupper()
@@ -248,14 +248,14 @@ def _calls(called: ast.expr, answers: set[str]) -> bool:
 
 
 def _items(value: ast.expr) -> list[ast.expr]:
-    """`value`, or what stands in it where it is a list, a tuple or a dictionary."""
+    """`value`, or the items in it if it is a list, a tuple or a dictionary."""
     if isinstance(value, ast.List | ast.Tuple | ast.Set):
         return [one for item in value.elts for one in _items(item)]
     return [one for item in value.values for one in _items(item)] if isinstance(value, ast.Dict) else [value]
 
 
 def _names_of_answers(parts: Sequence[ast.AST]) -> set[str]:
-    """Names that tests call and do not define, and those of the parameters to which they hand such."""
+    """Names that tests call and do not define, and names of parameters that receive them."""
     known = _known(parts) | set(vars(builtins))
     if "*" in known:
         return set()
@@ -279,7 +279,7 @@ def _known(parts: Sequence[ast.AST]) -> set[str]:
 
 
 def _caught(parts: Sequence[ast.AST]) -> str | None:
-    """An exception that tests catch by a name which they neither define nor have from Python."""
+    """Return an exception that tests catch, but neither define, import nor have from Python."""
     known = _known(parts) | set(vars(builtins))
     kinds = [part.type for part in parts if isinstance(part, ast.ExceptHandler)]
     kinds += [part.args[0] for part in parts if isinstance(part, ast.Call) and part.args and _catches(part)]
@@ -293,7 +293,7 @@ def _catches(call: ast.Call) -> bool:
 
 
 def _absent(parsed: Sequence[ast.Module]) -> str | None:
-    """A module that tests import, and that is not Python's own."""
+    """Return a module that tests import and that is not in the standard library."""
     for part in (part for one in parsed for part in ast.walk(one)):
         names = [one.name for one in part.names] if isinstance(part, ast.Import) else []
         if isinstance(part, ast.ImportFrom):
@@ -328,16 +328,16 @@ def _pairs_fault(label: dict[str, Any], most: int) -> str | None:
 
 
 def _read(label: Any) -> Any:
-    """`label`, or the list or object that it is the JSON text of, as tables keep it."""
+    """Return `label`, or the list or object that it is the JSON text of, as in tables."""
     if isinstance(label, str) and label.lstrip()[:1] in ("[", "{"):
-        for read in (json.loads, ast.literal_eval):  # as Python prints a list, too
+        for read in (json.loads, ast.literal_eval):  # also a list as Python prints it
             with suppress(ValueError, SyntaxError, RecursionError, MemoryError):
                 return read(label)
     return label
 
 
 def _tests(label: Any) -> list[str]:
-    """The tests that are code; none where the label has another form."""
+    """Return the tests that are code, or none if the label has another form."""
     if isinstance(label, str):
         return [label]
     if isinstance(label, list):
@@ -355,7 +355,7 @@ def _setup(label: Any) -> str:
 
 
 def passed(settings: PythonReward, answer: Answered) -> list[bool]:
-    """Whether each test of the label passes."""
+    """Return for each test of the label whether it passes."""
     label, limits = _read(answer.label), _limits(settings)
     source = extracted(answer.text, settings.extract)
     pairs = isinstance(label, dict) and "inputs" in label
@@ -384,12 +384,12 @@ def passed(settings: PythonReward, answer: Answered) -> list[bool]:
 
 
 def _lines(text: str) -> list[str]:
-    """Without blanks at the end of lines and empty lines at the end."""
+    """Lines of `text`, without trailing blanks and trailing empty lines."""
     return [line.rstrip() for line in text.rstrip().splitlines()]
 
 
 def score(settings: PythonReward, answers: Sequence[Answered]) -> list[Score]:
-    """1 where all tests pass, else 0 or, with `partial`, the share that does."""
+    """1 if all tests pass, else 0 or, with `partial`, the share that passes."""
 
     def run(answer: Answered, number: int) -> Score:
         results = passed(settings, answer)
@@ -399,7 +399,7 @@ def score(settings: PythonReward, answers: Sequence[Answered]) -> list[Score]:
 
 
 def longest(settings: PythonReward) -> float:
-    """Seconds that one answer can take, but for the number of its inputs."""
+    """Seconds that one answer can take, without the number of its inputs."""
     return _limits(settings).seconds
 
 

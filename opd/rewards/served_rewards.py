@@ -1,6 +1,6 @@
 """`reward: judge` and `scorer`: models behind HTTP.
 
-A judge says a number, which is read from its words; a reward model gives one for each of many texts.
+A judge's number is read from its text. A reward model returns one number for each of many texts.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ _SCORE = re.compile(_SAYS + _NUMBER, re.IGNORECASE)
 _DOUBLE = re.compile(rf"\[\[\s*{_NUMBER}\s*(?:/\s*[0-9]+\s*)?\]\]")
 _ALONE = re.compile(rf"[\s*_`\[(]*{_NUMBER}\s*(?:/\s*[0-9]+)?[\s.*_`\])]*")
 _TOKEN = 64
-"""Bytes of JSON that a token of a reply may take, its share of what else a server says of it included."""
+"""Most bytes of JSON per token of a reply, with its share of the other fields."""
 _PATTERN_SECONDS = 1.0
 _told: set[str] = set()
-"""Settings of which a reply without a number was shown."""
+"""Settings for which a reply without a number was shown."""
 
 
 def judge_score(settings: JudgeReward, answers: Sequence[Answered]) -> list[Score]:
-    """The judge's number for each answer, in [0, 1] where the settings have a range; with a fallback, in
-    parts: `reward`, and `unreadable` 0 or 1.
+    """The judge's number for each answer, in [0, 1] if the settings have a range. With a fallback, in parts:
+    `reward`, and `unreadable` 0 or 1.
     """
     most = _TOKEN * settings.max_tokens
     form = EndpointForm(
@@ -66,7 +66,7 @@ def judge_score(settings: JudgeReward, answers: Sequence[Answered]) -> list[Scor
 
 
 def question(settings: JudgeReward, answer: Answered) -> dict[str, Any]:
-    """The body of the request about one answer."""
+    """Return the body of the request about one answer."""
     system = [{"role": "system", "content": settings.system}] if settings.system is not None else []
     body = {
         "model": settings.model or "default",
@@ -78,7 +78,7 @@ def question(settings: JudgeReward, answer: Answered) -> dict[str, Any]:
 
 
 def _said(reply: Any, count: int) -> list[Any]:
-    """What the judge wrote; `None` where it refused the request."""
+    """Return the judge's text, or None if it refused the request."""
 
     def unreadable(cause: str) -> UnavailableError:
         return UnavailableError(f"the answer is no chat completion ({cause})", answered=True)
@@ -89,7 +89,7 @@ def _said(reply: Any, count: int) -> list[Any]:
         text = reply["choices"][0]["message"]["content"]
         if text is not None and not isinstance(text, str):
             raise TypeError(f"its content is a {type(text).__name__}")
-    # A judge may repeat what it was told, a key too; and thoughts alone are no words.
+    # A judge may repeat its input, even a key. Thoughts alone are no text.
     return [redact(text or "")]
 
 
@@ -144,11 +144,11 @@ def _tell(settings: JudgeReward, missing: Sequence[str | None], asked: int) -> N
 
 
 _NUMBER_BYTES = 1024
-"""Bytes of JSON for one number and what else a server says of its text."""
+"""Bytes of JSON for one number and the other fields of its text."""
 
 
 def scorer_score(settings: ScorerReward, answers: Sequence[Answered]) -> list[Score]:
-    """The model's number for each answer; with `sigmoid` in [0, 1]."""
+    """The model's number for each answer, in [0, 1] with `sigmoid`."""
     body, numbers = _APIS[settings.api]
 
     def asked(questions: list[dict[str, Any]]) -> dict[str, Any]:
@@ -165,7 +165,7 @@ def scorer_score(settings: ScorerReward, answers: Sequence[Answered]) -> list[Sc
 
 
 def _scored_question(settings: ScorerReward, answer: Answered) -> dict[str, Any]:
-    """What is sent of an answer, and so what its number is kept under."""
+    """Return the question about an answer, which is also the cache key of its number."""
     own = {"api": settings.api, "model": settings.model, "text": filled(settings.template, answer)}
     if settings.api == "score":
         return own | {"text": answer.text, "prompt": answer.prompt}
@@ -189,7 +189,7 @@ def _checked(values: Sequence[Any], count: int) -> list[Any]:
 
 
 def _single(value: Any) -> Any:
-    """The number in lists of one; a model with several outputs is no reward model."""
+    """The number in lists of one. A model with several outputs is no reward model."""
     while isinstance(value, list):
         if len(value) != 1:
             raise ValueError(f"{len(value)} numbers came for one text, where a reward is one")
@@ -236,7 +236,7 @@ _APIS: dict[str, tuple[Callable[[list[dict[str, Any]]], dict[str, Any]], Callabl
         _plain,
     ),
 }
-"""What each kind of server is sent, and the numbers in what it answers."""
+"""Request of each kind of server, and reader of the numbers in its reply."""
 
 
 def _sigmoid(value: float) -> float:

@@ -1,7 +1,7 @@
 """`reward: exact`, `f1`, `regex` and `choice`: the answer is a text, compared with the label's.
 
-A regular expression is looked for in a process that can be ended. A choice that hedges between letters, or
-denies the one that it begins with, is none.
+A regular expression is searched in a process that can be killed. An answer that hedges between letters, or
+denies the letter it begins with, is no choice.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ def squad(text: str) -> str:
 
 _GROUPED = re.compile(r"[-+]?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
 _WHOLE = re.compile(r"([-+]?\d+)\.0")
-"""What tables make of whole numbers: commas between thousands, and the zero of a column of floats."""
+"""Whole numbers as tables write them: commas between thousands, and the zero of a column of floats."""
 
 
 def texts(label: Any) -> list[str]:
-    """The answers that count as right: a label, or a list of them; of a number that a table has written, also
-    the number as people write it.
+    """Return the right answers: a label, or a list of them. A number written by a table also counts as people
+    write it.
     """
     found = []
     for one in label if isinstance(label, list) else [label]:
@@ -64,7 +64,7 @@ def texts(label: Any) -> list[str]:
 
 
 def same_number(answer: str, label: Any) -> bool:
-    """Whether one of the labels is a number, and the answer is that number."""
+    """Return True if one of the labels is a number, and the answer equals it."""
     numbers = [one for one in (label if isinstance(label, list) else [label]) if not isinstance(one, str)]
     if not numbers or not _NUMBER.fullmatch(answer) or len(answer) > 400:
         return False
@@ -76,7 +76,7 @@ _NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?(?<=\d)(?:[eE][
 
 
 def text_fault(settings: Any, label: Any) -> str | None:
-    """A label that no answer can be compared with."""
+    """Return the fault of a label that no answer can be compared with."""
     many = label if isinstance(label, list) else [label]
     if is_missing(label) or not many:
         return "is missing; give a text, a number, or a list of them"
@@ -103,12 +103,12 @@ def exact_score(settings: ExactReward, answer: Answered) -> float:
     if same_number(found, answer.label):
         return 1.0
     form = squad if settings.normalise == "squad" else str
-    right = set(map(form, texts(answer.label))) - {""}  # which signs alone would be, too
+    right = set(map(form, texts(answer.label))) - {""}  # an answer of signs alone would match it, too
     return float(form(found) in right)
 
 
 def f1(answer: str, label: str) -> float:
-    """Of the words, in SQuAD's form; 1 where both have none."""
+    """F1 of the words, in SQuAD's form. 1 if both have none."""
     given, wanted = squad(answer).split(), squad(label).split()
     if not given or not wanted:
         return float(given == wanted)
@@ -128,7 +128,7 @@ def _has_group(settings: RegexReward) -> bool:
 
 
 def pattern_fault(settings: RegexReward, label: Any) -> str | None:
-    """A label that is no expression, where it has to be one, or nothing to compare a group with."""
+    """Return the fault of a label that must be an expression and is none, or lacks a value for a group."""
     if settings.pattern is not None and not _has_group(settings):
         return None
     wanted = "what the group `answer` has to catch" if settings.pattern else "a regular expression"
@@ -147,7 +147,7 @@ def pattern_fault(settings: RegexReward, label: Any) -> str | None:
 
 
 def regex_score(settings: RegexReward, answers: Sequence[Answered]) -> list[Score]:
-    """1 or 0 each; 0 where nothing is found, or looking takes too long."""
+    """1 or 0 each. 0 if nothing is found, or if the search takes too long."""
     group = "answer" if _has_group(settings) else None
     said = matched(
         [answer.label if settings.pattern is None else settings.pattern for answer in answers],
@@ -191,7 +191,7 @@ _NOT = r"(?:not|never|n['\u2019]t|wrong|incorrect|false|excluded|ruled\s+out|can
 _DENIED = re.compile(
     rf"[\W_]*(?:(?:is|was|are|can|seems|looks)\s*(?:clearly\s+|also\s+)?)?{_NOT}\b", re.IGNORECASE
 )
-"""Behind a letter: that it is not the answer."""
+"""Behind a letter: a denial that it is the answer."""
 _DENIES = re.compile(rf"\b{_NOT}\b|n['\u2019]t\b|\bexcept\b", re.IGNORECASE)
 _GOES_ON = re.compile(
     r"\s+(?:because|since|as|is|was|are|seems|looks|must|should|would|by|due|for|from|and|or|with|which)\b"
@@ -223,8 +223,8 @@ _ITEM = re.compile(r"[\W_]*([A-Z])\s*[).:]")
 
 
 def letter(text: str, choices: int, *, prose: bool = False) -> str | None:
-    """The letter that `text` begins with; a small one where it stands alone or before a bracket. In `prose`
-    none is that a small word follows.
+    """Return the letter that `text` begins with. A small letter must stand alone or before a bracket. In
+    `prose` a letter before a small word does not count.
     """
     text = _FORM.sub("", text[:200])
     found = _LETTER.match(text)
@@ -238,7 +238,7 @@ def letter(text: str, choices: int, *, prose: bool = False) -> str | None:
 
 
 def _hedges(said: str, rest: str, choices: int) -> bool:
-    """Whether what follows a letter names another one beside it."""
+    """Return True if the text behind a letter names another one too."""
     after = _NEXT.match(rest)
     others = {after[1].upper()} if after else set()
     if _LETTERS_ALONE.fullmatch(rest):
@@ -251,7 +251,7 @@ def _known(said: str, choices: int) -> str | None:
 
 
 def _of_label(label: Any, choices: int) -> str | None:
-    """The letter of a label: a number from 0, or a letter, however it is written, and nothing else."""
+    """Return the letter of a label: a number from 0, or a single letter in any notation."""
     label = plain_label(label)
     if isinstance(label, str) and re.fullmatch(r"\d+(\.0+)?", label.strip()):
         label = int(label.strip().partition(".")[0]) if len(label) < 20 else -1
@@ -266,7 +266,7 @@ def _of_label(label: Any, choices: int) -> str | None:
 
 
 def choice_fault(settings: ChoiceReward, label: Any) -> str | None:
-    """A label that is none of the choices."""
+    """Return the fault of a label that is none of the choices."""
     if is_missing(label):
         return "is missing; give the letter of the right choice, or its number from 0"
     if _of_label(label, settings.choices) is None:
@@ -283,7 +283,7 @@ def choice_score(settings: ChoiceReward, answer: Answered) -> float:
 
 
 def chosen(settings: ChoiceReward, text: str) -> str | None:
-    """The letter that a response chooses; `None` where none is found."""
+    """Return the letter that a response chooses, or None if it chooses none."""
     text = _FENCED.sub(r"\2", text.translate(WIDE))
     for way in settings.extract:
         found = extracted(text, [way])
@@ -298,7 +298,7 @@ def chosen(settings: ChoiceReward, text: str) -> str | None:
 
 
 def _in_sentence(text: str, choices: int) -> str | None:
-    """The letter of `I think it is C` or `So C is correct`: the only one named, and nothing is denied."""
+    """The letter of `I think it is C` or `So C is correct`: the only one named, with no denial."""
     text = _FORM.sub("", text)[-200:]
     named = {one for one in _ALONE.findall(text) if one in string.ascii_uppercase[:choices]}
     found = _SAYS.search(text) or _PRAISES.search(text)
@@ -308,7 +308,7 @@ def _in_sentence(text: str, choices: int) -> str | None:
 
 
 def _lists(text: str) -> bool:
-    """Whether the last line is one of a list of the choices, which chooses none."""
+    """Return True if the last line is one of a list of the choices, which chooses none."""
     lines = [line for line in answered(text).strip().split("\n")[-8:] if line.strip()]
     items = [_ITEM.match(line) for line in lines[-2:]]
     first, last = (item[1] if item else "" for item in items) if len(items) == 2 else ("", "")

@@ -1,7 +1,6 @@
-"""What built-in rewards share: what each gives, where in a response the answer stands, and where answers are
-compared.
+"""The interface of built-in rewards, the extraction of answers from responses, and their comparison.
 
-Whatever a model writes is read in linear time, or in processes that can be ended.
+A model's text is read in linear time, or in processes that can be killed.
 """
 
 from __future__ import annotations
@@ -24,27 +23,27 @@ Score = float | dict[str, float]
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """One answer, whole, and the label of its row."""
+    """One full answer, and the label of its row."""
 
     text: str
     label: Any
     prompt: str = ""
-    """What was asked, as the data has it."""
+    """The prompt, as in the data."""
     context: str = ""
-    """What the model has read: the prompt with its chat template."""
+    """The model's input: the prompt with its chat template."""
 
 
 def is_missing(label: Any) -> bool:
-    """Whether a row has no label, as files and tables have it."""
+    """Return True if a row has no label, in the notation of files and tables."""
     return label is None or (isinstance(label, str) and label.strip() in _MISSING)
 
 
 _MISSING = ("nan", "NaN", "<NA>", "NaT")
-"""What a table's missing cell is as text."""
+"""A table's missing cell as text."""
 
 
 def written_number(number: int | float) -> str:
-    """A number as people write it, without an exponent: 0.00005, and not 5e-05."""
+    """Write a number as people do, without an exponent: 0.00005, and not 5e-05."""
     return str(number) if isinstance(number, int) else format(Decimal(repr(number)), "f")
 
 
@@ -54,28 +53,27 @@ def nothing_to_require(settings: Any) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Verifier:
-    """What a built-in reward gives."""
+    """The functions of a built-in reward."""
 
     score: Callable[[Any, Sequence[Answered]], list[Score]]
-    """With its settings, all answers of a batch: one number or parts each."""
+    """Scores all answers of a batch with its settings: one number or parts each."""
     label_fault: Callable[[Any, Any], str | None]
-    """With its settings, what a label has to be and is not: `is missing; give ...`. `None` for a good one."""
+    """Returns the fault of a label, such as `is missing; give ...`, or None for a good one."""
     require: Callable[[Any], None] = nothing_to_require
-    """Raises `MissingExtraError` or `RewardError` where it cannot work with these settings here."""
+    """Raises `MissingExtraError` or `RewardError` if it cannot work with these settings here."""
     seconds: Callable[[Any], float] = lambda settings: 0.0
-    """The longest that one answer may take, by the reward's own limits."""
+    """The longest time of one answer, by the reward's own limits."""
     answer: Callable[[Any, str], str | None] = lambda settings, text: extracted(text, settings.extract)
-    """With its settings, the answer that stands in a response, for a vote among several; `None` where none
-    does."""
+    """Returns the answer in a response, for a vote among several, or None if there is none."""
 
 
 def each(score: Callable[[Any, Answered], Score]) -> Callable[[Any, Sequence[Answered]], list[Score]]:
-    """The `score` of a reward that takes no time: one answer after the other."""
+    """Wrap a cheap `score` of one answer to score all in turn."""
     return lambda settings, answers: [score(settings, answer) for answer in answers]
 
 
 WORKERS = max(1, min(8, os.cpu_count() or 1))
-"""Answers that are looked at side by side."""
+"""Answers that are scored concurrently."""
 _MEMORY = 1 << 30
 _FEW = 4
 """Answers for which no further process is started."""
@@ -85,7 +83,7 @@ Result = TypeVar("Result")
 
 
 def side_by_side(work: Callable[[One, int], Result], many: Sequence[One]) -> list[Result]:
-    """`work(one, number of the worker)` of each; in order. The first error is raised."""
+    """Return `work(one, number of the worker)` of each, in order. The first error is raised."""
     workers = min(WORKERS, -(-len(many) // _FEW))
     if workers < 2:
         return [work(one, 0) for one in many]
@@ -111,7 +109,7 @@ _making = threading.Lock()
 
 
 def _process(module: str, number: int) -> LimitedProcess:
-    """This process's own: a forked one does not share pipes with its parent."""
+    """Return this process's own worker, because a forked process does not share pipes with its parent."""
     key = (os.getpid(), module, number)
     with _making:
         if key not in _pools:
@@ -120,8 +118,9 @@ def _process(module: str, number: int) -> LimitedProcess:
 
 
 def compared(module: str, requests: Sequence[dict[str, Any]], seconds: float) -> list[dict[str, Any]]:
-    """What `answer` of `module` says of each request, in processes that are ended where one takes more than
-    `seconds` of processor time or too much memory; an empty answer then, and for whatever else goes wrong.
+    """Return the result of `module.answer` for each request, in processes that are killed if one takes more
+    than `seconds` of processor time or too much memory. The result is empty then, and after any other
+    failure.
     """
 
     def ask(request: dict[str, Any], number: int) -> dict[str, Any]:
@@ -144,8 +143,8 @@ def matched(
     full: bool = False,
     ignore_case: bool = False,
 ) -> list[dict[str, Any]]:
-    """Whether each of `patterns` `matches` its text, and what the last match's group has `caught`; no group
-    where only the former is asked. Empty where looking took more than `seconds`.
+    """Return for each of `patterns` if it `matches` its text, and the last match's group as `caught`. With
+    group None only the former. Empty if the search took more than `seconds`.
     """
     requests = [
         {"pattern": pattern, "text": text, "group": group, "full": full, "ignore_case": ignore_case}
@@ -155,11 +154,11 @@ def matched(
 
 
 def prepare() -> None:
-    """In the process that looks: nothing to import."""
+    """Runs in the searching process, which has nothing to import."""
 
 
 def answer(asked: Mapping[str, Any]) -> dict[str, Any]:
-    """In the process that looks: see `matched`."""
+    """Runs in the searching process: see `matched`."""
     pattern = re.compile(asked["pattern"], re.IGNORECASE if asked["ignore_case"] else 0)
     if asked["full"]:
         found = pattern.fullmatch(asked["text"])
@@ -182,14 +181,14 @@ _NUMBER = re.compile(r"(?:(?<![\w)\]}])[-+\u2212])?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(
 _DRESS = re.compile(r"<\|[^|<>]{1,40}\|>|</?(?:b|i|em|strong|p|br|code|s|sub|sup)/?>|`")
 """Marks that show how an answer looks, or where a turn ends."""
 _TRIES = 8
-"""Boxes that may lack their end."""
+"""Most boxes without an end."""
 
 
 def extracted(text: str, ways: Sequence[str]) -> str | None:
-    """What the first of `ways` finds that finds anything; `None` where none does.
+    """Return the answer of the first of `ways` that finds one, or None if none does.
 
-    A model's thoughts are no answer: what stands up to the last `</think>` is left out, and all of a response
-    whose `<think>` has no end.
+    A model's thoughts are no answer. Text up to the last `</think>` is left out, and all of a response whose
+    `<think>` has no end.
     """
     answer = answered(text)
     for way in ways:
@@ -200,7 +199,7 @@ def extracted(text: str, ways: Sequence[str]) -> str | None:
 
 
 def answered(text: str) -> str:
-    """`text` without thoughts."""
+    """Return `text` without thoughts."""
     begin, end = _THOUGHT
     if end in text:
         text = text.rpartition(end)[2]
@@ -208,12 +207,12 @@ def answered(text: str) -> str:
 
 
 def _boxed(text: str) -> str | None:
-    """In the last `\\boxed{...}` that has an end."""
+    """Return the content of the last `\\boxed{...}` that has an end."""
     return next((found for _, _, found in boxes(text)), None)
 
 
 def boxes(text: str) -> Iterator[tuple[int, int, str]]:
-    """Start, end and content of each `\\boxed{...}` that has an end, from the last to the first."""
+    """Yield start, end and content of each `\\boxed{...}` that has an end, from the last to the first."""
     stop, tries = len(text), _TRIES
     while tries:
         start = max(text.rfind("\\boxed", 0, stop), text.rfind("\\fbox", 0, stop))
@@ -229,7 +228,7 @@ def boxes(text: str) -> Iterator[tuple[int, int, str]]:
 
 
 def _braced(text: str, start: int) -> str | None:
-    """From `start`, behind a brace, to the brace that closes it."""
+    """Return the text from `start`, behind a brace, to the brace that closes it."""
     depth = 1
     for found in re.compile(r"\\.|[{}]", re.DOTALL).finditer(text, start):
         depth += {"{": 1, "}": -1}.get(found[0], 0)
@@ -239,7 +238,7 @@ def _braced(text: str, start: int) -> str | None:
 
 
 def _answer(text: str) -> str | None:
-    """In the last `<answer>` tags, or on the line after the last `Answer:`, `answer is` or `####`."""
+    """Find the last `<answer>` tags, or the line after the last `Answer:`, `answer is` or `####`."""
     before, end, _ = text.rpartition("</answer>")
     if end and "<answer>" in before:
         inner = before.rpartition("<answer>")[2]
@@ -262,7 +261,7 @@ def _last_line(text: str) -> str | None:
 
 
 def _blocks(text: str) -> list[tuple[str, str]]:
-    """(language, content) of what stands between lines of three backticks or tildes; the last may lack its
+    """(language, content) of blocks between lines of three backticks or tildes. The last block may lack its
     end.
     """
     found: list[tuple[str, list[str]]] = []
@@ -282,7 +281,7 @@ def _blocks(text: str) -> list[tuple[str, str]]:
 def _code(text: str) -> str | None:
     blocks = _blocks(text)
     named = [content for language, content in blocks if language in ("python", "py", "python3")]
-    found = named or [content for language, content in blocks if not language]  # such as what it prints
+    found = named or [content for language, content in blocks if not language]  # such as output
     return found[-1] if found else None
 
 

@@ -1,1 +1,1 @@
-"""The student writes: an embedded, continuously batched sampling engine."""
+"""Rollouts: an embedded, continuously batched sampling engine, and the servers in its place."""

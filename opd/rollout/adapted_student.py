@@ -1,8 +1,8 @@
-"""The student with adapters as whoever sends them alone has it here: what servers are to hold, and to say.
+"""The student with adapters, as the process that sends adapters alone holds it.
 
-Servers apply adapters by names of their own, to layers they have fused: a tensor whose name they do not know
-is left out without a word. So each is tried once, by an adapter that changes every layer much; after that the
-trained ones, which change little in a step, are proved by their outputs.
+Servers apply adapters by names of their own, to layers they have fused. They silently ignore a tensor whose
+name they do not know. So a server is tried once, with an adapter that changes every layer much. Trained
+adapters change little in a step. They are verified by their outputs.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 TRIED = 0.5
-"""Of a weight's own spread: that of what the adapter adds by which a server is tried."""
+"""Size of the trial adapter's change, relative to the standard deviation of each weight."""
 
 
 def probe_logprobs(model: CausalLM) -> Tensor:
-    """[len(PROBE) - 1] float32: what `model` says of the probe's tokens, at temperature 1."""
+    """[len(PROBE) - 1] float32: `model`'s log-probabilities of the probe's tokens, at temperature 1."""
     ids = torch.from_numpy(PROBE.astype(np.int64))
     hidden = model.hidden(ids, torch.arange(len(ids)), [0, len(ids)])
     return linear_logprobs(hidden[:-1], model.head(), ids[1:])
 
 
 class AdaptedStudent:
-    """A base in the host's memory, and on it whatever adapters it is asked about.
+    """A base in the host's memory, to which any adapters can be applied.
 
     Args:
         folder: The base, a Hugging Face folder.
-        lora: Its adapters' form.
+        lora: The form of the adapters.
         dtype: Of the base's weights.
     """
 
@@ -59,12 +59,13 @@ class AdaptedStudent:
 
     @cached_property
     def base(self) -> list[tuple[str, Tensor]]:
-        """The base's tensors themselves, by Hugging Face's names."""
+        """The base's own tensors, by Hugging Face's names."""
         return list(self._model.base_weights())
 
     def outputs(self, adapters: Weights) -> np.ndarray:
-        """[len(PROBE) - 1] float32: log-probabilities of the probe's tokens with these `adapters`, one
-        forward pass on the CPU. Raises `ModelError` if they belong to another base, or are of another form.
+        """[len(PROBE) - 1] float32: log-probabilities of the probe's tokens with these `adapters`, by one
+        forward pass on the CPU. Raises `ModelError` if the adapters belong to another base or have another
+        form.
         """
         with self._lock, torch.no_grad():
             self._model.load_weights(adapters)
@@ -72,14 +73,14 @@ class AdaptedStudent:
 
     @cached_property
     def trial(self) -> list[tuple[str, Tensor]]:
-        """Adapters that change every layer they are for by half of what its weights differ among each other:
-        the same for everybody.
+        """Adapters that change every layer they are for by half of the spread of its weights. They are the
+        same in every process.
         """
         noise, own = torch.Generator().manual_seed(0), dict(self.base)
         found = []
         for name, tensor in self._model.weights():
             if name != BASE_DIGEST:
-                width = tensor.shape[1]  # of `A` the layer's, of `B` the rank
+                width = tensor.shape[1]  # the layer's for `A`, the rank for `B`
                 size = width**-0.5
                 if name.endswith(LORA_B):
                     weight = own[name.removesuffix(LORA_B) + ".weight"]
@@ -91,15 +92,15 @@ class AdaptedStudent:
 
     @cached_property
     def on_trial(self) -> tuple[np.ndarray, float]:
-        """`outputs` of `trial`, and how far from the base's own they are, in nats."""
+        """`outputs` of `trial`, and their greatest distance from the base's own, in nats."""
         none = [(name, t if name == BASE_DIGEST else torch.zeros_like(t)) for name, t in self.trial]
         due = self.outputs(self.trial)
         return due, float(np.abs(due - self.outputs(none)).max())
 
     @cached_property
     def beside(self) -> dict[str, tuple[int, ...]]:
-        """Tensors that adapters have not, and servers need: of layers that they fuse with adapted ones. Names
-        and shapes; they are zero. SGLang ends at keys and values without queries.
+        """Names and shapes of zero tensors that servers need besides the adapters. A server fuses their
+        layers with adapted ones. SGLang ends at keys and values without queries.
         """
         own = {name: tensor.shape for name, tensor in self.base}
         adapted = [name.removesuffix(LORA_A) for name, _ in self._model.adapters() if name.endswith(LORA_A)]
@@ -124,7 +125,7 @@ class AdapterFolder(WeightFolder):
         student: Whose adapters they are.
     """
 
-    # A vLLM server reads what it has unloaded anew for a request that came too late, and ends without it.
+    # A vLLM server reads an unloaded adapter again for a late request, and ends if it is gone.
     behind: ClassVar[int] = 1
 
     def __init__(self, root: str | Path, student: AdaptedStudent) -> None:
@@ -152,6 +153,6 @@ class AdapterFolder(WeightFolder):
 
 
 def _layers(names: Iterable[str]) -> Iterator[str]:
-    """Last names of the layers that tensors of these names are for."""
+    """Last names of the layers that tensors of these names belong to."""
     for name in names:
         yield name.removesuffix(LORA_A).removesuffix(LORA_B).rpartition(".")[2]

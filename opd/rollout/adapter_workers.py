@@ -1,9 +1,9 @@
 """Workers that are given adapters alone: megabytes a step, where all weights are gigabytes.
 
-A worker holds the base, proved once in its life, and has one adapter loaded: that of the newest version,
-under a name of its own. Every request names it, so a token's version is that of the adapter that its request
-named, and no request is written by the base alone. A pause ends what is being written, which is written on
-after it with the adapter that has come; the older one is unloaded then.
+A worker holds the base, which is verified once. It has one adapter loaded: the newest version, under a name
+of its own. Every request names its adapter, so a token's version is known. The base alone never generates. A
+pause ends the requests in progress. They go on after it with the new adapter, and the old one is unloaded
+then.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from opd.served.http_client import RefusedError, Server, UnavailableError
 from opd.served.http_pool import HTTPPool
 
 _OURS = re.compile(r"opd-[0-9a-f]{8}\.\w{1,20}")
-"""Names of adapters that a run has loaded, also one that is gone."""
+"""Names of adapters that a run has loaded, also an earlier run."""
 _LACKS = "start it with {flags}, or set rollout.engine.lora to merged"
 
 
@@ -39,9 +39,9 @@ class AdapterPush(served_workers.FolderPush):
     """Adapters alone, through a folder that this process and every worker see.
 
     Args:
-        root: Below which they are written.
-        student: Whose adapters they are.
-        base: How the base gets to workers that hold other weights.
+        root: Adapters are written below this folder.
+        student: The student whose adapters they are.
+        base: Sends the base to workers that hold other weights.
         verbs: Begin the paths of the requests to load and unload, such as `/v1`.
     """
 
@@ -57,7 +57,7 @@ class AdapterPush(served_workers.FolderPush):
         body = {"lora_name": name, "lora_path": str(folder)}
         try:
             done = await ask(server, "POST", f"{self._verbs}/load_lora_adapter", body)
-        except RefusedError:  # of an attempt that was cut off, or had come to some of its ranks alone
+        except RefusedError:  # an attempt was cut off, or reached only some ranks
             with suppress(RefusedError):
                 await self.unload(ask, server, name)
             done = await ask(server, "POST", f"{self._verbs}/load_lora_adapter", body)
@@ -67,23 +67,23 @@ class AdapterPush(served_workers.FolderPush):
             )
 
     async def unload(self, ask: Ask, server: Server, name: str) -> None:
-        """Have `server` forget the adapter `name`, once nothing is written with it. Raises `RefusedError` if
-        it knows none.
+        """Have `server` forget the adapter `name`, once no request uses it. Raises `RefusedError` if the
+        server does not know it.
         """
         await ask(server, "POST", f"{self._verbs}/unload_lora_adapter", {"lora_name": name})
 
     async def load_base(self, ask: Ask, server: Server, name: str) -> None:
-        """Have `server` take the base and call it `name`. See `Push.load`."""
+        """Have `server` load the base and call it `name`. See `Push.load`."""
         await self._base.load(ask, server, name, await asyncio.to_thread(self._once, "base"))
 
     async def load_trial(self, ask: Ask, server: Server, name: str) -> None:
-        """Have `server` load the adapter by which it is tried."""
+        """Have `server` load the trial adapter."""
         folder = (await asyncio.to_thread(self._once, "trial")).folder
         assert folder is not None
         await self._load_adapter(ask, server, name, folder)
 
     def on_trial(self) -> tuple[np.ndarray, float]:
-        """What `AdaptedStudent.on_trial` says, computed once."""
+        """`AdaptedStudent.on_trial`, computed once."""
         with self._lock:
             return self.student.on_trial
 
@@ -98,7 +98,7 @@ class AdapterPush(served_workers.FolderPush):
             return self._written[what]
 
     def close(self) -> None:
-        """Remove what was written of adapters."""
+        """Remove the adapters' folders."""
         self._adapters.close()
         self._trials.close()
 
@@ -107,8 +107,8 @@ class AdapterVerbs(Verbs):
     """`Verbs` of workers that are given adapters alone.
 
     Args:
-        plain: Those of their kind, by which their base is pushed and proved.
-        push: How adapters get there.
+        plain: Verbs of the same server kind. They push and verify the base.
+        push: Sends the adapters.
     """
 
     pause_ends_streams: ClassVar[bool] = True
@@ -120,7 +120,7 @@ class AdapterVerbs(Verbs):
         weights = push.student.base
         self._base = Newest(-1, f"{new_label()}.base", Prepared(weights), Proof(weights))
         self._proved: set[str] = set()
-        """URLs of workers whose base was proved, and which were tried."""
+        """URLs of workers whose base was verified and which passed the trial."""
         self._expected = ExpectedAnswers(push.student.outputs)
 
     def use(self, pool: HTTPPool) -> None:
@@ -130,7 +130,7 @@ class AdapterVerbs(Verbs):
 
     @abstractmethod
     async def lacks(self, server: Server) -> str | None:
-        """What it was not started with that adapters alone need; `None` if it will do."""
+        """Flags that adapters need and the server was not started with; `None` if there are none."""
 
     @abstractmethod
     async def tolerance(self, server: Server) -> float:
@@ -142,7 +142,7 @@ class AdapterVerbs(Verbs):
 
     @abstractmethod
     def named(self, name: str) -> dict[str, Any]:
-        """What a request says to be written with the adapter `name`."""
+        """Fields of a request that is to use the adapter `name`."""
 
     def name_weights(self, newest: Newest | None, body: dict[str, Any], reader: MessageReader) -> None:
         """See `Verbs`."""
@@ -160,7 +160,7 @@ class AdapterVerbs(Verbs):
             )
 
     async def check_form(self, server: Server, weights: Any) -> None:
-        """See `Verbs`: whether its model has the form of the base."""
+        """See `Verbs`: check that its model has the form of the base."""
         await self.plain.check_form(server, self._base.prepared.weights)
 
     async def info(self, server: Server) -> Mapping[str, Any]:
@@ -168,11 +168,11 @@ class AdapterVerbs(Verbs):
         return await self.plain.info(server)
 
     async def tensor_names(self, server: Server) -> Collection[str] | None:
-        """See `Verbs`: those of the base."""
+        """See `Verbs`: names of the base's tensors."""
         return await self.plain.tensor_names(server)
 
     async def give_base(self, server: Server) -> None:
-        """See `Verbs`: push it where the worker was started with another or given one since; then try it."""
+        """See `Verbs`: push the base unless the worker holds it, then try the worker."""
         if server.url in self._proved and await self.plain.held(server) == self._base.name:
             return
         self._proved.discard(server.url)
@@ -191,18 +191,18 @@ class AdapterVerbs(Verbs):
         self._proved.add(server.url)
 
     async def verify(self, server: Server, newest: Newest) -> None:
-        """See `Verbs`: compare what it says with the adapter."""
+        """See `Verbs`: compare its log-probabilities with the adapter's."""
         await self._compare(server, newest.name, await asyncio.to_thread(self._expected.of, newest))
 
     async def settle(self, server: Server, name: str) -> None:
-        """See `Verbs`: have it forget the adapters before, also those of a run that is gone."""
+        """See `Verbs`: have it unload all other adapters, also those of an earlier run."""
         for other in await self._loaded(server):
             if other != name and _OURS.fullmatch(other):
-                with suppress(RefusedError):  # somebody else has meanwhile
+                with suppress(RefusedError):  # another run has unloaded it meanwhile
                     await self._push.unload(self.ask, server, other)
 
     async def held(self, server: Server) -> str:
-        """See `Verbs`: its adapter, on the base that was proved; what it calls another base."""
+        """See `Verbs`: its adapter if it holds the verified base, else the name of the base it holds."""
         base = await self.plain.held(server)
         if base != self._base.name:
             return base
@@ -227,10 +227,10 @@ class AdapterVerbs(Verbs):
     take = release
 
     async def _compare(self, server: Server, name: str, due: np.ndarray, effect: float = 1.0) -> None:
-        """`RolloutError` unless it says what is `due` with the adapter `name`, within its tolerance `effect`
-        times.
+        """Raise `RolloutError` if its log-probabilities with the adapter `name` differ from `due` by more
+        than `effect` times its tolerance.
         """
-        await self.go_on(server)  # paused it scores nothing; nobody asks it for anything else meanwhile
+        await self.go_on(server)  # a paused server scores nothing, and no other request comes meanwhile
         try:
             said = await self.score(server, name)
         finally:
@@ -245,13 +245,13 @@ class AdapterVerbs(Verbs):
             )
 
     async def _loaded(self, server: Server) -> list[str]:
-        """Names of the adapters it has."""
+        """Names of its loaded adapters."""
         told = await self.ask(server, "GET", "/v1/models")
         with decoding(lambda cause: UnavailableError(f"{server.url}/v1/models: {cause}", answered=True)):
             return [str(entry["id"]) for entry in told["data"] if entry.get("parent") is not None]
 
 
 def fits(told: Mapping[str, Any], key: str, rank: int) -> bool:
-    """Whether the highest rank that a server tells under `key` is `rank` or more."""
+    """Return True if the server's highest rank, under `key`, is at least `rank`."""
     most = told.get(key)
     return isinstance(most, int) and most >= rank

@@ -1,8 +1,8 @@
-"""Batches written ahead of the learner, in threads of their own; their requests are decoded together.
+"""Batches generated ahead of the learner, in threads of their own. Their requests are decoded in one batch.
 
-The learner takes batch `k` when it has made `k` updates: its weights are version `k`. A batch may be begun at
-most `max_ahead` updates early, so no token is ever older than `max_ahead` versions when it is learnt from,
-whatever either side's speed is (the admission rule of AReaL, 2505.24298, section 5.1, counted in batches).
+The learner takes batch `k` after `k` updates, so its weights are version `k`. A batch may begin at most
+`max_ahead` updates early. So no token is older than `max_ahead` versions when it is learnt from, whatever the
+speed of either side. This is the admission rule of AReaL (2505.24298, section 5.1), counted in batches.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from opd.types import RolloutRequest, SampleGroup
 
 
 class RolloutAhead:
-    """Writes batch after batch with `write(self, index)` and keeps them until they are taken, in order.
+    """Generate batch after batch with `write(self, index)` and hold each until it is taken, in order.
 
-    Errors of the writer reach the learner in `take`. The engine's other verbs are the learner's: new weights
-    go in after `wait` (between batches, each token of which then has one version) or under
-    `steps.between` (in the middle of responses), everything else under `idle`.
+    Errors of the writer are raised in `take`. The learner calls the engine's other verbs. New weights go in
+    after `wait` (between batches, so each token of a batch has one version) or under `steps.between` (in the
+    middle of responses). Everything else happens under `idle`.
     """
 
     def __init__(
@@ -37,11 +37,10 @@ class RolloutAhead:
         joined: bool = False,
         agree: Callable[[int], int] = lambda begun: begun,
     ) -> None:
-        """Starts at once with batch `first`, which is also the learner's version. `write` samples everything
-        through the `generate` it is given. `joined`: a batch is begun as soon as its age allows, while
-        earlier ones are being written, each in a thread of its own; else one batch at a time. `agree`: the
-        largest of what all ranks say, where they write a batch together. Raises `RolloutError` if `max_ahead`
-        is below 1.
+        """Start at once with batch `first`, which is also the learner's version. `write` samples everything
+        through the `generate` it is given. If `joined`, a batch begins as soon as its age allows, each in a
+        thread of its own. Otherwise batches run one at a time. `agree` returns the largest value of all
+        ranks, if they write a batch together. Raises `RolloutError` if `max_ahead` is below 1.
         """
         if max_ahead < 1:
             raise RolloutError(f"max_ahead must be at least 1, not {max_ahead}; for 0 write in turn.")
@@ -54,34 +53,34 @@ class RolloutAhead:
         self._writing: dict[int, threading.Thread] = {}
         self._agree = agree
         self._held = 0
-        """Learners that want no batch begun."""
+        """Number of learners that let no batch begin."""
         self._owed = 0
-        """Batches below this one are begun all the same."""
+        """Batches below this index begin all the same."""
         self._stopped = False
         self._ready: dict[int, list[SampleGroup]] = {}
         self._errors: dict[int, BaseException] = {}
         self._untaken: dict[int, set[str]] = {}
-        """Requests begun, by batch."""
+        """Requests that have begun, by batch."""
         with self._changed:
             self._begin()
 
     @property
     def untaken(self) -> set[str]:
-        """Uids of the requests that were begun and have not been taken. To be read between steps."""
+        """Uids of the requests that have begun and were not taken. Read it between steps."""
         with self._changed:
             return set().union(*self._untaken.values())
 
     def take(self, index: int) -> list[SampleGroup]:
-        """Batch `index`, once it is written. Raises what the writer raised."""
+        """Return batch `index` once it is written. Raises the writer's error."""
         self.wait(index)
         with self._changed:
             self._untaken.pop(index, None)
             return self._ready.pop(index)
 
     def wait(self, index: int) -> None:
-        """Return once batch `index` is written; raises what the writer raised.
+        """Return once batch `index` is written. Raises the writer's error.
 
-        With `max_ahead` 1 the engine then rests until `learnt(index)`.
+        If `max_ahead` is 1, the engine then rests until `learnt(index)`.
         """
         with self._changed:
             while index not in self._ready:
@@ -91,16 +90,16 @@ class RolloutAhead:
                 self._changed.wait()
 
     def learnt(self, version: int) -> None:
-        """The learner has reached `version`, and the engine has its weights."""
+        """Tell that the learner has reached `version` and that the engine has its weights."""
         with self._changed:
             self._version = version
             self._begin()
 
     @contextmanager
     def idle(self) -> Iterator[None]:
-        """Wait until no batch is being written, and let none be begun while the block runs.
+        """Wait until no batch is being written, and let none begin while the block runs.
 
-        A batch that another rank has begun is written first: it would wait there for this rank's share.
+        A batch that another rank has begun is written first, because that rank would wait for this share.
         """
         with self._changed:
             self._held += 1
@@ -118,7 +117,7 @@ class RolloutAhead:
                 self._begin()
 
     def close(self) -> None:
-        """Stop between two chunks; what is in flight stays in the log, if there is one."""
+        """Stop between two chunks. Requests in flight stay in the log, if there is one."""
         with self._changed:
             self._stopped = True
             threads = list(self._writing.values())
@@ -129,11 +128,11 @@ class RolloutAhead:
 
     @property
     def _is_over(self) -> bool:
-        """Whether nothing will be begun any more."""
+        """True if no more batches will begin."""
         return self._stopped or bool(self._errors)
 
     def _begin(self) -> None:
-        """Begin the batches that are due, with the lock held."""
+        """Begin the batches that are due. The caller holds the lock."""
         while (
             not self._is_over
             and (not self._held or self._next < self._owed)
@@ -168,7 +167,7 @@ class RolloutAhead:
     def _ask(
         self, index: int, requests: RolloutRequest | Sequence[RolloutRequest], more: More | None
     ) -> Stream:
-        """What batch `index` asks of the engine."""
+        """Send requests of batch `index` to the engine."""
 
         def note(asked: Sequence[RolloutRequest]) -> None:
             with self._changed:
@@ -180,7 +179,7 @@ class RolloutAhead:
 
 @dataclass(frozen=True, slots=True)
 class _AheadBatch:
-    """What one batch is written through."""
+    """The `generate` that one batch is written through."""
 
     ahead: RolloutAhead
     index: int

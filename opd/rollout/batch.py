@@ -1,8 +1,8 @@
 """Requests as arrays: checked and waiting in a queue, then running by slot.
 
-No Python work per request in a decode step. The `size` running requests always occupy slots
-`0 ... size - 1`. A request that ends leaves a hole, which the last running ones fill (`remove`); new requests
-are appended (`admit`).
+A decode step does no Python work per request. The `size` running requests always occupy slots `0 ... size -
+1`. A request that ends leaves a hole, and the last running requests fill it (`remove`). New requests are
+appended (`admit`).
 """
 
 from __future__ import annotations
@@ -23,42 +23,41 @@ NO_STOP = -1
 """Pads the rows of `stops`."""
 _WORD = 2**64 - 1
 FEW, HELD_STEPS = 8, 4
-"""Requests that come to a batch more than so many times as large wait for others, for so many steps at most:
-every pass over some that come costs the same beside its tokens, and the running ones wait for it."""
+"""New requests wait for others if the running batch is more than `FEW` times as large, for at most
+`HELD_STEPS` steps. Every prefill has a fixed cost beside its tokens, and the running requests wait for it."""
 
 
 PARTS = 16
-"""Bands at most."""
+"""Most bands."""
 WORTH = 1 << 20
-"""Bytes of a layer that one more band has to save: about what its products cost before they begin."""
+"""Bytes of a layer that one more band must save: about the fixed cost of its products."""
 AHEAD = 16
 """Steps for which an order of slots counts: about as many as a turn of an episode has left."""
 COPIES = 5
-"""Reads that copying a position to another slot costs."""
+"""Cost of copying a position to another slot, in reads."""
 SAME = 16
-"""Slots whose tokens differ by less do not change places."""
+"""Slots whose token counts differ by less are not reordered."""
 NO_SLOTS = np.zeros(0, dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True)
 class EngineLimits:
-    """What the engine can serve."""
+    """Limits of the engine."""
 
     vocab_size: int
     max_sequence: int
     """Prompt plus response tokens."""
     positions: int | None = None
-    """Tokens whose keys and values fit in the cache's budget, all slots together and as long as the longest;
+    """Tokens whose keys and values fit in the cache's budget, if all slots are as long as the longest.
     `None`: no limit."""
     token_bytes: int = 0
-    """What one of them takes."""
+    """Bytes of one token's keys and values."""
 
 
 @dataclass(slots=True)
 class RequestQueue:
-    """Waiting requests, those with the same known tokens next to each other; taken from the front.
-
-    `n` requests, `W` the largest number of stop ids.
+    """Waiting requests, taken from the front. Requests with the same known tokens are neighbours. `n`
+    requests, `W` the largest number of stop ids.
     """
 
     uids: list[str]
@@ -83,16 +82,16 @@ class RequestQueue:
     keys: np.ndarray
     """[n] uint64."""
     ended: dict[str, Status] = field(default_factory=dict)
-    """Resumed requests whose prefix is already a whole response."""
+    """Resumed requests whose prefix is already a complete response."""
     taken: int = 0
-    """How many requests have left the queue."""
+    """Number of requests that have left the queue."""
 
     def __len__(self) -> int:
         return len(self.uids) - self.taken
 
     @property
     def most(self) -> np.ndarray:
-        """[n] int64: tokens each of these requests may come to hold."""
+        """[n] int64: most tokens each request may come to hold."""
         return self.length + self.limit - self.position
 
     @property
@@ -106,7 +105,7 @@ class RequestQueue:
         return self.uids[self.taken :]
 
     def join(self, later: RequestQueue) -> RequestQueue:
-        """Those that wait here, and behind them those that wait in `later`."""
+        """Return the waiting requests of this queue, and behind them those of `later`."""
         width = max(self.stops.shape[1], later.stops.shape[1])
         self.stops, later.stops = _widened(self.stops, width), _widened(later.stops, width)
         columns: dict[str, Any] = {
@@ -117,7 +116,7 @@ class RequestQueue:
         return RequestQueue(self.waiting + later.waiting, tokens, **columns, ended=self.ended | later.ended)
 
     def drop(self, uids: Collection[str]) -> None:
-        """Forget those of `uids` that wait."""
+        """Remove the waiting requests among `uids`."""
         kept = [i for i, uid in enumerate(self.uids) if i < self.taken or uid not in uids]
         self.uids, self.tokens = [self.uids[i] for i in kept], [self.tokens[i] for i in kept]
         for name in _COLUMNS:
@@ -129,7 +128,7 @@ _COLUMNS = ("length", "position", "limit", "temperature", "top_p", "top_k", "sto
 
 
 def _widened(stops: np.ndarray, width: int) -> np.ndarray:
-    """`stops` [n, W], padded to `width` columns."""
+    """Pad `stops` [n, W] to `width` columns."""
     return np.pad(stops, ((0, 0), (0, width - stops.shape[1])), constant_values=NO_STOP)
 
 
@@ -147,7 +146,7 @@ def queue_requests(
     ended |= {r.uid: Status.TRUNCATED for r in requests if r.sampling.max_new_tokens == 0}
     waiting = [r for r in requests if r.uid not in ended] if ended else list(requests)
 
-    # Requests that share a prompt usually share the array too, but equal bytes are what counts.
+    # Requests with the same prompt usually share the array too, but only equal bytes matter.
     tokens = [
         np.concatenate([r.prompt_ids, r.prefix_ids]).astype(np.int32)
         if len(r.prefix_ids)
@@ -184,7 +183,7 @@ def _stop_table(params: list[SamplingParams]) -> np.ndarray:
 
 
 def _ended(request: RolloutRequest) -> Status | None:
-    """How a resumed request ended before the interruption, if it did."""
+    """Return the status with which a resumed request had ended before the interruption, if it had."""
     if int(request.prefix_ids[-1]) in request.sampling.stop_ids:
         return Status.COMPLETED
     return Status.TRUNCATED if len(request.prefix_ids) >= request.sampling.max_new_tokens else None
@@ -249,9 +248,7 @@ def _check_tokens(requests: Sequence[RolloutRequest], limits: EngineLimits) -> N
 
 
 class RunningBatch:
-    """`S` slots. Every public array is `[S]` int64 by slot unless said otherwise; only `[:size]` means
-    something.
-    """
+    """`S` slots. Every public array is `[S]` int64 by slot unless said otherwise. Only `[:size]` is valid."""
 
     def __init__(self, slots: int, stop_width: int, capacity: int) -> None:
         """`capacity`: the most tokens a request may come to hold."""
@@ -273,11 +270,11 @@ class RunningBatch:
         self._rows = np.arange(slots)
         self._plan: SamplingPlan | None = None
         self._held = 0
-        """Steps since somebody could have come in."""
+        """Steps since a request could first have been admitted."""
 
     def grown(self, slots: int, stop_width: int, capacity: int) -> RunningBatch:
-        """The same requests with room for more, larger and otherwise stopped ones: itself where it has that.
-        Turns of episodes join one by one.
+        """Return a batch of the same requests with more slots, stop ids and tokens, or this one if it is
+        large enough. Turns of episodes join one by one.
         """
         if slots <= self.slots and stop_width <= self.stops.shape[1] and capacity <= self.tokens.shape[1]:
             return self
@@ -301,8 +298,8 @@ class RunningBatch:
         return (self.length + self.limit - self.position)[: self.size]
 
     def admit(self, queue: RequestQueue, room: int | None = None) -> int:
-        """Fill the free slots from the queue, with `room` requests at most; returns how many came in. A few
-        may be left for a later step: `FEW`.
+        """Fill the free slots from the queue, with at most `room` requests. Returns how many were admitted. A
+        few may wait for a later step, see `FEW`.
         """
         number = min(self.slots - self.size, len(queue))
         number = number if room is None else min(number, room)
@@ -324,11 +321,11 @@ class RunningBatch:
         return number
 
     def uniforms(self) -> np.ndarray:
-        """[size] float64: what the next token of each request is drawn with."""
+        """[size] float64: the uniform number that draws each request's next token."""
         return self.noise.at(self.position[: self.size])
 
     def plan(self, device: torch.device) -> SamplingPlan:
-        """How the next tokens are drawn; made anew only where requests have come or gone."""
+        """Return the sampling plan of the next tokens. It is rebuilt after requests have come or gone."""
         if self._plan is None:
             rows = slice(0, self.size)
             self._plan = SamplingPlan.build(
@@ -345,7 +342,7 @@ class RunningBatch:
         return self.tokens[self._rows[:count], self.length[:count] - 1]
 
     def append(self, ids: np.ndarray) -> dict[int, Status]:
-        """Add one token [size] to every running request; returns the slots that ended, and how."""
+        """Add one token [size] to every running request. Returns the slots that ended, with their status."""
         rows = slice(0, self.size)
         self.tokens[self._rows[rows], self.length[rows]] = ids
         self.length[rows] += 1
@@ -355,7 +352,7 @@ class RunningBatch:
         return {int(row): Status.COMPLETED if stopped[row] else Status.TRUNCATED for row in ended}
 
     def queued(self, rows: list[int]) -> RequestQueue:
-        """The requests of the slots `rows` as they would wait to go on; here they stay."""
+        """Return the requests of the slots `rows` as a queue. They also stay in their slots."""
         seeds, keys = self.noise.keys(self.size)[:, rows]
         columns = ("length", "position", "limit", "temperature", "top_p", "top_k", "stops")
         return RequestQueue(
@@ -367,7 +364,7 @@ class RunningBatch:
         )
 
     def remove(self, ended: list[int]) -> tuple[np.ndarray, np.ndarray]:
-        """Free the slots `ended`; returns (source, target): which slots moved where to close the holes."""
+        """Free the slots `ended`. Returns (source, target): the moves that closed the holes."""
         self._plan = None
         running = np.ones(self.size, dtype=bool)
         running[ended] = False
@@ -381,11 +378,11 @@ class RunningBatch:
         return source, target
 
     def arrange(self, rows: Sequence[int]) -> None:
-        """Put the requests of the slots `rows`, which are all from one on, in this order."""
+        """Reorder the last `len(rows)` slots to the order `rows`."""
         self.move(np.asarray(rows), np.arange(self.size - len(rows), self.size))
 
     def move(self, source: np.ndarray, target: np.ndarray) -> None:
-        """What lies in the slots `source` goes to `target`, which may be the same in another order."""
+        """Move the slots `source` to `target`, which may be the same slots in another order."""
         self._plan = None
         for column in (self._integers, self._reals, self.tokens):
             column[target] = column[source]
@@ -396,35 +393,36 @@ class RunningBatch:
 
 @dataclass(frozen=True, slots=True)
 class Band:
-    """Neighbouring slots that are read together.
+    """Neighbouring slots that are read in one slice.
 
-    A decode step multiplies slices of the cache and reads for every slot of a slice as many positions as its
-    fullest holds. Where requests begin at different times, or go on from contexts of different lengths as the
-    turns of episodes do, one slice for all reads about twice what there is; sorted, a few read little more
-    than that. All running requests grow alike, so an order lasts until some leave and others come.
+    A decode step multiplies slices of the cache. It reads for every slot of a slice as many positions as its
+    fullest slot holds. Requests may begin at different times, or go on from contexts of different lengths as
+    turns of episodes do. Then one slice reads about twice the positions that are held. A few sorted slices
+    read little more than that. All running requests grow alike, so an order lasts until some leave and others
+    come.
     """
 
     first: int
     stop: int
     longest: int
-    """Tokens of the fullest."""
+    """Tokens of the fullest slot."""
 
     @property
     def positions(self) -> int:
-        """How many are read."""
+        """Number of positions read."""
         return (self.stop - self.first) * self.longest
 
 
 def bands_of(held: np.ndarray, position_bytes: int) -> list[Band]:
-    """How slots that hold `held` [B] tokens are read, each of them `position_bytes` in a layer."""
+    """Bands in which slots that hold `held` [B] tokens are read, each token `position_bytes` in a layer."""
     if int(held.max()) * len(held) * position_bytes <= WORTH:
         return [Band(0, len(held), int(held.max()))]
     return _cut(held, WORTH // position_bytes)
 
 
 def better_order(held: np.ndarray, position_bytes: int) -> tuple[np.ndarray, np.ndarray]:
-    """(source, target): which slots move where, a permutation, so that the fullest come first; none unless
-    that saves more reading than it costs. `held` [B] as of `bands_of`.
+    """(source, target): a permutation of slots that puts the fullest first. It is empty unless it saves more
+    reads than it costs. `held` [B] as in `bands_of`.
     """
     if int(held.max()) * len(held) - int(held.sum()) < WORTH // position_bytes:
         return NO_SLOTS, NO_SLOTS
@@ -446,14 +444,14 @@ def better_order(held: np.ndarray, position_bytes: int) -> tuple[np.ndarray, np.
 
 
 def _cut(held: np.ndarray, price: int) -> list[Band]:
-    """Slices that cost least together: the positions that are read, and `price` for each slice. They begin at
-    one of `PARTS` places."""
+    """Slices of least total cost: the positions read, plus `price` for each slice. They begin at one of
+    `PARTS` bounds."""
     bounds = np.unique(len(held) * np.arange(PARTS + 1) // PARTS)
     most = np.maximum.reduceat(held, bounds[:-1])
     longest = np.maximum.accumulate(np.triu(np.broadcast_to(most, (len(most),) * 2)), axis=1)
     cost = longest * (bounds[1:] - bounds[:-1, None]) + price
     least, first = np.zeros(len(bounds), dtype=np.int64), []
-    for last in range(len(most)):  # `least`: of the slots before a place
+    for last in range(len(most)):  # `least`: cost of the slots before a bound
         ways = least[: last + 1] + cost[: last + 1, last]
         first.append(int(ways.argmin()))
         least[last + 1] = ways[first[-1]]

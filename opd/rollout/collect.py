@@ -1,7 +1,8 @@
 """From prompts to finished sample groups, by `collect` or by a rollout of the user's own.
 
-With several ranks prompts are shared out, and every rank's responses told to all of them: lengths and arrays
-behind a JSON header. Prompts, labels and metadata stay where they are, as every rank has them.
+With several ranks, prompts are divided among them, and every rank's responses are sent to all. A message is a
+JSON header with the lengths, then the arrays. Prompts, labels and metadata are not sent, because every rank
+has them.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ from opd.types import Chunk, RolloutRequest, Sample, SampleGroup, SamplingParams
 
 
 class Generates(Protocol):
-    """What sampling needs: an engine, or what stands before it (`opd.rollout.streams`)."""
+    """The interface of an engine that sampling needs; see also `opd.rollout.streams`."""
 
     def generate(
         self, requests: RolloutRequest | Sequence[RolloutRequest], more: More | None = None
     ) -> Iterator[Chunk]:
-        """Stream what is written to one request, or to several, until all have ended; with those that `more`
-        asks for meanwhile.
+        """Stream the chunks of one request, or of several, until all have ended. Requests that `more` adds
+        meanwhile are included.
         """
         ...
 
@@ -53,10 +54,10 @@ class EncodedPrompt:
     """[C] int32."""
     label: Any
     metadata: dict[str, Any] = field(default_factory=dict)
-    """What a reward function sees beside prompt, response and label."""
+    """Further fields that a reward function sees."""
 
     def sample(self, place: int) -> Sample:
-        """The sample at `place` of this prompt's group, without a response."""
+        """Return the sample at index `place` of this prompt's group, without a response."""
         return Sample(
             f"{self.uid}/{place}",
             self.uid,
@@ -67,13 +68,13 @@ class EncodedPrompt:
         )
 
     def group(self, size: int) -> SampleGroup:
-        """`size` samples of this prompt, without responses."""
+        """Return `size` samples of this prompt, without responses."""
         return SampleGroup(self.uid, self.domain, [self.sample(place) for place in range(size)])
 
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """How the responses of a domain are written."""
+    """Sampling parameters and generate function of a domain."""
 
     sampling: SamplingParams
     generate: Generate
@@ -86,9 +87,9 @@ def write(
     ways: Mapping[str, Way],
     seed: int,
 ) -> list[SampleGroup]:
-    """`group_size` responses to every prompt, in the order of `prompts`, each in the way of its domain.
+    """Generate `group_size` responses to every prompt, in the order of `prompts`, each as its domain says.
 
-    What `collect` writes goes to the engine together, and so do the turns of all domains of episodes; a
+    All prompts of `collect` go to the engine in one batch, and so do the turns of episodes of all domains. A
     rollout of the user's own is called once for all domains that share it and their sampling.
     """
     by_way: dict[Any, list[EncodedPrompt]] = {}
@@ -115,14 +116,14 @@ def write(
 
 
 def is_played(way: Way) -> bool:
-    """Whether what is written in this way are episodes, which are written beside other domains'."""
+    """Return True if `way` plays episodes, which run concurrently with other domains."""
     return isinstance(way.generate, EpisodeKind)
 
 
 def start_episodes(
     writer: RequestWriter, prompts: Mapping[Way, Sequence[EncodedPrompt]], group_size: int, seed: int
 ) -> list[Future[list[SampleGroup]]]:
-    """Start the episodes of `prompts`; their groups, by way, in the order of the mapping."""
+    """Start the episodes of `prompts`. Returns their groups by way, in the order of the mapping."""
     return [
         writer.start(cast("EpisodeKind", way.generate).play(writer, own, group_size, way.sampling, seed))
         for way, own in prompts.items()
@@ -141,9 +142,9 @@ def collect(
     """Sample `group_size` responses to every prompt with the engine's current weights; `sampling`: of all, or
     by domain.
 
-    Every sample comes back, in the order of `prompts`, completed or truncated; with `keep_failed` also failed
-    or aborted ones, whose `failure` says why. Raises `RolloutError` for those otherwise (leaving them out
-    would favour short answers), and if the engine left a request unfinished.
+    Every sample is returned, in the order of `prompts`, completed or truncated. With `keep_failed`, failed or
+    aborted ones are returned too, with the reason in `failure`. Otherwise they raise `RolloutError`, because
+    leaving them out would favour short answers. So does a request that the engine left unfinished.
     """
     groups = [prompt.group(group_size) for prompt in prompts]
     samples = {sample.uid: sample for group in groups for sample in group.samples}
@@ -163,8 +164,8 @@ def collect(
 def stream(
     engine: Generates, samples: Sequence[Sample], ways: Mapping[str, Way], seed: int
 ) -> Iterator[Sample]:
-    """Sample a response to each of `samples`, which have a uid and a prompt, as their domains' ways say; they
-    come whole, as they end; nothing of them stays here.
+    """Sample a response to each of `samples`, which have a uid and a prompt, with their domain's sampling.
+    Each is yielded as it ends. Nothing of it stays here.
 
     Raises `RolloutError` as `collect` does.
     """
@@ -183,8 +184,8 @@ def stream(
 
 
 def responses(engine: Generates, requests: Sequence[RolloutRequest]) -> Iterator[tuple[str, Status, Tokens]]:
-    """What `engine` writes to `requests`: uid, how it ended and its tokens, each as it ends. Nothing of those
-    that have ended stays here. A request that the engine leaves unfinished does not come.
+    """Yield uid, status and tokens of each of `requests` as it ends. Nothing of an ended request stays here.
+    A request that the engine leaves unfinished is not yielded.
     """
     transcript = Transcript({request.uid: Tokens.empty() for request in requests})
     for chunk in engine.generate(requests):
@@ -212,9 +213,9 @@ def _check(sample: Sample, keep_failed: bool) -> None:
 Generate = Callable[..., list[SampleGroup]]
 """`generate(engine, prompts, group_size, sampling, seed) -> groups`, as `collect`.
 
-It may call `engine.generate` as often as it likes, each request with a uid of its own that a resumed run
-gives again. A response of several turns is one `Sample`: what the student wrote has `loss_mask` True and the
-engine's log-probabilities, what an environment answered has `loss_mask` False and zeros.
+It may call `engine.generate` any number of times. Each request has a uid of its own, and a resumed run gives
+the same uid. A response of several turns is one `Sample`. Tokens of the student have `loss_mask` True and the
+engine's log-probabilities. Tokens of the environment have `loss_mask` False and zeros.
 """
 
 _ARRAYS = {
@@ -223,14 +224,14 @@ _ARRAYS = {
     "policy_versions": ("iu", "versions"),
     "loss_mask": ("b", "booleans"),
 }
-"""Of a sample: the kinds of numbers that each holds."""
+"""Array of a sample -> the NumPy kinds it may have, and their name in errors."""
 
 
 def load_generate(path: str | None) -> Generate:
-    """The function at `path`, its results checked; `collect` for `None`.
+    """Return the function at `path`, with its results checked, or `collect` if `path` is None.
 
-    Raises `ConfigError` if it cannot be loaded. What it returns raises `RolloutError`, naming the group or
-    sample, unless every prompt has its group under its own uid and every sample has ended and is complete.
+    Raises `ConfigError` if it cannot be loaded. The returned function raises `RolloutError`, naming the group
+    or sample, unless every prompt has its group under its own uid and every sample has ended and is complete.
     """
     if path is None:
         return collect
@@ -341,15 +342,15 @@ _SHARED_ARRAYS = {
 _HEADER = 8
 _BEGIN, _STOP = b"begin", b"stop"
 _SOONEST, _LATEST = 0.001, 0.05
-"""Seconds between two looks whether all ranks have come."""
+"""Seconds between two polls for the arrival of all ranks."""
 
 
 class WriterBarrier:
-    """Where ranks that write wait for each other, batch after batch, until one of them stops.
+    """A barrier of the ranks that generate, batch after batch, until one of them stops.
 
-    Whoever waits in a collective for a rank that has stopped waits until it times out. So each rank first
-    says in the store that it is there, and the collective begins when all have said so. That it begins, or
-    will never, is decided once for all of them.
+    A rank that waits in a collective for a stopped rank waits until the time-out. So each rank first writes
+    to the store that it is there. The collective begins when all have done so. One decision, to begin or to
+    stop, is made for all of them.
     """
 
     def __init__(self, ranks: Ranks) -> None:
@@ -358,8 +359,8 @@ class WriterBarrier:
         self._off = False
 
     def wait(self) -> None:
-        """Return once every rank is here. Raises `RanksError` if one of them, or this one, has stopped, or
-        does not come for as long as a collective would wait.
+        """Return once every rank is here. Raises `RanksError` if this rank or another has stopped, or if one
+        does not come within a collective's time-out.
         """
         if self._store is None:
             return
@@ -373,7 +374,7 @@ class WriterBarrier:
             )
 
     def _decided(self, store: Store) -> bytes:
-        """What becomes of this batch. Raises `RuntimeError` if that is open for too long."""
+        """Return the decision on this batch. Raises `RuntimeError` if there is none before the time-out."""
         said, pause = f"decided/{self._batch}", _SOONEST
         limit = self._ranks.timeout
         until = time.monotonic() + limit
@@ -389,9 +390,9 @@ class WriterBarrier:
         return store.get(said)
 
     def abandon(self) -> None:
-        """This rank writes no more: nobody is to wait for it, and it waits for nobody."""
+        """Leave the barrier: no rank waits for this one, and this one waits for none."""
         self._off = True
-        with suppress(RuntimeError):  # where the store is gone, so are the others
+        with suppress(RuntimeError):  # if the store is gone, so are the others
             self._decide(_STOP)
 
     def _decide(self, what: bytes) -> None:
@@ -401,8 +402,8 @@ class WriterBarrier:
 
 @contextmanager
 def in_step(engine: InStep | None, barrier: WriterBarrier | None) -> Iterator[None]:
-    """Around the writing of this rank's share with `engine`: the others wait neither for its passes nor at
-    `barrier` when it fails, and it does for them what it has to when it has nothing left to write.
+    """Run this rank's share of the generation with `engine`. If the block fails, the other ranks wait neither
+    for its passes nor at `barrier`. When it has nothing left to generate, it makes the passes that they need.
     """
     try:
         yield
@@ -423,11 +424,11 @@ def write_shared(
     barrier: WriterBarrier | None = None,
     engine: InStep | None = None,
 ) -> list[SampleGroup]:
-    """What `write` makes of `prompts`, of which it is given this rank's; the same on all ranks, in the order
-    of the prompts. They wait for each other at `barrier`, if one may stop before it has written; `engine` is
-    what `write` writes with, of which ranks may share the model.
+    """Return the groups of all `prompts`, the same on all ranks, in their order. `write` is given this rank's
+    share. Ranks wait for each other at `barrier`, if one may stop before it has written. `engine` generates
+    for `write`; ranks may share its model.
 
-    Raises `RanksError` if a rank fails to write its own.
+    Raises `RanksError` if a rank fails to write its share.
     """
     if ranks.alone:
         return write(list(prompts))
@@ -444,7 +445,7 @@ def write_shared(
 
 
 def encode_groups(groups: Sequence[SampleGroup], prompts: Mapping[str, EncodedPrompt]) -> bytes:
-    """`groups` as bytes, without what `prompts` (by uid of the group) say already."""
+    """Encode `groups` as bytes, without the fields that `prompts` (by uid of the group) already hold."""
     samples = [sample for group in groups for sample in (*group.samples, *group.branches)]
     header = [
         [g.uid, g.domain, [_fields(s, prompts.get(g.uid)) for s in (*g.samples, *g.branches)]] for g in groups
@@ -465,7 +466,7 @@ def encode_groups(groups: Sequence[SampleGroup], prompts: Mapping[str, EncodedPr
 
 
 def decode_groups(data: bytes, prompts: Mapping[str, EncodedPrompt]) -> list[SampleGroup]:
-    """What `encode_groups` was given."""
+    """Decode the groups of `encode_groups`."""
     at = _HEADER + int.from_bytes(data[:_HEADER], "little")
     groups = []
     for uid, domain, fields in json.loads(data[_HEADER:at]):

@@ -1,8 +1,8 @@
-"""New weights for workers that have a mirror of them on their own node: whole once, then what has changed.
+"""New weights for workers that have a mirror of them on their own node: first in full, then the changes.
 
-No file system is shared. Each worker has a `Receiver` beside it, which keeps a folder that the worker reads.
-What a receiver holds is known by its digest, so one that was lost in the middle, or was started again, is
-sent everything.
+No file system is shared. Each worker has a `Receiver` next to it, which maintains a folder that the worker
+reads. A receiver's weights are known by their digest. So a receiver that lost some, or was restarted, is sent
+everything.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 Share = Callable[[bytes], Any]
-"""Puts a part where every receiver can take it; what it returns stands for it. Kept until that is gone."""
+"""Put a part in a store that every receiver can read. It lives as long as the returned reference."""
 WORTH = 0.5
-"""Of all bytes: changes that take more are not collected, and everything is sent."""
+"""Share of all bytes. Larger changes are not collected, and everything is sent."""
 
 
 class Receiver(Protocol):
-    """A `WeightMirror` beside a worker, as another process sees it: see there for its verbs.
+    """A `WeightMirror` next to a worker, as another process sees it. See there for its methods.
 
-    Each raises `RolloutError` where it declines, and `UnavailableError` where it is away.
+    Each raises `RolloutError` if it declines, and `UnavailableError` if it cannot be reached.
     """
 
     def held(self) -> str | None: ...
@@ -65,8 +65,8 @@ class Receiver(Protocol):
 
 
 class _Parts:
-    """What receivers take in turn: each part is shared once for all that are at it at the same time, and kept
-    until the last of them has it: all parts together may be larger than what keeps them.
+    """Parts that receivers take in turn. Each part is shared once for all receivers that are at it at the
+    same time, and dropped when the last one has it. All parts together may not fit in the store.
     """
 
     def __init__(self, parts: Sequence[Callable[[], bytes]]) -> None:
@@ -78,7 +78,7 @@ class _Parts:
 
     @contextmanager
     def given(self, share: Share) -> Iterator[Iterator[Any]]:
-        """All of them in their order, for one receiver, in the block."""
+        """Iterate over all parts in their order, for one receiver, in the block."""
         own = object()
         try:
             yield (self._of(own, number, share) for number in range(len(self._parts)))
@@ -96,7 +96,7 @@ class _Parts:
             return self._shared[number]
 
     def _forget(self) -> None:
-        """What all have taken."""
+        """Drop the parts that all receivers have taken."""
         first = min(self._at.values(), default=len(self._parts))
         for number in [number for number in self._shared if number < first]:
             del self._shared[number]
@@ -104,24 +104,24 @@ class _Parts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Sendable(Prepared):
-    """One version with its digest, and what makes it of nothing or of the one before."""
+    """One version with its digest, and the parts that build it from nothing or from the version before."""
 
     everything: _Parts
     base: str | None = None
-    """Digest of what `changes` are for."""
+    """Digest of the weights that `changes` apply to."""
     changes: _Parts | None = None
-    """`None`: there are none, or they are nearly as large as everything."""
+    """`None` if there are no changes, or if they are nearly as large as everything."""
 
 
 class DeltaPush:
     """Implements `opd.rollout.served_workers.Push`.
 
     Args:
-        receivers: By the URL of the worker that each is beside.
-        share: How a part gets to them.
-        read: How a worker takes a folder.
-        model: A Hugging Face folder, whose configuration and tokenizer go beside the weights.
-        part_bytes: About how large a part is, at most.
+        receivers: By the URL of the worker that each is next to.
+        share: Puts a part where receivers can read it.
+        read: Has a worker load a folder.
+        model: A Hugging Face folder, whose configuration and tokenizer are sent with the weights.
+        part_bytes: About the largest size of a part.
     """
 
     def __init__(
@@ -140,10 +140,10 @@ class DeltaPush:
         self._last: _Sendable | None = None
         self._counting = threading.Lock()
         self.sent_bytes = 0
-        """Of all parts so far, however many workers took each."""
+        """Bytes of all parts so far, each counted once however many workers took it."""
 
     def prepare(self, weights: Weights, version: int) -> Prepared:
-        """See `Push`: what has changed since the version before is found out here."""
+        """See `Push`: find the changes since the version before."""
         last, own = self._last, copies(weights)
         digest = weights_digest(own, quick=True)
         changes = None if last is None else self._changes(last.weights, own)
@@ -171,7 +171,7 @@ class DeltaPush:
         await self._read(ask, server, name, Path(folder))
 
     def _give(self, url: str, receiver: Receiver, due: _Sendable) -> str:
-        """The folder beside the worker, once it has these weights."""
+        """Bring the receiver to these weights and return its folder."""
         held = receiver.held()
         folder = receiver.folder() if held == due.digest else None
         if folder is None and held is not None and held == due.base and due.changes is not None:
@@ -183,7 +183,7 @@ class DeltaPush:
     def _give_changes(
         self, url: str, receiver: Receiver, base: str, changes: _Parts, digest: str
     ) -> str | None:
-        """`None` if everything has to be sent."""
+        """Return None if everything has to be sent."""
         try:
             return self._send(receiver, changes, digest) if receiver.change(base) else None
         except RolloutError as refusal:
@@ -211,12 +211,12 @@ class DeltaPush:
         return self._put(part)
 
     def _everything(self, weights: list[tuple[str, Tensor]]) -> _Parts:
-        """No part takes memory before it is asked for."""
+        """Return parts that take no memory until they are taken."""
         blocks = all_blocks(weights, self._elements)
         return _Parts([partial(pack, own) for own in grouped(blocks, self._part_bytes)])
 
     def _changes(self, base: list[tuple[str, Tensor]], weights: list[tuple[str, Tensor]]) -> _Parts | None:
-        """`None` if they are not worth it."""
+        """Return None if sending the changes is not worth it."""
         if form_of(base) != form_of(weights):
             return None
         most, size, found = WORTH * sum(tensor.nbytes for _, tensor in weights), 0, []

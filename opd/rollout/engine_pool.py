@@ -1,6 +1,6 @@
-"""The engines of a rollout: how long a failing one is trusted, which serve now, and weight sync over all.
+"""The engines of a rollout: retry policy, engines that can serve now, and weight sync over all.
 
-An engine at work is advanced in the caller's thread, or in one of its own.
+An engine at work is advanced in the caller's thread or in one of its own.
 """
 
 from __future__ import annotations
@@ -25,45 +25,45 @@ if TYPE_CHECKING:
 AHEAD = 4
 """Decode steps a threaded engine may be ahead of the log."""
 POLL = 0.05
-"""Seconds between two looks of a waiting thread at whether it should stop."""
+"""Seconds between two checks of a waiting thread for a stop."""
 IDLE = 0.001
-"""Seconds between two looks of a thread whose engine has nothing in flight at whether something came."""
+"""Seconds between two checks for requests, in a thread whose engine has nothing in flight."""
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """What an engine at work said."""
+    """One step's result of an engine at work."""
 
     said: Chunk | Exception | None
-    """Tokens, what it raised, or that it had nothing in flight any more."""
+    """Tokens, the error, or None if nothing was in flight any more."""
     number: int
-    """Of the newest submission that it knew of."""
+    """Number of the newest submission that the engine knew of."""
     refused: bool = False
-    """Whether it raised because it does not serve what it was asked for."""
+    """True if the error is a refusal of a request."""
 
 
 class RunningEngine:
-    """One engine at work, advanced by whoever takes from it. Requests join what is in flight there."""
+    """One engine at work, advanced by the caller of `take`. Requests join those in flight there."""
 
     def __init__(self, engine: RolloutEngine) -> None:
         self._engine = engine
         self._orders: deque[tuple[Sequence[RolloutRequest], Collection[str]]] = deque()
-        """Requests to submit and to abort: the engine hears of them between two steps."""
+        """Requests to submit and to abort. The engine gets them between two steps."""
         self._open: set[str] = set()
         self._number = 0
         self.done = False
-        """Whether the engine is free again."""
+        """True if the engine is free again."""
 
     def submit(self, requests: Sequence[RolloutRequest]) -> None:
-        """Ask for `requests` too."""
+        """Queue `requests` for the engine."""
         self._orders.append((requests, ()))
 
     def abort(self, uids: Collection[str]) -> None:
-        """Ask for these no more."""
+        """Abort the requests `uids`."""
         self._orders.append(((), uids))
 
     def take(self) -> Event:
-        """The next thing it says."""
+        """Return the next event."""
         refused = False
         try:
             while self._orders:
@@ -78,21 +78,21 @@ class RunningEngine:
                     refused = False
             chunk = self._engine.step()
         except Exception as error:
-            if not isinstance(error, RolloutError):  # else it refuses something, or is paused
-                self._open, refused = set(), False  # nothing is in flight where an engine failed
+            if not isinstance(error, RolloutError):  # otherwise it refuses a request, or is paused
+                self._open, refused = set(), False  # a failed engine has nothing in flight
             return Event(error, self._number, refused)
         self._open = self._open.difference(chunk.finished) if chunk is not None else set()
         return Event(chunk, self._number)
 
     def busy_since(self) -> float | None:
-        """Monotonic time at which the step in progress began; `None` between steps, and for one that holds
-        the caller.
+        """Monotonic time at which the step in progress began. `None` between steps, and for a step that
+        blocks the caller.
         """
         return None
 
     def stop(self) -> None:
-        """Let the engine go, with what is in flight there."""
-        with suppress(Exception):  # one that is gone has nothing in flight
+        """Release the engine and abort its requests in flight."""
+        with suppress(Exception):  # a dead engine has nothing in flight
             self._engine.abort(self._open)
         self.done = True
 
@@ -104,27 +104,27 @@ class Call:
     engine: int
     source: RunningEngine
     open: dict[str, int] = field(default_factory=dict)
-    """Requests that have not ended, and with which submission each came."""
+    """Requests that have not ended -> the number of their submission."""
     left: bool = False
-    """Whether one was let go before its end: what the engine still says of it is not heard."""
+    """True if a request was dropped before its end. Later chunks of it are ignored."""
     submissions: int = 0
     tokens: int = 0
 
     def ask(self, requests: Sequence[RolloutRequest]) -> None:
-        """Give it `requests` too."""
+        """Submit `requests` to the engine."""
         self.submissions += 1
         self.open |= dict.fromkeys((request.uid for request in requests), self.submissions)
         self.source.submit(requests)
 
     def leave(self, uids: Collection[str]) -> None:
-        """Ask no more for those of `uids` that are open here."""
+        """Abort those of `uids` that are open here."""
         if gone := self.open.keys() & uids:
             self.left = True
             self.open = {uid: number for uid, number in self.open.items() if uid not in gone}
             self.source.abort(gone)
 
     def due(self, chunk: Chunk, number: int) -> Chunk:
-        """`chunk`, said when submission `number` was known, without what is over."""
+        """Return `chunk`, made when submission `number` was known, without requests that are over."""
         if not self.left:
             return chunk
         told = {*chunk.uids, *chunk.finished}
@@ -133,7 +133,7 @@ class Call:
 
 
 class Gate:
-    """Lets threads step only while it is open; `close` returns once nobody is in a step."""
+    """Lets threads step only while it is open. `close` returns once no thread is in a step."""
 
     def __init__(self) -> None:
         self.opened = threading.Event()
@@ -141,12 +141,12 @@ class Gate:
         self._sources: list[ThreadSource] = []
 
     def watch(self, source: ThreadSource) -> None:
-        """Include `source` in what `close` waits for."""
+        """Include `source` in the threads that `close` waits for."""
         self._sources = [s for s in self._sources if not s.done] + [source]
 
     def close(self, patience: float) -> None:
-        """Hold every thread between two steps; one that does not get there within `patience` seconds is asked
-        to stop, and its engine fails.
+        """Hold every thread between two steps. A thread that does not get there within `patience` seconds is
+        asked to stop, and its engine fails.
         """
         self.opened.clear()
         until = time.monotonic() + patience
@@ -158,7 +158,7 @@ class Gate:
 
 
 class ThreadSource(RunningEngine):
-    """One engine at work in a thread of its own; every event is put, with `key`, into a shared inbox."""
+    """One engine at work in a thread of its own. Every event is put, with `key`, into a shared inbox."""
 
     def __init__(
         self, engine: RolloutEngine, inbox: queue.SimpleQueue[tuple[object, Event]], gate: Gate
@@ -174,7 +174,7 @@ class ThreadSource(RunningEngine):
         self._thread = threading.Thread(target=self._run, daemon=True, name="rollout-engine")
 
     def start(self, key: object) -> None:
-        """Begin; every event arrives as `(key, event)`."""
+        """Start the thread. Every event arrives as `(key, event)`."""
         self.key = key
         self._gate.watch(self)
         self._thread.start()
@@ -184,11 +184,11 @@ class ThreadSource(RunningEngine):
         return self._began
 
     def taken(self) -> None:
-        """The reader has taken an event from the inbox."""
+        """Tell that the reader has taken an event from the inbox."""
         self._permits.release()
 
     def stop(self) -> None:
-        """Ask the thread to end after the step in progress, and to let the engine go."""
+        """Ask the thread to end after the step in progress and to release the engine."""
         self._stop.set()
 
     def _run(self) -> None:
@@ -206,13 +206,13 @@ class ThreadSource(RunningEngine):
                 self._inbox.put((self.key, event))
         stopped = self._stop.is_set()
         super().stop()
-        # Whoever hears of the failure may give the engine its next requests at once. One that was paused or
-        # left in the middle of a step has not failed.
+        # The receiver of the failure may give the engine its next requests at once. An engine that was paused
+        # or stopped in the middle of a step has not failed.
         if event is not None and isinstance(event.said, Exception) and not stopped:
             self._inbox.put((self.key, event))
 
     def _step(self) -> Event | None:
-        """What comes next; `None` while the gate is closed or there is nothing to do."""
+        """Return the next event, or None while the gate is closed or there is nothing to do."""
         with self.stepping:
             if not self._gate.opened.is_set():
                 return None
@@ -227,7 +227,7 @@ class ThreadSource(RunningEngine):
 
 
 def words(error: BaseException) -> str:
-    """Why something failed, for people."""
+    """Describe an error for people."""
     if isinstance(error, OpdError | TimeoutError) or not str(error).strip():
         return reason_of(error)
     return f"{type(error).__name__}: {reason_of(error)}"
@@ -238,25 +238,25 @@ ENGINES = Retry(attempts=3, pause=0.2, longest=30.0)
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
-    """What is tried before a request, or an engine, is given up. Times in seconds."""
+    """Attempts before a request, or an engine, is given up. Times in seconds."""
 
     retry: Retry = ENGINES
-    """Times in a row a request may fail on its own without a new token; how long an engine rests after a
-    failure."""
+    """How often in a row a request may fail on its own without a new token, and how long an engine rests
+    after a failure."""
     quarantine_after: int = 3
     """Failures in a row after which the rest counts as quarantine."""
     step_timeout: float | None = None
-    """An engine that gives no chunk for so long is left alone until it answers again."""
+    """An engine that gives no chunk for so long gets no requests until it answers again."""
     silence_limit: float = 600.0
-    """When every engine is in a step that does not end: time until the requests are given up."""
+    """Time until the requests are given up if every engine is in a step that does not end."""
     deadline: float | None = None
-    """Time a request may take, from when it was submitted. It ends long responses more often than short
-    ones: a safety net, not a way to save time."""
+    """Time a request may take, from its submission. It ends long responses more often than short ones, so it
+    is a safety net, not a way to save time."""
     exhausted: Literal["raise", "fail"] = "raise"
-    """When nothing is left to try: raise and leave the request open in the log, so that a restart goes on
-    with it, or close it as failed with the reason and go on with the others."""
+    """When nothing is left to try: "raise" leaves the request open in the log, so that a restart goes on with
+    it. "fail" closes it as failed with the reason, and the others go on."""
     revive: Callable[[int], RolloutEngine] | None = None
-    """A new engine with the current weights in place of engine `i`, which failed."""
+    """Returns a new engine with the current weights in place of engine `i`, which failed."""
 
 
 DEFAULT_POLICY = RetryPolicy()
@@ -264,7 +264,7 @@ DEFAULT_POLICY = RetryPolicy()
 
 @dataclass(slots=True)
 class EngineHealth:
-    """What one engine has done so far."""
+    """Counts and state of one engine."""
 
     tokens: int = 0
     failures: int = 0
@@ -276,18 +276,18 @@ class EngineHealth:
     last_heard: float | None = None
     """Monotonic seconds of its last chunk: chunks are its heartbeat."""
     stale: bool = False
-    """It missed a weight update, and serves again only with weights of the current version."""
+    """True if it missed a weight update. It serves again only with weights of the current version."""
     last_error: str | None = None
 
     def heard(self, now: float, tokens: int) -> None:
-        """It gave a step of `tokens` tokens at `now`."""
+        """Record a step of `tokens` tokens at `now`."""
         self.last_heard = now
         if tokens:
             self.tokens += tokens
             self.in_a_row = 0
 
     def failed(self, now: float, error: BaseException, policy: RetryPolicy) -> None:
-        """It failed at `now`: give it a rest that doubles with every failure in a row."""
+        """Record a failure at `now`. Its rest doubles with every failure in a row."""
         self.failures += 1
         self.in_a_row += 1
         self.last_error = words(error)
@@ -296,7 +296,7 @@ class EngineHealth:
         self.resting_until = now + policy.retry.seconds(self.in_a_row)
 
     def rests(self, now: float) -> bool:
-        """Whether it is to be left alone at `now`."""
+        """Return True if the engine gets no requests at `now`."""
         return now < self.resting_until
 
 
@@ -306,37 +306,38 @@ PAUSE_PATIENCE = 60.0
 
 @runtime_checkable
 class Returning(Protocol):
-    """An engine that is brought back elsewhere after a failure, while others go on."""
+    """An engine that is rebuilt elsewhere after a failure, while others go on."""
 
     @property
     def recovering(self) -> bool:
-        """Whether it is on its way back: it gets no requests then."""
+        """True while it is being rebuilt. It gets no requests then."""
         ...
 
     def failed(self, error: BaseException) -> None:
-        """A call failed with `error`."""
+        """Record that a call failed with `error`."""
         ...
 
 
 @runtime_checkable
 class InStep(Protocol):
-    """What writes with a model that ranks share: none of them makes a pass without the others."""
+    """An engine whose model ranks share: no rank makes a pass without the others."""
 
     def drain(self) -> None:
-        """Nothing is left to write here: make the passes that others need, until nobody has anything left.
+        """Make the passes that other ranks need, until no rank has anything left. Called when nothing is left
+        here.
 
         Raises `RanksError` if one of them has stopped.
         """
         ...
 
     def leave(self) -> None:
-        """Nothing more is written here, whatever is left: let nobody wait for this rank."""
+        """Stop generating here, whatever is left, and let no rank wait for this one."""
         ...
 
 
 class EnginePool:
     """Engines by index, with the health of each. A single engine without a time-out runs in the caller's
-    thread; otherwise each has its own while it is at work.
+    thread. Otherwise each has its own thread while it is at work.
     """
 
     def __init__(self, engines: Sequence[RolloutEngine], policy: RetryPolicy = DEFAULT_POLICY) -> None:
@@ -357,7 +358,7 @@ class EnginePool:
         self._occupied: dict[int, RunningEngine] = {}
 
     def occupy(self, index: int, source: RunningEngine) -> None:
-        """Engine `index` is not free before `source` is done."""
+        """Mark engine `index` as not free until `source` is done."""
         self._occupied[index] = source
 
     def ready(self) -> list[int]:
@@ -376,8 +377,8 @@ class EnginePool:
         return max(0.0, min(self.health[i].resting_until for i in alive) - now) if alive else None
 
     def take(self, index: int) -> RolloutEngine:
-        """Engine `index`, rebuilt first if it failed and can be rebuilt. Raises `RolloutError` if what was
-        rebuilt holds another policy version.
+        """Return engine `index`, rebuilt first if it failed and can be rebuilt. Raises `RolloutError` if the
+        rebuilt engine holds another policy version.
         """
         if self.policy.revive is not None and self._replaceable(index):
             self.engines[index] = self.policy.revive(index)
@@ -392,18 +393,18 @@ class EnginePool:
         return self.engines[index]
 
     def failed(self, index: int, error: BaseException) -> None:
-        """Engine `index` failed; let it rest, and see to its return."""
+        """Record that engine `index` failed: let it rest, and start its return."""
         engine = self.engines[index]
         if isinstance(engine, Returning):
             engine.failed(error)
         self.health[index].failed(time.monotonic(), error, self.policy)
 
     def has_other(self, index: int) -> bool:
-        """Whether there is an engine beside `index`, or a new one in its place, that may yet serve."""
+        """Return True if another engine, or a new one in place of `index`, may yet serve."""
         return self.policy.revive is not None or any(i != index for i in self._alive())
 
     def drain(self) -> None:
-        """See `InStep`; for engines that hold whole models there is nothing to do."""
+        """See `InStep`. Engines that hold full models have nothing to do."""
         for engine in self.engines:
             if isinstance(engine, InStep):
                 engine.drain()
@@ -422,7 +423,7 @@ class EnginePool:
             engine.pause()
 
     def resume(self) -> None:
-        """Go on sampling."""
+        """Resume sampling."""
         for engine in self.engines:
             engine.resume()
         self.paused = False
@@ -432,7 +433,7 @@ class EnginePool:
         """Push `weights` to every engine and return the digest they hold.
 
         An engine that refuses them no longer serves until it is rebuilt. Raises `RolloutError` if none took
-        them or if two hold different weights afterwards.
+        them, or if two hold different weights afterwards.
         """
         if len(self.engines) == 1:
             digest = self.engines[0].update_weights(weights, version)
@@ -462,7 +463,7 @@ class EnginePool:
         return digests[first]
 
     def _replaceable(self, index: int) -> bool:
-        """Whether a new engine takes its place: then a step in which it hangs is not waited for."""
+        """Return True if a new engine takes its place. Then nothing waits for a hanging step."""
         health = self.health[index]
         return self.policy.revive is not None and (health.in_a_row > 0 or health.stale)
 

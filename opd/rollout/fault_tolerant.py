@@ -1,6 +1,6 @@
 """A rollout engine that outlives its engines: every token is in the log before anyone sees it.
 
-Requests go to engines, and come back until each has ended.
+Requests go to engines, and return to the queue until each has ended.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ LOOK = 0.1
 
 
 class Dispatch:
-    """Requests that are open, and the engines they are at."""
+    """Open requests, and the engines they are at."""
 
     def __init__(self, pool: EnginePool, ledger: Ledger, counters: Counter[str]) -> None:
         self._pool, self._ledger, self._counters = pool, ledger, counters
@@ -58,19 +58,19 @@ class Dispatch:
         self._calls: dict[int, Call] = {}
         self._pending: deque[str] = deque()
         self._limit = math.inf
-        """Most requests at an engine at once; halved while engines fail without giving a token."""
+        """Most requests at an engine at once. Halved while engines fail without giving a token."""
         self._fruitless = 0
         """Failures in a row without a token."""
         self._strikes: Counter[str] = Counter()
         self._lengths: dict[str, int] = {}
         self._began: dict[str, float] = {}
         self._at: dict[str, int] = {}
-        """Of several engines the one that writes a session's turns, by session."""
+        """Session -> the one of several engines that generates its turns."""
         self._served = time.monotonic()
-        """When an engine was last free, resting or at work."""
+        """Time at which an engine was last free, resting or at work."""
 
     def add(self, uids: Sequence[str]) -> None:
-        """Serve these, which the ledger knows, behind those that wait."""
+        """Queue `uids`, which the ledger knows, behind the waiting ones."""
         now = time.monotonic()
         if not self._began:
             self._served, self._limit, self._fruitless = now, math.inf, 0
@@ -78,19 +78,19 @@ class Dispatch:
         self._began |= dict.fromkeys(uids, now)
 
     def abort(self, uids: Collection[str]) -> None:
-        """Let these go. They stay open in the log."""
+        """Abort the requests `uids`. They stay open in the log."""
         self._ledger.forget(uids)
         self._forget(uids)
 
     @property
     def busy(self) -> bool:
-        """Whether there may be more chunks."""
+        """True if there may be more chunks."""
         return bool(self._began) or self._ledger.waiting
 
     def step(self) -> Chunk | None:
-        """The next chunk, if one has come.
+        """Return the next chunk, if one has come.
 
-        Raises `RolloutError` when nothing is left to try, or for a request that cannot be served, and
+        Raises `RolloutError` when nothing is left to try, or for a request that cannot be served. Raises
         `StorageError` if the log cannot be written. Nothing is open any more then.
         """
         if (chunk := self._ledger.take()) is not None:
@@ -105,7 +105,7 @@ class Dispatch:
         return self._ledger.take()
 
     def _forget(self, uids: Collection[str]) -> None:
-        """These have ended, or are let go."""
+        """Remove requests that have ended or were aborted."""
         gone = set(uids)
         for uid in gone:
             for known in (self._began, self._lengths, self._strikes):
@@ -117,8 +117,8 @@ class Dispatch:
                 self._let_go(call)
 
     def _assign(self) -> None:
-        """Give waiting requests to engines: to those that are free, and to those at work as far as that makes
-        them equal, unless a bad request is looked for.
+        """Give waiting requests to engines: to free ones, and to those at work up to an equal share. While a
+        bad request is being searched for, only to free ones.
         """
         loads: dict[int, int] = {}
         for index in self._pool.ready():
@@ -137,8 +137,8 @@ class Dispatch:
             self._wait()
 
     def _kept_at(self, rooms: dict[int, int]) -> dict[int, list[str]]:
-        """Take from what waits, and from `rooms`, the turns whose engine has room: it may have kept keys and
-        values of those before.
+        """Take from the queue, and from `rooms`, the turns whose engine has room. It may hold keys and values
+        of the turns before.
         """
         batches: dict[int, list[str]] = {}
         others: deque[str] = deque()
@@ -153,11 +153,11 @@ class Dispatch:
         return batches
 
     def flushed(self) -> None:
-        """No engine keeps anything any more."""
+        """Tell that no engine caches anything any more."""
         self._at.clear()
 
     def _wait(self) -> None:
-        """No engine can serve now."""
+        """Wait, because no engine can serve now."""
         seconds, now, limit = self._pool.next_return(), time.monotonic(), self._pool.policy.silence_limit
         if seconds is None:
             error: Exception = RolloutError("no engine holds the current weights; restart with --resume.")
@@ -171,7 +171,7 @@ class Dispatch:
         self._give_up(list(self._pending), error)
 
     def _ask(self, index: int, uids: list[str]) -> None:
-        """Ask engine `index` for `uids`."""
+        """Submit `uids` to engine `index`."""
         requests = [self._ledger.ask(uid) for uid in uids]
         for request in requests:
             length = len(request.prefix_ids)
@@ -199,7 +199,7 @@ class Dispatch:
         call.ask(requests)
 
     def _listen(self) -> None:
-        """Handle what engines say next."""
+        """Handle the next events of the engines."""
         if not self._calls:
             return
         if not self._pool.threaded:
@@ -226,14 +226,14 @@ class Dispatch:
         if isinstance(event.said, Chunk):
             self._take(call, call.due(event.said, event.number))
         elif event.said is not None and event.refused:
-            raise event.said  # the engine works and says that nobody could serve the request
+            raise event.said  # the engine works, and says that no engine could serve the request
         elif event.said is not None:
             self._failed(call, event.said)
         elif call.open and event.number == call.submissions:
             self._failed(call, RuntimeError(f"the engine ended without finishing {min(call.open)}"))
 
     def _take(self, call: Call, chunk: Chunk) -> None:
-        """A chunk of an engine."""
+        """Take over a chunk of an engine."""
         call.tokens += len(chunk.uids)
         self._pool.health[call.engine].heard(time.monotonic(), len(chunk.uids))
         if chunk.uids:
@@ -253,7 +253,7 @@ class Dispatch:
             self._let_go(call)
 
     def _return(self, uids: list[str]) -> None:
-        """Requests that an engine stopped before their end go to the end of the queue."""
+        """Put requests that an engine stopped before their end at the end of the queue."""
         self._counters["interrupted_requests"] += len(uids)
         for uid in uids:
             self._strikes[uid] += 1
@@ -264,13 +264,13 @@ class Dispatch:
                 self._pending.append(uid)
 
     def _failed(self, call: Call, error: BaseException) -> None:
-        """An engine raised, was too slow, or ended too early: its requests go on elsewhere."""
+        """Handle an engine that raised, was too slow or ended too early. Its requests go on elsewhere."""
         self._counters["engine_failures"] += 1
         self._pool.failed(call.engine, error)
         self._let_go(call)
         uids = list(call.open)
         self._counters["interrupted_requests"] += len(uids)
-        # What refuses once does so again, and ranks that are out of step stay so.
+        # An engine that refuses once refuses again, and ranks that are out of step stay so.
         if isinstance(error, RolloutError | RanksError) and not self._pool.has_other(call.engine):
             self._give_up([*uids, *self._pending], error)
             return
@@ -290,7 +290,7 @@ class Dispatch:
             self._give_up(list(self._began), error)
 
     def _give_up(self, uids: list[str], error: BaseException) -> None:
-        """Nothing is left to try for `uids`: raise, or close them as failed."""
+        """Raise, or close `uids` as failed, because nothing is left to try."""
         if self._pool.policy.exhausted == "raise":
             if isinstance(error, OpdError):
                 raise error
@@ -319,7 +319,7 @@ class Dispatch:
             self._give_up(late, TimeoutError(f"not finished within the deadline of {limit:g} s"))
 
     def _let_go(self, call: Call) -> None:
-        """Stop reading from an engine; it serves again once its step in progress is over."""
+        """Stop reading from an engine. It serves again once its step in progress is over."""
         if self._calls.get(call.engine) is call:
             del self._calls[call.engine]
             call.source.stop()
@@ -329,13 +329,13 @@ class Dispatch:
 class FaultTolerantRollout(Streaming):
     """Implements `opd.protocols.RolloutEngine` over other engines and a token log.
 
-    Whatever interrupts a request (its engine raises, hangs, aborts it, is preempted, or this process dies and
-    another opens the same log), it continues on a live engine after the tokens that are logged: these are
-    never sampled again, and each keeps the policy version it was sampled with. What the log held is told
-    first, as chunks like any other, so that the caller sees every response whole.
+    A request may be interrupted: its engine raises, hangs, aborts it, is preempted, or this process dies and
+    another opens the same log. It continues on a live engine after its logged tokens. These are never sampled
+    again, and each keeps the policy version it was sampled with. Logged tokens come first, as chunks like any
+    other, so the caller sees every response in full.
 
-    Because nothing is thrown away, an interruption does not favour short responses. With the noise a function
-    of (seed, uid, position), a resumed response is moreover the one that would have been written undisturbed.
+    Because nothing is thrown away, an interruption does not favour short responses. The noise is a function
+    of (seed, uid, position). So a resumed response is the one that would have been sampled undisturbed.
 
     One embedded engine runs in the caller's thread. Several engines, or one with a step time-out, run in
     threads of their own.
@@ -351,18 +351,18 @@ class FaultTolerantRollout(Streaming):
         preemption: Preemption | None = None,
         recovery: Recovery = NOTHING_LEFT,
     ) -> None:
-        """`engines`: or a pool, which has a policy of its own. `stops`: strings that end a response
-        beside its stop ids.
+        """`engines` may be a pool with a policy of its own. `stops`: strings that end a response besides its
+        stop ids.
 
         Raises `RolloutError` if there is no engine, or if they hold different policy versions.
         """
         self._pool = engines if isinstance(engines, EnginePool) else EnginePool(engines, policy)
         self._ledger = Ledger(log, stops, recovery)
         self.counters = self._ledger.counters
-        """Since the last `take_counters`; `requests` = `completed` + `truncated` + `failed` + `aborted` once
+        """Since the last `take_counters`. `requests` = `completed` + `truncated` + `failed` + `aborted` once
         all have ended."""
         self.failures = self._ledger.failures
-        """Why requests failed, of those that were open together last."""
+        """Reasons of failed requests, by uid, since no request was open."""
         self._dispatch = Dispatch(self._pool, self._ledger, self.counters)
         self._preemption, self._kv = preemption, recovery.kv
         self._counted = self._count_engines()
@@ -379,15 +379,15 @@ class FaultTolerantRollout(Streaming):
 
     @property
     def health(self) -> list[EngineHealth]:
-        """What each engine has done so far, by index."""
+        """Counts and state of each engine, by index."""
         return list(self._pool.health)
 
     def submit(self, requests: Sequence[RolloutRequest]) -> None:
-        """Begin `requests`, or go on with what the log holds of them: every token from response position
-        `len(prefix_ids)` on is told, first those of the log.
+        """Begin `requests`, or continue their logged tokens. Every token from response position
+        `len(prefix_ids)` on comes in chunks, first the logged ones.
 
-        Raises `RolloutError` for requests that the log knows otherwise, and `StorageError` if it cannot be
-        written. A request that no engine can serve is found out by `step`.
+        Raises `RolloutError` for requests that differ from the log's, and `StorageError` if it cannot be
+        written. `step` raises for a request that no engine can serve.
         """
         if not self._dispatch.busy:
             self._counted = self._count_engines()  # others may have used the engines in the meantime
@@ -397,11 +397,11 @@ class FaultTolerantRollout(Streaming):
         self._dispatch.add(unfinished)
 
     def step(self) -> Chunk | None:
-        """The next chunk, in the log before it is returned; `None` if no request is open.
+        """Return the next chunk, which is already in the log, or None if no request is open.
 
         Raises `RolloutError` for a request that no engine can serve, while the rollout is paused (nothing is
-        lost by that), and when the policy has nothing left to try; `PreemptedError` when the run is to stop;
-        `StorageError` if the log cannot be written.
+        lost by that), and when the policy has nothing left to try. Raises `PreemptedError` when the run is to
+        stop, and `StorageError` if the log cannot be written.
         """
         while self._dispatch.busy:
             self._between_steps()
@@ -432,25 +432,26 @@ class FaultTolerantRollout(Streaming):
         self._pool.leave()
 
     def abort(self, uids: Collection[str]) -> None:
-        """Let these go; they stay open in the log."""
+        """Abort the requests `uids`. They stay open in the log."""
         if self._dispatch.busy:
             self._dispatch.abort(uids)
             self._count_work()
 
     def pause(self) -> None:
-        """Stop sampling between two chunks; requests in flight stay where they are."""
+        """Stop sampling between two chunks. Requests in flight stay where they are."""
         self._pool.pause()
 
     def flush(self) -> None:
-        """Drop every cached key and value. Those in the store stay: they are only restored to the very
-        weights that computed them.
+        """Drop every cached key and value. Those in the store stay, because they are restored only to the
+        same weights that computed them.
         """
         for engine in self._pool.engines:
             engine.flush()
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> str:
-        """Push `weights` to every engine; returns the digest they all hold. An engine that refuses serves no
-        more until `revive` replaces it. Raises `RolloutError` if none took them or two hold different ones.
+        """Push `weights` to every engine and return the digest they all hold. An engine that refuses them no
+        longer serves until `revive` replaces it. Raises `RolloutError` if none took them or two hold
+        different ones.
         """
         self._dispatch.flushed()
         digest = self._pool.update_weights(weights, version)
@@ -467,7 +468,7 @@ class FaultTolerantRollout(Streaming):
         self._pool.resume()
 
     def suspend(self) -> None:
-        """Make room: pause, keep keys and values of requests in flight if there is a store, release them."""
+        """Make room: pause, save keys and values of requests in flight if there is a store, release them."""
         self._pool.pause()
         suspendable = self._suspendable()
         if self._kv is not None:
@@ -477,14 +478,14 @@ class FaultTolerantRollout(Streaming):
         self.counters["suspensions"] += 1
 
     def wake(self) -> None:
-        """Go on after `suspend`: restore keys and values if they were kept, and resume."""
+        """Continue after `suspend`: restore saved keys and values, if any, and resume."""
         self._restore()
         self._pool.resume()
 
     def take_counters(self) -> dict[str, float]:
-        """The counters since they were last taken, for the metrics. `prefilled_tokens` were computed,
-        `kv_restored_tokens` taken from saved keys and values instead, and `kept_tokens` from those of an
-        earlier turn, by engines that say so.
+        """Return the counters since the last call, for the metrics. `prefilled_tokens` were computed.
+        `kv_restored_tokens` came from saved keys and values. `kept_tokens` came from those of an earlier
+        turn, for engines that report it.
         """
         if self._dispatch.busy:
             self._count_work()
@@ -500,13 +501,13 @@ class FaultTolerantRollout(Streaming):
         }
 
     def _count_work(self) -> None:
-        """Add what engines did since they were last counted."""
+        """Add the engines' work since the last count."""
         before, self._counted = self._counted, self._count_engines()
         grown = {name: count - before[name] for name, count in self._counted.items()}
         self.counters.update({name: count for name, count in grown.items() if count > 0})
 
     def _check_asked(self) -> None:
-        """Another rank has stopped: raise `PreemptedError` if the whole run was asked to."""
+        """Raise `PreemptedError` if the whole run was asked to stop. Called when another rank has stopped."""
         if self._preemption is not None:
             self._preemption.check()
 
@@ -525,7 +526,7 @@ class FaultTolerantRollout(Streaming):
         return {i: engine for i, engine in enumerate(self._pool.engines) if isinstance(engine, Suspendable)}
 
     def _save(self, store: KVStore, engines: Mapping[int, Suspendable]) -> None:
-        """Keep keys and values, unless the grace period is too short: they can be computed again."""
+        """Save keys and values, unless the grace period is too short. They can be computed again."""
         tensors = {
             f"{index}.{name}": tensor
             for index, engine in engines.items()
@@ -540,7 +541,7 @@ class FaultTolerantRollout(Streaming):
         self.counters["kv_saved_bytes"] += size
 
     def _restore(self) -> None:
-        """Give kept keys and values back to their engines; whoever finds none prefills."""
+        """Restore saved keys and values to their engines. An engine that finds none prefills."""
         tensors = self._kv.load() if self._kv is not None else None
         if self._kv is None or not tensors:
             _log.info("keys and values are computed again from the tokens")

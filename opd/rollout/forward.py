@@ -1,8 +1,8 @@
-"""The two forwards of the engine: prefill of whole prompts, decode of one token per running request.
+"""The two forwards of the engine: prefill of full prompts, and decode of one token per running request.
 
-Prefill fills the cache, decode reads it. A Hugging Face module forward of one token per request spends most
-of its time outside arithmetic when the model is small: for plain families the lean decoder does the same
-mathematics from fused weights. Families it does not know use the module itself.
+Prefill fills the cache, decode reads it. If the model is small, a Hugging Face module forward of one token
+per request spends most of its time outside arithmetic. For plain families the lean decoder computes the same
+from fused weights. Other families use the module itself.
 
 Shapes: `B` running requests, `R` slots to prefill, `P` distinct sequences among them, `T` packed tokens, `D`
 hidden size, `H` query heads, `Hkv` key-value heads, `d` head size, `L` cached positions, `F` MLP width.
@@ -42,10 +42,9 @@ class PrefillAttention:
         first_row: int,
         key_order: Tensor | None = None,
     ) -> None:
-        """`lengths` [P]: packed sequences; `source` [R]: which of them each slot from `first_row` on holds.
-
-        `key_order` [d]: order of a key's features in the cache, if the decoder wants another than the
-        module's.
+        """`lengths` [P]: packed sequences. `source` [R]: index of the sequence that each slot from
+        `first_row` on holds. `key_order` [d]: order of a key's features in the cache, if the decoder's
+        differs from the module's.
         """
         bounds = np.concatenate([[0], np.cumsum(lengths)])
         self._packed = PackedAttention(bounds)
@@ -62,24 +61,24 @@ class PrefillAttention:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """What the host knows of the slots of a decode step. A captured step keeps it, so there it is all that
-    may be: how much is read.
+    """The host's knowledge of the slots of a decode step. A captured step keeps it, so there it holds only
+    how much is read.
     """
 
     rows: int
     window: int
-    """Cached positions that are read, at most."""
+    """Most cached positions that are read."""
     longest: int
-    """Tokens of the fullest slot with its new one; at most `window`, which it is where only the device knows
-    the positions."""
+    """Tokens of the fullest slot with its new one, at most `window`. Equal to `window` if only the device
+    knows the positions."""
     equal: bool = False
-    """Whether all hold as many."""
+    """True if all slots hold the same number of tokens."""
     bands: tuple[Band, ...] = ()
-    """What is read of these slots, `longest` positions of each, if it is not `window` of all."""
+    """The slices that are read, `longest` positions of each slot. Empty: `window` positions of all slots."""
 
     @classmethod
     def of(cls, positions: np.ndarray, cache: KVCache) -> Span:
-        """Of new tokens at `positions` [B]."""
+        """Build the span of new tokens at `positions` [B]."""
         longest, equal = int(positions.max()) + 1, int(positions.min()) == int(positions.max())
         bands = [] if equal else cache.bands(positions + 1)
         read = tuple(replace(band, longest=cache.window(band.longest)) for band in bands)
@@ -87,20 +86,20 @@ class Span:
 
     @property
     def parts(self) -> tuple[Band, ...]:
-        """Slots that are read together, and how far."""
+        """Slots that are read in one slice, and the positions of each."""
         return self.bands or (Band(0, self.rows, self.window),)
 
     @property
     def positions(self) -> int:
-        """How many are read in a layer."""
+        """Number of positions read in a layer."""
         return sum(band.positions for band in self.parts)
 
 
 class CachedAttention(ABC):
-    """Of `T` new tokens to those that the cache holds, and to each other."""
+    """Attention of `T` new tokens to the cached ones and to each other."""
 
     def __init__(self, cache: KVCache, positions: Tensor) -> None:
-        """`positions` [T] int64, on the device: where the new tokens go in their slots."""
+        """`positions` [T] int64, on the device: position of each new token in its slot."""
         self._cache, self.positions = cache, positions
 
     def __call__(self, call: AttentionCall) -> Tensor:
@@ -118,9 +117,7 @@ class DecodeAttention(CachedAttention):
     """One new token for each of the first `B` slots: append its key and value, attend to the cache."""
 
     def __init__(self, cache: KVCache, positions: Tensor, span: Span) -> None:
-        """`positions` [B] int64, on the device: where the new tokens go; slot `b` then holds
-        `positions[b] + 1` tokens.
-        """
+        """`positions` [B] int64, on the device: of the new tokens. Slot `b` then holds `positions[b] + 1`."""
         super().__init__(cache, positions)
         self._span = span
         self._slots = None if span.equal else torch.arange(span.rows, device=positions.device)
@@ -143,8 +140,8 @@ class DecodeAttention(CachedAttention):
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     def _bias(self, sliding_window: int | None, first: int, keys: Tensor) -> Tensor | None:
-        """[B * Hkv or 1, 1, L] for `keys` [B, Hkv, L, d] of the slots from `first` on: 0 where a slot sees a
-        position, else -inf; `None` if all see everything.
+        """[B * Hkv or 1, 1, L] for `keys` [B, Hkv, L, d] of the slots from `first` on: 0 if a slot sees a
+        position, else -inf. `None` if all slots see everything.
         """
         case = (sliding_window, keys.shape[1], first)
         if case not in self._biases:
@@ -170,8 +167,8 @@ class DecodeAttention(CachedAttention):
 def attend_cached(query: Tensor, window: Window, bias: Tensor | None, form: ScoreForm) -> Tensor:
     """Attention of one query per slot: `query` [B, H, d] to the cached [B, Hkv, L, d] -> [B, H, dv].
 
-    Batched matrix products over `B * Hkv`: for one query on CPU 3 to 4 times faster than
-    `scaled_dot_product_attention`, whose kernel is made for many.
+    Batched matrix products over `B * Hkv`. For one query on CPU they are 3 to 4 times faster than
+    `scaled_dot_product_attention`, whose kernel is made for many queries.
     """
     rows, heads, size = query.shape
     keys, values = window.transposed_keys, window.flat_values
@@ -192,7 +189,7 @@ def attend_cached(query: Tensor, window: Window, bias: Tensor | None, form: Scor
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "granite")
 STATIC_ROPE = ("default", "linear", "llama3", "yarn")
-"""Rotary embeddings that are a function of the position alone, so that a table serves every step."""
+"""Rotary embeddings that depend only on the position, so one table serves every step."""
 
 
 @dataclass(slots=True)
@@ -219,7 +216,7 @@ class LeanLayer:
 
     @classmethod
     def read(cls, layer: Any, config: Any, order: Tensor) -> LeanLayer:
-        """Copy the weights of a Hugging Face decoder layer; `order` [d] rearranges the features of a head."""
+        """Copy the weights of a Hugging Face decoder layer. `order` [d] rearranges the features of a head."""
         attention, mlp = layer.self_attn, layer.mlp
         size = len(order)
 
@@ -231,7 +228,7 @@ class LeanLayer:
         if query.bias is not None:
             bias = torch.cat([rearranged(query.bias), rearranged(key.bias), value.bias.detach()])
         normed = config.model_type == "qwen3"
-        # Mistral keeps its window in the config, the Qwens in the layer; Llama and Granite have none.
+        # Mistral's window is in the config, the Qwens' in the layer. Llama and Granite have none.
         window = config.sliding_window if config.model_type == "mistral" else None
         return cls(
             input_norm=layer.input_layernorm.weight.detach(),
@@ -250,7 +247,7 @@ class LeanLayer:
         )
 
     def move_to(self, old: LeanLayer) -> None:
-        """Lie where `old` does, as far as the weights are copies of the model's."""
+        """Move into the memory of `old`, as far as the weights are copies of the model's."""
         for name in ("qkv", "gate_up", "qkv_bias"):
             if getattr(self, name) is not None:
                 getattr(old, name).copy_(getattr(self, name))
@@ -261,17 +258,17 @@ class LeanLayer:
             self.qk_norms = old.qk_norms
 
     def tensors(self) -> list[Tensor]:
-        """Its weights, as they lie in memory."""
+        """Its weights, in their memory layout."""
         weights = [x.laid_out for x in (self.qkv, self.output, self.gate_up, self.down)]
         others = (self.input_norm, self.qkv_bias, *(self.qk_norms or ()), self.mlp_norm)
         return weights + [x for x in others if x is not None]
 
 
 class LeanDecoder:
-    """Decode steps for the families of `FAMILIES`; `refresh` after every change of the weights."""
+    """Decode steps for the families of `FAMILIES`. Call `refresh` after every change of the weights."""
 
     def __init__(self, model: CausalLM) -> None:
-        """Raises `ValueError` if it `supports` no such model."""
+        """Raises `ValueError` if `supports` is false for the model."""
         if not supports(model.config, model.layers):
             raise ValueError(f"the lean decoder does not know this form of {model.config.model_type}")
         self._model = model
@@ -282,8 +279,8 @@ class LeanDecoder:
         self._heads = attention.q_proj.out_features // self._size
         self._shared = attention.k_proj.out_features // self._size
         self._eps = float(config.rms_norm_eps)
-        # Features i and i + d/2 of a head rotate together. Side by side they are one complex number, and the
-        # rotation is one product; scores do not change when queries and keys are rearranged alike.
+        # Features i and i + d/2 of a head rotate together. Adjacent, they are one complex number, and the
+        # rotation is one product. Scores do not change if queries and keys are rearranged alike.
         half = torch.arange(self._size // 2, device=model.device)
         self.key_order = torch.stack([half, half + self._size // 2], dim=1).flatten()
         """[d]: order of the features of a key in the cache."""
@@ -298,30 +295,30 @@ class LeanDecoder:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Read the model's weights; on a GPU into the memory that captured steps read."""
+        """Read the model's weights, on a GPU into the memory that captured steps read."""
         self._embedding = self._base.embed_tokens.weight.detach()
         self._final_norm = self._base.norm.weight.detach()
         old, self._layers = self._layers, []
         moves = self._embedding.device.type == "cpu"
         for layer in self._base.layers:
             if moves:
-                del old[:1]  # and its memory, which the new copies take: the system need not clear other
+                del old[:1]  # frees memory for the new copies, so the system need not clear other pages
             self._layers.append(LeanLayer.read(layer, self._model.config, self.key_order))
             if old and not moves:
                 self._layers[-1].move_to(old.pop(0))
 
     def reach(self, tokens: int) -> None:
-        """Know the rotations of so many positions."""
+        """Extend the rotary table to `tokens` positions."""
         if tokens > len(self._rotary):
             self._rotary = self._rotary_table(max(256, 2 * (tokens - 1)))
 
     def drop(self) -> None:
-        """Let every copy and view of the weights go, until `refresh`."""
+        """Drop every copy and view of the weights, until `refresh`."""
         self._layers.clear()
         self._embedding = self._final_norm = torch.empty(0)
 
     def tensors(self) -> list[Tensor]:
-        """What a step reads."""
+        """All tensors that a step reads."""
         own = [self._embedding, self._final_norm, self._rotary]
         return own + [x for layer in self._layers for x in layer.tensors()]
 
@@ -376,7 +373,7 @@ def _rotate_(x: Tensor, rotary: Tensor) -> None:
 
 
 def supports(config: Any, layers: Iterable[Any]) -> bool:
-    """Whether `LeanDecoder` computes exactly the architecture of `config`, whose decoder has `layers`."""
+    """Return True if `LeanDecoder` computes exactly the model of `config`, whose decoder has `layers`."""
     if config.model_type not in FAMILIES or getattr(config, "hidden_act", None) != "silu":
         return False
     rope = getattr(config, "rope_parameters", None) or {}
@@ -395,12 +392,12 @@ def supports(config: Any, layers: Iterable[Any]) -> bool:
 
 
 PREFILL_TOKENS, PREFILL_TOKENS_DEVICE = 4096, 16_384
-"""Packed tokens of one prefill forward (a longer single sequence gets one of its own): on a CPU, and on CUDA,
-which waits for launches with fewer."""
+"""Packed tokens of one prefill forward, on a CPU and on CUDA. A longer single sequence gets a forward of its
+own. With fewer tokens CUDA waits for launches."""
 
 
 def prefill_tokens(device: torch.device) -> int:
-    """Packed tokens of one prefill forward there."""
+    """Packed tokens of one prefill forward on `device`."""
     return PREFILL_TOKENS_DEVICE if device.type == "cuda" else PREFILL_TOKENS
 
 
@@ -416,10 +413,10 @@ class KeptPrompt:
 
 
 class Runner:
-    """Runs the model against the cache. Everything happens under its `guard`."""
+    """Runs the model against the cache. Every method runs under its `guard`."""
 
     guard: Callable[[], AbstractContextManager[object]] = torch.inference_mode
-    """What keeps gradients away."""
+    """Context that disables gradients."""
 
     def __init__(
         self,
@@ -429,32 +426,32 @@ class Runner:
         lean: bool | None = None,
         positions: int | None = None,
     ) -> None:
-        """`vocab_size`: tokens that are sampled from, all by default. `lean`: use the lean decoder; `None`
-        uses it where it knows the model. `positions`: the most that slots times tokens of the cache may be.
+        """`vocab_size`: tokens that may be sampled, by default all. `lean`: use the lean decoder; `None` uses
+        it if it knows the model. `positions`: the most that slots times tokens of the cache may be.
         """
         self.model = model
         self._vocab_size = vocab_size
         self.positions = positions
         self.cache = self._new_cache()
         self.prefilled_tokens = 0
-        """Tokens that went through a prefill forward; a prompt shared by several requests counts once."""
+        """Tokens that went through a prefill forward. A prompt shared by several requests counts once."""
         self.positions_read = self.positions_held = 0
-        """Of the cache, in a layer: what decode steps have read so far, and what their requests held."""
+        """Cached positions per layer: those decode steps have read so far, and those their requests held."""
         use_lean = supports(model.config, model.layers) if lean is None else lean
         self.lean = LeanDecoder(model) if use_lean else None
         self._kept: KeptPrompt | None = None
         self.head: Head | None = self._decode_head()
-        """`None` while it is asleep."""
+        """`None` while asleep."""
 
     def refresh(self) -> None:
-        """Take over new weights; nothing computed with the old ones is used again."""
+        """Take over new weights. Nothing computed with the old ones is used again."""
         self.clear()
         if self.lean is not None:
             self.lean.refresh()
         self.head = self._decode_head()
 
     def sleep(self) -> None:
-        """Give back the weights' memory, the model's own too, until they are there again and `refresh` is
+        """Free the memory of the weights, also the model's own, until they are loaded and `refresh` is
         called.
         """
         if self.lean is not None:
@@ -463,23 +460,23 @@ class Runner:
         self.model.vacate()
 
     def receive(self, weights: Iterable[tuple[str, Tensor]], held: WeightsDigest) -> None:
-        """Copy new `weights` in place; `held` is given what is here then. Raises `ModelError` if they are of
-        another form.
+        """Copy new `weights` in place. `held` receives the resulting weights. Raises `ModelError` if they
+        have another form.
         """
         self.model.load_weights(weights, held)
 
     def origin(self) -> str:
-        """The digest of the weights that compute keys and values."""
+        """Digest of the weights that compute keys and values."""
         return self.model.digest()
 
     def drain(self) -> None:
-        """There is nobody whose passes this one has to make."""
+        """Do nothing: no other rank needs passes of this one."""
 
     def leave(self) -> None:
-        """There is nobody who waits for this one."""
+        """Do nothing: no other rank waits for this one."""
 
     def resident(self) -> dict[str, int]:
-        """Bytes that weights, with the copies that decode makes of them, and keys and values take now."""
+        """Bytes of weights, with the copies that decode makes of them, and of keys and values now."""
         weights = self.model.nbytes
         if self.head is not None:
             model = [tensor for kind in tensors_of(self.model.module) for tensor in kind]
@@ -488,7 +485,7 @@ class Runner:
         return {"engine_weights": weights, "engine_kv": self.cache.nbytes}
 
     def _decode_head(self) -> Head:
-        """The model's head, in float32 where `Head.logits` would convert 16-bit weights at every step."""
+        """The model's head, in float32 if `Head.logits` would convert 16-bit weights at every step."""
         head = self.model.head(self._vocab_size)
         if head.weight.dtype not in (torch.float16, torch.bfloat16) or wide_product(head.weight, head.weight):
             return head
@@ -522,43 +519,43 @@ class Runner:
         return self.forward(self.tensor(batch.last_tokens(rows)), self.tensor(positions), span)
 
     def _count(self, read: int, positions: np.ndarray) -> None:
-        """A step reads so many positions for new tokens at `positions` [B]."""
+        """Count the positions that a step reads for new tokens at `positions` [B]."""
         self.positions_read += read
         self.positions_held += int(positions.sum()) + len(positions)
 
     def draw(self, hidden: Tensor, batch: RunningBatch) -> tuple[np.ndarray, np.ndarray]:
-        """Token ids [B] int64 and log-probabilities [B] float32 that follow the `hidden` states [B, D]."""
+        """Token ids [B] int64 and log-probabilities [B] float32, drawn from the `hidden` states [B, D]."""
         logits = self.logits(hidden)
         uniforms = torch.from_numpy(batch.uniforms()).to(logits.device)
         ids, logprobs = sample(logits, uniforms, batch.plan(logits.device))
         return ids.cpu().numpy(), logprobs.cpu().numpy()
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[B, V] of what `passed` has given."""
-        assert self.head is not None  # nobody decodes asleep
+        """[B, V] logits of the result of `passed`."""
+        assert self.head is not None  # no decode while asleep
         return self.head.logits(hidden)
 
     def passed(self, compute: Callable[[], Tensor]) -> Tensor:
-        """What `compute`, a pass of the model, gives: hidden states [B, D] that predict the next tokens."""
+        """Run `compute`, a pass of the model. Returns hidden states [B, D] that predict the next tokens."""
         return compute()
 
     def forward(self, ids: Tensor, positions: Tensor, span: Span) -> Tensor:
         """[B, D] of one new token for each of the first slots: `ids` and `positions` [B] int64 on the device.
-        What a captured step runs: the host decides nothing in it that `span` does not say.
+
+        A captured step runs this, so the host's only input is `span`.
         """
         return self.behind(ids, DecodeAttention(self.cache, positions, span))
 
     def behind(self, ids: Tensor, attention: CachedAttention, rows: Tensor | slice = slice(None)) -> Tensor:
-        """[R, D] of the `rows` of new tokens, `ids` [T] int64, that go behind what the cache holds."""
+        """[R, D] of the `rows` of new tokens, `ids` [T] int64, that follow the cached ones."""
         if self.lean is not None:
             return self.lean.step(ids, self.cache, attention)[rows]
         return self.passed(lambda: self.model.run(ids, attention.positions, attention)[rows])
 
     def prefill(self, batch: RunningBatch, start: int, stop: int, upcoming: bytes | None) -> Tensor:
-        """[R, D]: compute all known tokens of the slots `start ... stop - 1`; one row per slot.
+        """[R, D]: compute all known tokens of the slots `start ... stop - 1`, one row per slot.
 
-        `upcoming`: the tokens of the next waiting request; if it shares the last slot's, they are kept for
-        it.
+        `upcoming`: the tokens of the next waiting request. If they equal the last slot's, it gets the result.
         """
         sequences = [batch.known(row) for row in range(start, stop)]
         names = [sequence.tobytes() for sequence in sequences]
@@ -577,7 +574,7 @@ class Runner:
         return rows
 
     def _reuse(self, names: list[bytes], start: int) -> Tensor | None:
-        """Serve the leading slots that share the kept prompt from it: [r, D]; `None` if none is kept."""
+        """Serve the leading slots with the kept prompt from it: [r, D], or None if no prompt is kept."""
         kept = self._kept
         if kept is None:
             return None
@@ -588,7 +585,7 @@ class Runner:
     def _prefill_chunk(
         self, sequences: list[np.ndarray], names: list[bytes], first: int, start: int
     ) -> tuple[int, Tensor]:
-        """Prefill from sequence `first` on, up to `prefill_tokens`; returns where it stopped and [r, D]."""
+        """Prefill from sequence `first` on, up to `prefill_tokens`. Returns where it stopped and [r, D]."""
         distinct: dict[bytes, int] = {}
         source, chosen, tokens, stop = [], [], 0, first
         while stop < len(sequences):
@@ -622,5 +619,5 @@ class Runner:
             )
 
     def tensor(self, values: np.ndarray) -> Tensor:
-        """int64, on the model's device."""
+        """Copy to int64 on the model's device."""
         return torch.from_numpy(values.astype(np.int64)).to(self.model.device, non_blocking=True)

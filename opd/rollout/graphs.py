@@ -1,13 +1,13 @@
-"""Decode steps on CUDA: over memory that stays where it is, so that they can be captured as graphs.
+"""Decode steps on CUDA, over memory at fixed addresses, so that they can be captured as graphs.
 
-A captured graph reads and writes addresses and knows no Python: what changes from step to step lies in
-buffers that are filled before it is replayed, and what the host must know (how many slots, how many
-positions, which sampling settings are in use) is part of the graph's key. Slots and positions are rounded up
-to few sizes.
+A captured graph reads and writes addresses and knows no Python. Values that change from step to step lie in
+buffers that are filled before the replay. Values that the host must know (number of slots, number of
+positions, sampling settings in use) are part of the graph's key. Slots and positions are rounded up to few
+sizes.
 
-A step is two graphs, the forward and the draw, because between them come the hidden states of what was
-prefilled beside it. Each is run as it is the first time, which also warms up what may not begin inside of a
-capture, captured the second time, and replayed from then on.
+A step is two graphs, the forward and the draw, because hidden states of prefilled requests come between them.
+The first run of each is eager, which also warms up calls that may not begin inside a capture. The second run
+is captured. Later runs are replays.
 
 Shapes: `S` slots, `B` running requests, `D` hidden size.
 """
@@ -39,11 +39,11 @@ log = logging.getLogger(__name__)
 LEAST_ROWS, ROW_PARTS = 4, 4
 """Slots that a step computes: 4 to 8, 10, 12, 14, 16, 20, 24, ..."""
 MOST = 96
-"""Graphs that are kept; the one that was not used for longest goes."""
+"""Most graphs. The least recently used one is dropped."""
 
 
 class Graphs:
-    """Captured steps by key, which share one pool of memory."""
+    """Captured steps by key, which share one memory pool."""
 
     def __init__(self, device: torch.device, enabled: bool) -> None:
         self._device, self._enabled = device, enabled
@@ -52,15 +52,15 @@ class Graphs:
         self.drop()
 
     def drop(self) -> None:
-        """Forget every graph, and let the pool go."""
+        """Drop every graph and the pool."""
         self._seen: set[Hashable] = set()
         self._captured: dict[Hashable, torch.cuda.CUDAGraph] = {}
         self._pool: Any = None
         self._stream: torch.cuda.Stream | None = None
 
     def run(self, key: tuple[Hashable, ...], step: Callable[[], None]) -> None:
-        """Do what `step` does. Until `drop`, steps of one `key`, whose first part is their kind, are the same
-        operations on the same memory.
+        """Run `step`, or its graph. Until `drop`, steps of one `key` are the same operations on the same
+        memory. The key's first part is the kind of step.
         """
         if not self._enabled or key[0] in self._refused:
             return step()
@@ -78,7 +78,7 @@ class Graphs:
         graph.replay()
 
     def _capture(self, kind: Hashable, step: Callable[[], None]) -> torch.cuda.CUDAGraph | None:
-        """The graph of `step`; `None`, once and with a line in the log, where there can be none."""
+        """Capture the graph of `step`. Returns None, once and with a line in the log, if that fails."""
         try:
             with torch.cuda.device(self._device):
                 if self._stream is None:
@@ -86,16 +86,16 @@ class Graphs:
                     self._stream = torch.cuda.Stream(self._device)
                 graph = torch.cuda.CUDAGraph()
                 with torch.cuda.stream(self._stream):
-                    # Another thread may learn on this device meanwhile: only this one is held to the rules.
+                    # Another thread may train on this device meanwhile, so only this thread is restricted.
                     graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                     try:
                         step()
                     finally:
                         graph.capture_end()
             return graph
-        except Exception as error:  # whatever it is: the step has run as it is before
+        except Exception as error:  # any error: the step then runs eagerly as before
             self._refused.add(kind)
-            with suppress(Exception):  # what a capture that breaks off leaves undone
+            with suppress(Exception):  # cleanup after a capture that failed
                 torch._C._cuda_endAllocateToPool(self._device.index, self._pool)
             self._pool = self._stream = None
             first = error.__context__ if isinstance(error.__context__, Exception) else error
@@ -120,8 +120,8 @@ class StaticRunner(Runner):
         positions: int | None = None,
         captures: bool = True,
     ) -> None:
-        """`captures`: whether steps become graphs; the numbers are the same. The others as of `Runner`. Keys
-        and values lie in pages where their kernel may be trusted.
+        """`captures`: capture steps as graphs; the numbers are the same. The others as of `Runner`. Keys and
+        values lie in pages if their kernel may be trusted.
         """
         form = PagesForm.of(model)
         self.paged = form is not None and positions is not None and positions >= 2 * PAGE and trusted(form)
@@ -135,7 +135,7 @@ class StaticRunner(Runner):
         self._addresses: list[int] = []
 
     def refresh(self) -> None:
-        """Take over new weights, where the old ones lay; else every graph is made again."""
+        """Take over new weights in the old ones' memory. If they moved, every graph is captured again."""
         super().refresh()
         if self.buffers is not None and self._places() != self._addresses:
             self._forget()
@@ -149,9 +149,9 @@ class StaticRunner(Runner):
         """[rows, D]: feed the newest token of each of the first `rows` slots. Valid until the next step."""
         buffers, positions = self._room(), batch.length[:rows] - 1
         count = self._rounded(rows)
-        # A kernel over pages reads what there is; to it the window is the most that a request may hold.
+        # A kernel over pages reads only held positions, so its window is the most that a request may hold.
         window = self.cache.capacity if self.paged else self.cache.window(int(positions.max()) + 1)
-        # Slots beyond the running ones compute something too: they write where a prompt will begin.
+        # Slots beyond the running ones are computed too. They write where a prompt will begin.
         buffers.host_tokens[:, rows:count] = 0
         buffers.host_tokens[0, :rows], buffers.host_tokens[1, :rows] = batch.last_tokens(rows), positions
         buffers.tokens.copy_(buffers.pinned_tokens, non_blocking=True)
@@ -162,9 +162,9 @@ class StaticRunner(Runner):
         return buffers.hidden[:rows]
 
     def draw(self, hidden: Tensor, batch: RunningBatch) -> tuple[np.ndarray, np.ndarray]:
-        """As `Runner.draw`; what `decode` has returned is where it should be."""
+        """As `Runner.draw`. The result of `decode` is already in its buffer."""
         size, buffers, head = len(hidden), self._room(), self.head
-        assert head is not None  # nobody decodes asleep
+        assert head is not None  # no decode while asleep
         if hidden.data_ptr() != buffers.hidden.data_ptr():
             buffers.hidden[:size].copy_(hidden)
         count, host = self._rounded(size), buffers.host_settings
@@ -195,7 +195,9 @@ class StaticRunner(Runner):
         return KVCache(self.positions, static=True)
 
     def _room(self) -> Buffers:
-        """The buffers for the slots of the cache; new ones, and no graph, where the cache has moved."""
+        """Return the buffers for the cache's slots. If the cache has moved, make new ones and drop all
+        graphs.
+        """
         if self.buffers is None or self.cache.layout is not self._layout:
             self._forget()
             if self.lean is not None:
@@ -209,7 +211,7 @@ class StaticRunner(Runner):
         self.buffers = None
 
     def _places(self) -> list[int]:
-        """Where the weights lie that a decode step reads."""
+        """Addresses of the weights that a decode step reads."""
         module = self.model.module
         own = [*module.parameters(), *module.buffers(), *([] if self.lean is None else self.lean.tensors())]
         return [x.data_ptr() for x in own]
@@ -220,7 +222,7 @@ class StaticRunner(Runner):
 
 
 class Buffers:
-    """What steps read and write, beside weights and cache."""
+    """Buffers that steps read and write, besides weights and cache."""
 
     def __init__(self, model: CausalLM, slots: int) -> None:
         device = model.device
@@ -239,8 +241,8 @@ class Buffers:
 
 
 def _draw(buffers: Buffers, head: Head, count: int, used: tuple[bool, bool, bool, bool]) -> None:
-    """Sample for the first `count` slots; `used`: whether any of them has a temperature, is greedy, has a
-    top-k, or has a top-p.
+    """Sample for the first `count` slots. `used`: True if any of them has a temperature, is greedy, has a
+    top-k, has a top-p.
     """
     uniforms, heat, greedy, top_k, top_p = buffers.settings[:, :count]
     plan = SamplingPlan(

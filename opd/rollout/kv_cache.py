@@ -1,7 +1,7 @@
-"""Keys and values of the running requests by slot, and as named tensors that leave and come back.
+"""Keys and values of the running requests by slot, and as named tensors that can be saved and restored.
 
 Each attention layer owns two tensors `[S, Hkv, L, d]`: `S` slots, `L` token positions. The running requests
-always fill the first slots, so a decode step reads a plain slice and nothing is gathered. Memory is kept
+always fill the first slots, so a decode step reads a plain slice and nothing is gathered. Memory is reused
 between calls and only grows, up to a budget of positions: slots times capacity.
 """
 
@@ -25,13 +25,13 @@ SPARE = 16
 
 
 def spare(tokens: int) -> int:
-    """Positions to reserve beyond `tokens`: few, because a step reads them too."""
+    """Positions to reserve beyond `tokens`. They are few, because a step reads them too."""
     return max(SPARE, tokens // 8)
 
 
 def bucket(number: int, least: int, parts: int) -> int:
-    """The smallest of few sizes that is not below `number`: at least `least`, `parts` between each power of
-    two and the next.
+    """Return the smallest of few sizes that is not below `number`: at least `least`, with `parts` sizes
+    between each power of two and the next.
     """
     if number <= least:
         return least
@@ -40,7 +40,7 @@ def bucket(number: int, least: int, parts: int) -> int:
 
 
 def kv_budget(mebibytes: int | None, device: torch.device) -> int:
-    """Bytes that keys and values may take; `None`: half of the memory of `device`."""
+    """Bytes that keys and values may take. `None`: half of the memory of `device`."""
     if mebibytes is not None:
         return mebibytes << 20
     if device.type == "cuda":
@@ -54,7 +54,7 @@ LEAST_WINDOW, WINDOW_PARTS = 64, 2
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """The part of a layer's cache that is read together; all views."""
+    """The part of a layer's cache that one slice reads, as views."""
 
     keys: Tensor
     """[B, Hkv, L, d]."""
@@ -72,21 +72,21 @@ class LayerCache:
         self._windows: dict[tuple[int, int, int], Window] = {}
 
     def window(self, first: int, stop: int, length: int) -> Window:
-        """The slots from `first` to `stop` and `length` positions. Most steps ask for the same as the one
-        before.
+        """Return the slots from `first` to `stop` and `length` positions. It is cached, because most steps
+        need the same one as the step before.
         """
         shape = (first, stop, length)
         if shape not in self._windows:
             if len(self._windows) >= 2 * PARTS:
                 self._windows.clear()
-            # Merging slots and heads stays a view because slots are cut from [S, Hkv, L, d].
+            # Merging slots and heads stays a view, because slots are cut from [S, Hkv, L, d].
             keys, values = (x[first:stop, :, :length] for x in (self.keys, self.values))
             merged = keys.flatten(0, 1).transpose(1, 2), values.flatten(0, 1)
             self._windows[shape] = Window(keys, *merged)
         return self._windows[shape]
 
     def put(self, places: Tensor, key: Tensor, value: Tensor) -> None:
-        """Write `key` and `value` [T, Hkv, d] to `places`, those of the cache by `KVCache.places`."""
+        """Write `key` and `value` [T, Hkv, d] to the cache's `places`, as of `KVCache.places`."""
         self.keys[places[0], :, places[1]] = key
         self.values[places[0], :, places[1]] = value
 
@@ -104,10 +104,10 @@ class Fill(ABC):
 
 
 class SlotFill(Fill):
-    """Into slots that lie next to each other, all as far as the longest sequence."""
+    """Writes adjacent slots, all up to the longest sequence."""
 
     def __init__(self, packed: Tensor, first: int, longest: int) -> None:
-        """`packed` [R * longest]: the packed token for every place of the slots from `first` on."""
+        """`packed` [R * longest]: index of the packed token for every position of the slots from `first`."""
         self._packed, self._longest = packed, longest
         self._rows = slice(first, first + len(packed) // longest)
 
@@ -121,14 +121,14 @@ class SlotFill(Fill):
 
 @dataclass(slots=True)
 class PromptKV:
-    """A prompt's keys and values in every layer, kept for requests that still wait for a slot."""
+    """A prompt's keys and values in every layer, held for requests that still wait for a slot."""
 
     layers: dict[int, tuple[Tensor, Tensor]]
     """Per layer [Hkv, C, d] and [Hkv, C, dv]."""
 
     @property
     def nbytes(self) -> int:
-        """Memory held."""
+        """Bytes of memory."""
         return sum(x.numel() * x.element_size() for pair in self.layers.values() for x in pair)
 
 
@@ -142,7 +142,7 @@ class KVCache:
         self.slots = 0
         self.capacity = 0
         self.layout = object()
-        """Another one whenever something lies elsewhere."""
+        """Replaced whenever memory moves."""
         self._positions, self._static = positions, static
         self._wanted = 0
         self._layers: dict[int, LayerCache] = {}
@@ -155,23 +155,21 @@ class KVCache:
 
     @property
     def nbytes(self) -> int:
-        """Memory held."""
+        """Bytes of memory."""
         return sum(buffer.numel() * buffer.element_size() for buffer in self._buffers.values())
 
     @property
     def positions(self) -> int:
-        """Tokens that it has room for as it is laid out."""
+        """Tokens that fit in the present layout."""
         return self.slots * self.capacity
 
     def positions_for(self, held: np.ndarray, limit: int) -> int:
-        """Tokens that it has room for once its slots hold `held` [B], and may come to hold `limit`."""
+        """Tokens that fit once its slots hold `held` [B], and may come to hold `limit`."""
         slots, capacity = self.planned(len(held), int(held.max()), limit)
         return slots * capacity
 
     def room(self, batch: RunningBatch, queue: RequestQueue) -> int:
-        """How many of those that wait may come in, so that all may grow to their limits in slots of one
-        length.
-        """
+        """Number of waiting requests that may be admitted, if all may grow to their limits in equal slots."""
         number = min(batch.slots - batch.size, len(queue))
         if self._positions is None or not number:
             return number
@@ -179,54 +177,54 @@ class KVCache:
         return int((coming * np.arange(batch.size + 1, batch.size + number + 1) <= self._positions).sum())
 
     def overdue(self, batch: RunningBatch) -> list[int]:
-        """Slots whose requests have to wait, for which there is no room any more: none, see `room`."""
+        """Slots whose requests must wait for lack of space. There are none, see `room`."""
         del batch
         return []
 
     def reset(self, slots: int) -> None:
-        """Forget everything and lay the memory out for `slots` requests; `ensure` gives it a length."""
+        """Drop everything and lay the memory out for `slots` requests. `ensure` sets the capacity."""
         self._layers.clear()
         if not self._static or slots > self._wanted:
             self.slots, self.capacity, self._wanted = 0, 0, slots
 
     def clear(self) -> None:
-        """Forget everything; the layout stays."""
+        """Drop everything. The layout stays."""
         self._layers.clear()
 
     def widen(self, slots: int) -> None:
-        """Make room for `slots` requests from the next `ensure` on."""
+        """Reserve `slots` requests from the next `ensure` on."""
         self._wanted = max(self._wanted, slots)
 
     def ensure(self, rows: int, tokens: int, limit: int, used: int) -> None:
-        """Make room for `rows` slots of `tokens` tokens, with some to spare up to `limit` tokens, for as many
-        slots as are wanted and fit; the first `used` are kept.
+        """Reserve `rows` slots of `tokens` tokens, with a margin up to `limit` tokens, for as many wanted
+        slots as fit. The contents of the first `used` slots are kept.
         """
         slots, capacity = self.planned(rows, tokens, limit)
         if (slots, capacity) != (self.slots, self.capacity):
             self._lay_out(slots, capacity, used)
 
     def hold(self, held: np.ndarray, limit: int, used: int) -> None:
-        """The first slots come to hold `held` [B] tokens, and `limit` at most; the first `used` are kept."""
+        """Reserve `held` [B] tokens for the first slots, at most `limit` later, and keep the first `used`."""
         self.ensure(len(held), int(held.max()), limit, used)
 
     def take(self, held: np.ndarray) -> None:
-        """The first slots hold `held` [B] tokens, as many together as before, in another order."""
+        """Note that the first slots hold `held` [B] tokens: the same total as before, in another order."""
 
     def leave(self, first: int) -> None:
-        """The slots from `first` on hold nothing any more."""
+        """Free the slots from `first` on."""
 
     def places(self, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        """[2, T]: where the tokens at `positions` [T] of the slots `rows` [T] lie; see `LayerCache.put`."""
+        """[2, T]: index of the tokens at `positions` [T] of the slots `rows` [T]; see `LayerCache.put`."""
         return np.stack([rows, positions])
 
     def filling(self, bounds: np.ndarray, source: np.ndarray, first: int) -> Fill:
-        """What gives the slots from `first` on the sequences `source` [R] of those that are packed with
-        `bounds` [P + 1].
+        """Return a `Fill` that writes sequences into the slots from `first` on. `source` [R] are indices of
+        the sequences packed with `bounds` [P + 1].
         """
         lengths = np.diff(bounds)
         longest = int(lengths.max())
-        # Short sequences repeat their last token: the places beyond a sequence are never read before being
-        # written.
+        # Short sequences repeat their last token, because positions beyond a sequence are written before they
+        # are read.
         column = np.minimum(np.arange(longest), lengths[source, None] - 1)
         return SlotFill(torch.from_numpy((bounds[source, None] + column).ravel()), first, longest)
 
@@ -267,7 +265,7 @@ class KVCache:
         return laid
 
     def layer(self, index: int, key: Tensor, value: Tensor) -> LayerCache:
-        """The cache of a layer; `key` and `value` [..., Hkv, T, d] say its shape the first time."""
+        """Return the cache of a layer. `key` and `value` [..., Hkv, T, d] set its shape the first time."""
         cache = self._layers.get(index)
         if cache is None:
             cache = LayerCache(self._view(index, "keys", key), self._view(index, "values", value))
@@ -279,12 +277,12 @@ class KVCache:
         return self._layers[index]
 
     def bands(self, held: np.ndarray) -> list[Band]:
-        """Slices of slots that a step reads together; the first slots hold `held` [B] tokens."""
+        """Slices of slots that a step reads, if the first slots hold `held` [B] tokens."""
         return bands_of(held, self._position_bytes())
 
     def sort(self, batch: RunningBatch) -> None:
-        """Bring requests that hold about as much next to each other, where steps then read enough less. All
-        their tokens but the newest are here.
+        """Move requests of about the same length next to each other, if steps then read enough less. All
+        their tokens but the newest are cached.
         """
         if self._static or not self._layers or not batch.size:
             return
@@ -295,14 +293,14 @@ class KVCache:
             batch.move(source, target)
 
     def _position_bytes(self) -> int:
-        """Of keys and values of one token in a layer."""
+        """Bytes of the keys and values of one token in a layer."""
         some = next(iter(self._layers.values()))
         return sum(x.shape[1] * x.shape[3] * x.element_size() for x in (some.keys, some.values))
 
     def window(self, tokens: int) -> int:
-        """How many positions a step should read when its longest request holds `tokens`.
+        """Number of positions a step should read when its longest request holds `tokens`.
 
-        All of the capacity unless that is far more: reading on across the gap behind each slot's tokens is
+        All of the capacity unless that is far more. Reading across the gap behind each slot's tokens is
         several times faster than skipping it, which defeats the processor's prefetching.
         """
         if self._static:
@@ -317,7 +315,7 @@ class KVCache:
             return
         tensors = [x for cache in self._layers.values() for x in (cache.keys, cache.values)]
         device, longest = tensors[0].device, int(length.max())
-        if device.type == "cpu":  # as much of each as it holds, without a copy on the way where none overlap
+        if device.type == "cpu":  # only the held positions, and no copy on the way if no slots overlap
             moves = list(zip(source.tolist(), target.tolist(), length.tolist(), strict=True))
             overlap = bool(np.isin(source, target).any())
             for x in tensors:
@@ -326,13 +324,13 @@ class KVCache:
                 for part, (_, new, tokens) in zip(parts, moves, strict=True):
                     x[new, :, :tokens] = part
             return
-        # Sent once: with an index on the host every layer would wait for the device.
+        # Sent once, because with an index on the host every layer would wait for the device.
         rows = torch.from_numpy(np.stack([source, target])).to(device, non_blocking=True)
         for x in tensors:
             x[rows[1], :, :longest] = x[rows[0], :, :longest]
 
     def read(self, row: int, length: int) -> PromptKV:
-        """A copy of one slot."""
+        """Copy one slot."""
         layers = {
             index: (cache.keys[row, :, :length].clone(), cache.values[row, :, :length].clone())
             for index, cache in self._layers.items()
@@ -352,8 +350,8 @@ class KVCache:
         return laid.zero_() if fresh else laid
 
     def _room(self, index: int, kind: str, like: Tensor) -> tuple[Tensor, bool]:
-        """[S, Hkv, L, d] for keys or values as `like`, and whether it is new memory. What is in that must
-        become finite: masked positions are multiplied by 0, which does not remove a NaN.
+        """[S, Hkv, L, d] for keys or values like `like`, and True if it is new memory. New memory must be
+        made finite, because masked positions are multiplied by 0, which does not remove a NaN.
         """
         shape = (self.slots, like.shape[-3], self.capacity, like.shape[-1])
         numbers = int(np.prod(shape))
@@ -372,14 +370,14 @@ class KVCache:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """What computed the keys and values."""
+    """The weights and decoder that computed keys and values."""
 
     digest: str
-    """Of the weights."""
+    """Digest of the weights."""
     version: int
     """Policy version."""
     lean: bool
-    """Whether by the lean decoder, which orders the features of keys in its own way."""
+    """True if the lean decoder computed them. It orders the features of keys in its own way."""
 
     def __str__(self) -> str:
         decoder = "lean" if self.lean else "general"
@@ -387,8 +385,8 @@ class Origin:
 
 
 def pack(held: Iterable[tuple[np.ndarray, PromptKV]], origin: Origin) -> dict[str, Tensor]:
-    """`tokens` [T] int32, `lengths` [B] int64, `origin` (JSON as uint8) and per layer `layer.I.keys` and
-    `layer.I.values` [Hkv, T, d], all on the CPU. Sequences with equal tokens are stored once.
+    """Pack into `tokens` [T] int32, `lengths` [B] int64, `origin` (JSON as uint8) and per layer
+    `layer.I.keys` and `layer.I.values` [Hkv, T, d], all on the CPU. Equal sequences are stored once.
     """
     distinct = {tokens.astype(np.int32).tobytes(): kv for tokens, kv in held}
     sequences = [np.frombuffer(tokens, dtype=np.int32) for tokens in distinct]
@@ -406,9 +404,9 @@ def pack(held: Iterable[tuple[np.ndarray, PromptKV]], origin: Origin) -> dict[st
 
 
 def unpack(tensors: Mapping[str, Tensor], device: torch.device) -> tuple[dict[bytes, PromptKV], Origin]:
-    """The sequences by the bytes of their tokens, on `device`, and what computed them.
+    """Return the sequences by the bytes of their tokens, on `device`, and their origin.
 
-    Raises `RolloutError` if `tensors` are not what `pack` made.
+    Raises `RolloutError` if `tensors` are not a result of `pack`.
     """
     try:
         origin = Origin(**read_document(bytes(tensors["origin"].numpy()), 1 << 16))
@@ -435,8 +433,8 @@ def unpack(tensors: Mapping[str, Tensor], device: torch.device) -> tuple[dict[by
 
 
 def put_back(saved: Mapping[bytes, PromptKV], cache: KVCache, batch: RunningBatch, start: int) -> list[int]:
-    """Give the slots from `start` on the keys and values that were saved for their tokens, up to the first
-    for which none were; how many tokens each was given.
+    """Restore saved keys and values to the slots from `start` on, up to the first slot that has none. Returns
+    the number of tokens restored to each.
     """
     given: list[int] = []
     while start + len(given) < batch.size:

@@ -1,7 +1,7 @@
-"""The requests that are open: every token into the log, then to the caller.
+"""The open requests. Every token goes into the log, then to the caller.
 
-What the log already holds of a request is checked, told again in chunks, and continued. Strings that end a
-response are found in its text however it was cut into tokens, and across interruptions.
+A request's logged tokens are checked, returned again in chunks, and continued. Stop strings are found in a
+response's text however it was cut into tokens, and across interruptions.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from opd.types import Chunk, LoggedRequest, RolloutRequest, Status, no_ids
 
 
 class OtherRequestError(RolloutError):
-    """The log holds a request that is asked for otherwise now."""
+    """The log holds the request with other settings than it has now."""
 
     def __init__(self, message: str, uid: str) -> None:
         super().__init__(message)
@@ -32,7 +32,7 @@ class OtherRequestError(RolloutError):
 class StopStrings:
     """Looks for `strings` in the text of a turn. The tokens that hold the string are kept.
 
-    Every token of every request costs one call of `decode`: give stop ids where they will do.
+    Every token of every request costs one call of `decode`, so give stop ids if they suffice.
     """
 
     def __init__(self, strings: Sequence[str], decode: Callable[[list[int]], str]) -> None:
@@ -41,65 +41,65 @@ class StopStrings:
             raise RolloutError(f"stop strings {list(strings)} must be given, and none of them empty.")
         self.strings = tuple(strings)
         self._decode = decode
-        # A token holds a byte of text or more, and one token before keeps a leading space from being eaten.
+        # A token holds at least a byte of text. One more token keeps a leading space from being dropped.
         self.window = max(len(string.encode()) for string in strings) + 1
         """How many of the newest tokens to look at."""
 
     def found(self, tail: Sequence[int]) -> bool:
-        """Whether the newest `window` tokens of a turn, or all it has, hold one of the strings."""
+        """Return True if the newest `window` tokens of a turn, or all it has, hold one of the strings."""
         text = self._decode(list(tail))
         return any(string in text for string in self.strings)
 
 
 class StopWatch:
-    """The newest tokens of every request that is open."""
+    """The newest tokens of every open request."""
 
     def __init__(self, stops: StopStrings) -> None:
         self._stops = stops
         self._tails: dict[str, list[int]] = {}
 
     def begin(self, uid: str, turn: Sequence[int]) -> bool:
-        """Take over what is known of the present turn; whether it holds a stop string already."""
+        """Take over the known tokens of the present turn. Returns True if they hold a stop string."""
         self._tails[uid] = tail = list(turn)[-self._stops.window :]
         return bool(tail) and self._stops.found(tail)
 
     def add(self, uid: str, token: int) -> bool:
-        """Take one more token; whether it completes a stop string."""
+        """Add one token. Returns True if it completes a stop string."""
         tail = self._tails.setdefault(uid, [])
         tail.append(token)
         del tail[: -self._stops.window]
         return self._stops.found(tail)
 
     def end(self, uids: Iterable[str]) -> None:
-        """These get no more tokens."""
+        """Drop requests that get no more tokens."""
         for uid in uids:
             self._tails.pop(uid, None)
 
 
 ENDS = (Status.COMPLETED, Status.TRUNCATED)
-"""What an engine may call an end; anything else only says that it stopped."""
+"""The statuses with which an engine may end a request. With any other it has only stopped."""
 OWNER = "owner"
-"""Metadata of a request that tells the logs of two runs apart."""
+"""Key of a request's metadata that tells the logs of two runs apart."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recovery:
-    """What an earlier process may have left, and what of it is taken up."""
+    """Data that an earlier process may have left, and which of it is used."""
 
     kv: KVStore | None = None
-    """Where keys and values go when the rollout is preempted; without it they are rebuilt by prefill."""
+    """Store for keys and values when the rollout is preempted. Without it they are rebuilt by prefill."""
     owner: str | None = None
-    """Whose requests these are: those of another in the log are refused."""
+    """Owner of these requests. Logged requests of another owner are refused."""
     accept_newer: bool = False
-    """Take tokens from the log that later weights wrote than the engine holds: asynchronous rollouts leave
-    such when a run goes back to its last checkpoint."""
+    """Accept logged tokens of newer weights than the engine holds. Asynchronous rollouts leave such tokens
+    when a run goes back to its last checkpoint."""
 
 
 NOTHING_LEFT = Recovery()
 
 
 class Ledger:
-    """State of all open requests; `take` gives the chunks that are logged and wait for the caller."""
+    """State of all open requests. `take` returns the chunks that are logged and wait for the caller."""
 
     def __init__(
         self, log: TokenLog | None, stops: StopStrings | None = None, recovery: Recovery = NOTHING_LEFT
@@ -107,23 +107,23 @@ class Ledger:
         self._log, self._recovery = log, recovery
         self.counters: Counter[str] = Counter()
         self.failures: dict[str, str] = {}
-        """Why requests failed, of those that were open together last."""
+        """Reasons of failed requests, by uid, since no request was open."""
         self.requests: dict[str, RolloutRequest] = {}
-        """Those that have not ended, in the caller's order."""
+        """Requests that have not ended, in the caller's order."""
         self._ready: deque[Chunk] = deque()
         self._told: Iterator[Chunk] | None = None
-        """What the log held, made as it is taken: as objects, a long response's chunks are large."""
+        """Chunks of logged tokens. They are built lazily, because a long response's chunks are large."""
         self.version = 0
         """Policy version of the newest chunk."""
         self._transcript = Transcript()
-        """Of a rollout without a log, which knows what was written otherwise."""
+        """Tokens of a rollout without a log."""
         self._watch = StopWatch(stops) if stops is not None else None
 
     def add(self, requests: Sequence[RolloutRequest], version: int) -> tuple[list[str], bool]:
-        """Look the requests up in the log and open those it does not know. Returns those that an engine is to
-        go on with, and whether the log held tokens of them that the caller has not seen.
+        """Look the requests up in the log and open those it does not know. Returns the requests that an
+        engine is to continue, and True if the log held tokens of them that the caller has not seen.
 
-        Raises `RolloutError` for a uid given twice or a request that the log knows otherwise, and
+        Raises `RolloutError` for a uid given twice or a request that differs from the log's, and
         `StorageError` if the log cannot be written.
         """
         new = {request.uid: request for request in requests}
@@ -150,17 +150,17 @@ class Ledger:
         for uid in resumed:  # interrupted after a stop string, before its end was logged
             if self._watch is not None and self._watch.begin(uid, known[uid].token_ids.tolist()):
                 self.close(uid, Status.COMPLETED)
-        # Those that go on come first: cached keys and values are restored from the first slot on.
+        # Resumed requests come first, because cached keys and values are restored from the first slot on.
         order = dict.fromkeys([*resumed, *new])
         return [uid for uid in order if uid in self.requests], recovered
 
     @property
     def waiting(self) -> bool:
-        """Whether chunks may wait for the caller."""
+        """True if chunks may wait for the caller."""
         return self._told is not None or bool(self._ready)
 
     def take(self) -> Chunk | None:
-        """The next chunk for the caller, if one waits: first what the log held."""
+        """Return the next chunk for the caller, if one waits. Logged tokens come first."""
         if self._told is not None:
             chunk = next(self._told, None)
             if chunk is not None:
@@ -169,7 +169,7 @@ class Ledger:
         return self._ready.popleft() if self._ready else None
 
     def forget(self, uids: Collection[str]) -> None:
-        """The caller lets these go: they stay open in the log, and nothing more is said of them."""
+        """Drop requests that the caller has aborted. They stay open in the log. No chunk mentions them."""
         gone = set(uids)
         for uid in gone & self.requests.keys():
             del self.requests[uid]
@@ -179,7 +179,7 @@ class Ledger:
             self._told = (chunk.without(gone) for chunk in self._told)
 
     def ask(self, uid: str) -> RolloutRequest:
-        """What to ask an engine for: the request, to be continued after what was written."""
+        """Return the request for an engine, to be continued after its tokens so far."""
         if self._log is None:
             written = self._transcript.tokens(uid).token_ids
         else:
@@ -189,8 +189,8 @@ class Ledger:
         return replace(self.requests[uid], prefix_ids=written) if len(written) else self.requests[uid]
 
     def stopped(self, chunk: Chunk) -> tuple[Chunk, dict[str, Status]]:
-        """`chunk` without what comes after a stop string, and the requests that one ends, which the engine
-        does not know of.
+        """Return `chunk` without the tokens after a stop string, and the requests that a stop string ends,
+        which the engine does not know of.
         """
         watch, rows = self._watch, []
         if watch is None:
@@ -244,9 +244,9 @@ class Ledger:
     def _read(
         self, log: TokenLog, new: dict[str, RolloutRequest], known: dict[str, Tokens], version: int
     ) -> tuple[list[str], bool]:
-        """Take over into `known` what the log holds, to be told first, open the requests it does not know,
-        and leave in `new` those that have not ended. Returns those that have tokens, and whether the caller
-        has not seen some of these.
+        """Read logged tokens into `known`, to be returned first. Opens the requests that the log does not
+        know, and leaves in `new` those that have not ended. Returns the requests with tokens, and True if the
+        caller has not seen some of these.
         """
         owner, newest = self._recovery.owner, None if self._recovery.accept_newer else version
         found, unknown = look_up(log, list(new.values()), newest, owner)
@@ -273,7 +273,7 @@ class Ledger:
 
 
 def _open(log: TokenLog, requests: list[tuple[RolloutRequest, Mapping[str, Any]]]) -> None:
-    """Log new requests, as one commit where the log can."""
+    """Log new requests, in one commit if the log can."""
     open_many = getattr(log, "open_many", None)
     if open_many is not None:
         open_many(requests)
@@ -285,11 +285,11 @@ def _open(log: TokenLog, requests: list[tuple[RolloutRequest, Mapping[str, Any]]
 def look_up(
     log: TokenLog, requests: Sequence[RolloutRequest], version: int | None, owner: str | None = None
 ) -> tuple[dict[str, LoggedRequest], list[RolloutRequest]]:
-    """What `log` knows of `requests`, and those it does not know.
+    """Return the log's state of `requests`, and the requests it does not know.
 
-    Raises `RolloutError` if the log holds one of them with another prompt, sampling or seed, or with tokens
-    of a policy later than `version` (`None`: any), or of another `owner`, or if a request brings a prefix of
-    its own that the log does not hold.
+    Raises `RolloutError` if the log holds one with another prompt, sampling or seed, with tokens of a policy
+    later than `version` (`None`: any), or of another `owner`. Also if a request brings a prefix that the log
+    does not hold.
     """
     found: dict[str, LoggedRequest] = {}
     unknown = []
@@ -336,13 +336,13 @@ def _foreign(uid: str, what: str) -> RolloutError:
 
 
 def plain(request: RolloutRequest) -> RolloutRequest:
-    """`request` as it was before any token."""
+    """Return `request` without its prefix."""
     return replace(request, prefix_ids=no_ids()) if len(request.prefix_ids) else request
 
 
 def replay(known: dict[str, Tokens], skip: dict[str, int]) -> Iterator[Chunk]:
-    """The tokens again, in steps of one position and one policy version, but for the first `skip` of each.
-    Every request's tokens come in order.
+    """Yield the tokens again, in steps of one position and one policy version, without the first `skip` of
+    each request. Every request's tokens come in order.
     """
     tokens = {uid: held for uid, held in known.items() if len(held) > skip[uid]}
     if not tokens:
@@ -369,5 +369,5 @@ def _step(uids: list[str], positions: np.ndarray, tokens: Tokens) -> Chunk:
 
 
 def ending(version: int, finished: dict[str, Status]) -> Chunk:
-    """A step without tokens."""
+    """Build a step without tokens."""
     return Chunk([], no_ids(), no_ids(), np.zeros(0, dtype=np.float32), version, finished)

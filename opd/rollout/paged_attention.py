@@ -1,7 +1,7 @@
-"""Decode attention over pages: PyTorch's flash attention, which reads each request as far as it goes.
+"""Decode attention over pages: PyTorch's flash attention, which reads only each request's own tokens.
 
-The kernel is given no splits of a request's keys, so that what a token gets does not depend on its company.
-It takes 16 bits and no softcap; `trusted` asks once whether it does here what it should.
+The kernel is given no splits of a request's keys, so a token's result does not depend on the other requests.
+It takes 16 bits and no softcap. `trusted` tests it once on this machine.
 
 Shapes: `B` requests, `H` query heads, `Hkv` key-value heads, `d` head size, `S` slots, `W` pages of a slot,
 `P` pages of the pool, `N` tokens of a page.
@@ -32,7 +32,7 @@ from opd.rollout.pages import PAGE, PagedCache
 log = logging.getLogger(__name__)
 
 DTYPES = HALVES
-"""That the kernel takes."""
+"""Data types of the kernel."""
 _KNOWS_PAGES = "block_table" in signature(varlen_attn).parameters
 
 
@@ -43,14 +43,14 @@ def _say_missing() -> None:
 
 @dataclass(frozen=True, slots=True)
 class UsedPages:
-    """Where in the pool the tokens of `B` slots lie, as the kernel wants to know it: int32, on the device."""
+    """Pool location of the tokens of `B` slots, in the kernel's form: int32, on the device."""
 
     table: Tensor
     """[B, W]: pages of each slot."""
     tokens: Tensor
-    """[B]: how many it holds there."""
+    """[B]: number of tokens in each slot."""
     ends: tuple[Tensor, Tensor]
-    """[B + 1] each: of the queries, one a slot, and of the tokens as if they lay end to end."""
+    """[B + 1] each: bounds of the queries, one a slot, and of the tokens as if concatenated."""
 
     @classmethod
     def of(cls, table: Tensor, tokens: Tensor) -> UsedPages:
@@ -62,9 +62,7 @@ class PagedAttention(CachedAttention):
     """One new token for each of the first `B` slots: write its key and value, attend to all of the slot."""
 
     def __init__(self, cache: PagedCache, positions: Tensor) -> None:
-        """`positions` [B] int64, on the device: where the new tokens go; slot `b` then holds
-        `positions[b] + 1` tokens.
-        """
+        """`positions` [B] int64, on the device: of the new tokens. Slot `b` then holds `positions[b] + 1`."""
         super().__init__(cache, positions)
         table = cache.table[: len(positions)]
         pages = table.gather(1, (positions // PAGE)[:, None])[:, 0]
@@ -78,8 +76,8 @@ class PagedAttention(CachedAttention):
 
 
 def attend_pages(query: Tensor, keys: Tensor, values: Tensor, used: UsedPages, form: ScoreForm) -> Tensor:
-    """Attention of one query per slot, `query` [B, H, d], to the tokens that are `used` of a pool, `keys` and
-    `values` [P, N, Hkv, d] -> [B, H, d].
+    """Attention of one query per slot, `query` [B, H, d], to the `used` tokens of a pool, `keys` and `values`
+    [P, N, Hkv, d] -> [B, H, d].
     """
     output = varlen_attn(
         query,
@@ -101,20 +99,20 @@ def attend_pages(query: Tensor, keys: Tensor, values: Tensor, used: UsedPages, f
 
 @dataclass(frozen=True, slots=True)
 class PagesForm:
-    """What decides whether the kernel may be trusted."""
+    """The properties that decide whether the kernel may be trusted."""
 
     device: torch.device
     dtype: torch.dtype
     heads: tuple[int, int]
     """`H` and `Hkv`."""
     size: int
-    """Of a head."""
+    """Head size."""
     scaling: float
     windowed: bool
 
     @classmethod
     def of(cls, model: CausalLM) -> PagesForm | None:
-        """Of all its layers; `None` where the kernel cannot take them, or is not wanted."""
+        """Read the form of all layers. Returns None if the kernel does not support them, or is not wanted."""
         if (
             os.environ.get("OPD_KERNELS", "auto") not in ("auto", "triton")
             or triton_rows.missing() is not None
@@ -134,14 +132,15 @@ class PagesForm:
 
 
 LENGTHS = (1, 700, 40, PAGE, 2 * PAGE + 1, 7)
-"""Of the requests that the kernel is tried on."""
+"""Lengths of the requests in the kernel's test."""
 WINDOW = 300
 
 
 @lru_cache(maxsize=64)
 def trusted(form: PagesForm) -> bool:
-    """Whether the kernel gives on this GPU what plain products give in float64, asked once for each form: the
-    same bits twice, and the same in other company. One that fails is left aside with a warning.
+    """Return True if the kernel equals plain products in float64 on this GPU. It must also give the same bits
+    twice, and the same with other requests. Tested once for each form. A kernel that fails is not used, with
+    a warning.
     """
     subject = f"flash attention over pages of {form.dtype} with heads of {form.size}"
     where = f"on {torch.cuda.get_device_name(form.device)}"
@@ -150,7 +149,7 @@ def trusted(form: PagesForm) -> bool:
 
 @torch.inference_mode()
 def fault(form: PagesForm) -> str | None:
-    """What the kernel does wrong, as the end of a sentence; `None` where nothing."""
+    """Return the kernel's fault, as the end of a sentence, or None if it has none."""
     generator = torch.Generator().manual_seed(0)
     (heads, shared), width = form.heads, -(-max(LENGTHS) // PAGE)
     pages = len(LENGTHS) * width
@@ -170,7 +169,7 @@ def fault(form: PagesForm) -> str | None:
             attend_pages(query[part], keys, values, UsedPages.of(table[part], used.tokens[part]), scores)
             for part in parts
         ]
-    except Exception as error:  # what a build lacks has no common class
+    except Exception as error:  # errors of builds have no common class
         return f"cannot be launched ({error!r})"
     if not torch.equal(found, again):
         return "gives other bits the second time"

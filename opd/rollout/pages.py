@@ -1,9 +1,9 @@
-"""Keys and values in pages, for a kernel that reads each request as far as it goes.
+"""Keys and values in pages, for a kernel that reads only each request's own tokens.
 
-Every layer has one pool of pages, of `N` tokens each. A slot owns pages in the order of its tokens, which are
-the same in every layer; it takes one when it needs one and gives all back at its end. So what is in memory
-is what requests hold, and not what the longest of them may come to hold. Page 0 is nobody's: slots without
-a request write there, and all that a slot does not own is said to lie there.
+Every layer has one pool of pages, of `N` tokens each. A slot owns pages in the order of its tokens, the same
+in every layer. It takes a page when it needs one and returns all at its end. So memory follows the tokens
+that requests hold, not the most they may come to hold. Page 0 has no owner. Slots without a request write
+there, and unowned entries of the table point to it.
 
 Shapes: `S` slots, `W` pages of a slot at most, `P` pages of the pool, `N` tokens of a page, `Hkv` key-value
 heads, `d` head size.
@@ -21,13 +21,13 @@ from opd.rollout.batch import RequestQueue, RunningBatch
 from opd.rollout.kv_cache import Fill, KVCache, LayerCache, PromptKV, bucket
 
 PAGE = 256
-"""Tokens of a page: flash attention takes multiples of it."""
+"""Tokens of a page. Flash attention takes multiples of it."""
 LEAST_PAGES, PAGE_PARTS = 16, 2
-"""Pages that the pool grows to: 16, 24, 32, 48, 64, ..."""
+"""Sizes to which the pool grows, in pages: 16, 24, 32, 48, 64, ..."""
 
 
 def pages_of(tokens: np.ndarray) -> np.ndarray:
-    """How many pages hold so many tokens, each."""
+    """Number of pages for each number of tokens."""
     return -(-tokens // PAGE)
 
 
@@ -35,7 +35,7 @@ class PagedLayer(LayerCache):
     """One layer's pool: keys [P, N, Hkv, d] and values [P, N, Hkv, dv]."""
 
     def __init__(self, keys: Tensor, values: Tensor, table: Callable[[], Tensor]) -> None:
-        """`table`: gives the pages of all slots, [S, W] int32 on the device."""
+        """`table` returns the pages of all slots, [S, W] int32 on the device."""
         super().__init__(keys, values)
         self._table = table
 
@@ -45,7 +45,7 @@ class PagedLayer(LayerCache):
         self.values.flatten(0, 1).index_copy_(0, places[0], value)
 
     def held(self, first: int, stop: int, length: int) -> tuple[Tensor, Tensor]:
-        """Copies [R, Hkv, L, d] of what the slots from `first` to `stop` hold, up to `length` tokens."""
+        """Copies [R, Hkv, L, d] of the slots from `first` to `stop`, up to `length` tokens."""
         count = int(pages_of(np.asarray(length)))
         pages = self._table()[first:stop, :count].flatten()
 
@@ -57,21 +57,21 @@ class PagedLayer(LayerCache):
 
 
 class PagedCache(KVCache):
-    """A cache whose slots own pages, which have room for so many `positions` together at most."""
+    """A cache whose slots own pages, for a total of at most `positions` tokens."""
 
     def __init__(self, positions: int, device: torch.device) -> None:
         super().__init__(positions, static=True)
         self._device = device
         self.most_pages = positions // PAGE
-        """That requests may own together."""
+        """Most pages that all requests may own."""
         self._pools: dict[int, PagedLayer] = {}
         self._pages = 0
-        """Of the pool, but for the first."""
+        """Pages of the pool, without the first."""
         self._free: list[int] = []
         self._lay_table(0, 0)
 
     def _lay_table(self, slots: int, width: int) -> None:
-        """Room for `slots` of `width` pages; what is owned stays."""
+        """Lay out a table for `slots` of `width` pages. Owned pages stay."""
         owned, old = (np.zeros(0, np.int64), None) if slots == 0 else (self._owned, self._table)
         pinned = self._device.type == "cuda"
         self._host = torch.zeros(slots, width, dtype=torch.int32, pin_memory=pinned)
@@ -80,38 +80,38 @@ class PagedCache(KVCache):
         if old is not None:
             self._table[: len(old), : old.shape[1]] = old
             self._owned[: len(owned)] = owned
-        with torch.inference_mode(False):  # it is written outside of steps, too
+        with torch.inference_mode(False):  # the table is also written outside of steps
             self.table = torch.zeros(slots, width, dtype=torch.int32, device=self._device)
-        """[S, W] int32: the page of every slot's tokens `W * N ...`; 0 where it owns none."""
+        """[S, W] int32: the page of every slot's tokens `W * N ...`, 0 if it owns none."""
         self.slots, self.capacity, self.layout = slots, width * PAGE, object()
 
     @property
     def nbytes(self) -> int:
-        """Memory held."""
+        """Bytes of memory."""
         return sum(x.numel() * x.element_size() for y in self._pools.values() for x in (y.keys, y.values))
 
     @property
     def positions(self) -> int:
-        """Tokens that it has room for as it is laid out."""
+        """Tokens that fit in the present layout."""
         return self._pages * PAGE
 
     @property
     def free_pages(self) -> int:
-        """That nobody owns, with those that the pool may come to have."""
+        """Pages without an owner, including those by which the pool may still grow."""
         return self.most_pages - int(self._owned.sum())
 
     def reset(self, slots: int) -> None:
-        """Forget everything, for `slots` requests; the pool stays."""
+        """Drop everything, for `slots` requests. The pool stays."""
         self.clear()
         self._wanted = slots
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Drop everything."""
         self._layers.clear()
         self.leave(0)
 
     def room(self, batch: RunningBatch, queue: RequestQueue) -> int:
-        """How many of those that wait may come in, so that all that run then may take one page more."""
+        """Number of waiting requests that may be admitted, if all running may then take one more page."""
 
         def may_take(length: np.ndarray, most: np.ndarray) -> np.ndarray:
             return np.minimum(pages_of(length) + 1, pages_of(most))
@@ -122,23 +122,25 @@ class PagedCache(KVCache):
         return max(int((wanted <= self.most_pages).sum()), int(batch.size == 0 and len(queue) > 0))
 
     def overdue(self, batch: RunningBatch) -> list[int]:
-        """The last slots, whose requests have to wait: there is no page for all."""
+        """The last slots, whose requests must wait because there are not enough pages for all."""
         wanted = np.cumsum(pages_of(batch.length[: batch.size]))
         return list(range(int((wanted <= self.most_pages).sum()), batch.size))
 
     def positions_for(self, held: np.ndarray, limit: int) -> int:
-        """Tokens that it has room for once its slots hold `held` [B]."""
+        """Tokens that fit once its slots hold `held` [B]."""
         del limit
         return max(self._pages, self._grown(pages_of(held))) * PAGE
 
     def _grown(self, wanted: np.ndarray) -> int:
-        """Pages of a pool for slots that want so many, [B], and one more each: it is rarely made anew."""
+        """Pages of a pool for slots that need `wanted` [B] pages, plus one more each, so that it rarely
+        grows.
+        """
         needed = int(wanted.sum())
         most = max(needed, self.slots * self._table.shape[1])
         return min(bucket(needed + len(wanted), LEAST_PAGES, PAGE_PARTS), most, self.most_pages)
 
     def ensure(self, rows: int, tokens: int, limit: int, used: int) -> None:
-        """Know `rows` slots, of as many pages as `limit` tokens need."""
+        """Lay out `rows` slots, each with as many pages as `limit` tokens need."""
         del used
         slots, width = max(self._wanted, rows), int(pages_of(np.asarray(max(tokens, limit))))
         if slots > self.slots or width > self._table.shape[1]:
@@ -146,12 +148,12 @@ class PagedCache(KVCache):
             self._send()
 
     def hold(self, held: np.ndarray, limit: int, used: int) -> None:
-        """As of `KVCache`. There have to be as many pages: see `overdue`."""
+        """As of `KVCache`. Enough pages must be free: see `overdue`."""
         super().hold(held, limit, used)
         self.take(held)
 
     def take(self, held: np.ndarray) -> None:
-        """Give the first slots the pages for `held` [B] tokens, and take back what they own beyond."""
+        """Give the first slots the pages for `held` [B] tokens, and take back any beyond."""
         wanted, owned = pages_of(held), self._owned[: len(held)]
         changed = np.flatnonzero(wanted != owned)
         for slot in changed[owned[changed] > wanted[changed]]:
@@ -166,11 +168,11 @@ class PagedCache(KVCache):
             self._send()
 
     def leave(self, first: int) -> None:
-        """The slots from `first` on hold nothing any more."""
+        """Free the slots from `first` on."""
         gone = np.flatnonzero(self._owned[first:]) + first
         for slot in gone:
             self._give_back(int(slot), 0)
-        if gone.size:  # a step computes some slots too many, which must not write to what is another's now
+        if gone.size:  # a step computes a few extra slots, which must not write to another slot's pages
             self._send()
 
     def _give_back(self, slot: int, kept: int) -> None:
@@ -181,7 +183,7 @@ class PagedCache(KVCache):
         self.table.copy_(self._host, non_blocking=True)
 
     def _grow(self, pages: int) -> None:
-        """Make it a pool of `pages`; a layer at a time, as old and new are there together."""
+        """Grow the pool to `pages`, one layer at a time, because old and new exist at the same time."""
         for layer in self._pools.values():
             layer.keys, layer.values = (self._moved_pool(x, pages) for x in (layer.keys, layer.values))
         self._free += range(pages, self._pages, -1)
@@ -193,7 +195,7 @@ class PagedCache(KVCache):
         return new
 
     def layer(self, index: int, key: Tensor, value: Tensor) -> LayerCache:
-        """The pool of a layer; `key` and `value` [..., Hkv, T, d] say its shape the first time."""
+        """Return the pool of a layer. `key` and `value` [..., Hkv, T, d] set its shape the first time."""
         pool = self._pools.get(index)
         forms = [(x.dtype, x.device, x.shape[-3], x.shape[-1]) for x in (key, value)]
         if pool is None or [(x.dtype, x.device, *x.shape[2:]) for x in (pool.keys, pool.values)] != forms:
@@ -206,7 +208,7 @@ class PagedCache(KVCache):
         return pool
 
     def places(self, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        """[1, T]: where in the pool the tokens at `positions` [T] of the slots `rows` [T] lie."""
+        """[1, T]: pool index of the tokens at `positions` [T] of the slots `rows` [T]."""
         return (self._table[rows, positions // PAGE].astype(np.int64) * PAGE + positions % PAGE)[None]
 
     def filling(self, bounds: np.ndarray, source: np.ndarray, first: int) -> Fill:
@@ -218,12 +220,10 @@ class PagedCache(KVCache):
         return PageFill(packed, torch.from_numpy(self.places(first + rows, positions)))
 
     def sort(self, batch: RunningBatch) -> None:
-        """Nothing is read beyond what a request holds, whatever its neighbours hold."""
+        """Do nothing: a step reads only each request's own tokens, whatever its neighbours hold."""
 
     def move(self, source: np.ndarray, target: np.ndarray, length: np.ndarray) -> None:
-        """The pages of the slots `source` [M] go to the slots `target` [M], which may be the same in another
-        order.
-        """
+        """Move the pages of the slots `source` [M] to the slots `target` [M], which may be a permutation."""
         del length
         pages, owned = self._table[source], self._owned[source]
         for slot in np.setdiff1d(target, source):
@@ -234,7 +234,7 @@ class PagedCache(KVCache):
         self._send()
 
     def read(self, row: int, length: int) -> PromptKV:
-        """A copy of one slot."""
+        """Copy one slot."""
         copies = ((i, x.held(row, row + 1, length)) for i, x in self._layers.items())
         return PromptKV({i: (keys[0].contiguous(), values[0].contiguous()) for i, (keys, values) in copies})
 
@@ -253,10 +253,10 @@ class PagedCache(KVCache):
 
 
 class PageFill(Fill):
-    """Writes packed tokens to places of the pool."""
+    """Writes packed tokens to positions of the pool."""
 
     def __init__(self, packed: Tensor, places: Tensor) -> None:
-        """`packed` [M] of the packed tokens go to `places` [1, M]."""
+        """`packed` [M] are indices of packed tokens. They go to `places` [1, M]."""
         self._packed, self._places = packed, places
 
     def __call__(self, layer: LayerCache, key: Tensor, value: Tensor) -> None:

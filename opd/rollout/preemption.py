@@ -1,8 +1,8 @@
-"""Asking a rollout to make room: by signal or by call.
+"""Requests to a rollout to free its memory or stop, by signal or by call.
 
-`SIGTERM` (or `stop`): leave within the grace period. `SIGUSR1` (or `suspend`): give the memory back and wait.
-`SIGUSR2` (or `wake`): go on. The rollout looks between two chunks; whoever holds a `Preemption` may
-look at other times with `check`.
+`SIGTERM` (or `stop`): leave within the grace period. `SIGUSR1` (or `suspend`): free the memory and wait.
+`SIGUSR2` (or `wake`): continue. The rollout checks between two chunks. Any holder of a `Preemption` may call
+`check` at other times.
 """
 
 from __future__ import annotations
@@ -21,31 +21,31 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 POLL = 0.05
-"""Seconds between two looks while waiting."""
+"""Seconds between two checks while waiting."""
 EXIT_STATUS = 128 + signal.SIGTERM
 WRITE_SPEED = 100e6
-"""Bytes per second assumed of the disk when the grace period must suffice for keys and values."""
+"""Assumed write speed of the disk, in bytes per second, for keys and values in the grace period."""
 
 
 class KVStore(Protocol):
-    """Keeps the keys and values of interrupted requests; one set at a time."""
+    """Stores the keys and values of interrupted requests, one set at a time."""
 
     def save(self, tensors: Mapping[str, Tensor]) -> None:
-        """Keep `tensors` durably in place of what was kept before."""
+        """Store `tensors` durably in place of the previous set."""
         ...
 
     def load(self) -> dict[str, Tensor] | None:
-        """What is kept, or `None`."""
+        """Return the stored set, or None."""
         ...
 
     def clear(self) -> None:
-        """Keep nothing."""
+        """Delete the stored set."""
         ...
 
 
 @runtime_checkable
 class Suspendable(Protocol):
-    """An engine whose keys and values can leave and come back; see `TorchEngine`."""
+    """An engine whose keys and values can be saved and restored; see `TorchEngine`."""
 
     def snapshot(self) -> dict[str, Tensor]: ...
 
@@ -55,7 +55,7 @@ class Suspendable(Protocol):
 
 
 class Preemption:
-    """What has been asked for. Plain attributes, because they are set by signal handlers."""
+    """The pending requests. Plain attributes, because signal handlers set them."""
 
     def __init__(self, grace: float = 30.0) -> None:
         """`grace`: seconds between `stop` and the moment the process must be gone."""
@@ -65,29 +65,29 @@ class Preemption:
 
     @property
     def stopping(self) -> bool:
-        """Whether the run was asked to stop."""
+        """True if the run was asked to stop."""
         return self._deadline is not None
 
     @property
     def pending(self) -> bool:
-        """Whether the rollout has something to do about it."""
+        """True if the rollout has to suspend or stop."""
         return self.stopping or self.suspended
 
     def remaining(self) -> float | None:
-        """Seconds of the grace period that are left; `None` if the run was not asked to stop."""
+        """Seconds left of the grace period, or None if the run was not asked to stop."""
         return None if self._deadline is None else self._deadline - time.monotonic()
 
     def stop(self) -> None:
-        """Ask the run to leave; asking again does not extend the grace period."""
+        """Ask the run to stop. Asking again does not extend the grace period."""
         if self._deadline is None:
             self._deadline = time.monotonic() + self.grace
 
     def suspend(self) -> None:
-        """Ask the rollout to give its memory back and wait."""
+        """Ask the rollout to free its memory and wait."""
         self.suspended = True
 
     def wake(self) -> None:
-        """Let a suspended rollout go on."""
+        """Let a suspended rollout continue."""
         self.suspended = False
 
     def check(self) -> None:
@@ -99,24 +99,24 @@ class Preemption:
             )
 
     def check_waiting(self) -> None:
-        """`check` for who waits for what may never come: after half of the grace period. The other half is
-        for the ending.
+        """Call `check` after half of the grace period. For code that waits for an event that may never come.
+        The other half is for shutdown.
         """
         remaining = self.remaining()
         if remaining is not None and remaining < self.grace / 2:
             self.check()
 
     def wait(self) -> None:
-        """Return once nobody wants the rollout suspended any more, or the run is to stop."""
+        """Return once the rollout is no longer suspended, or the run is to stop."""
         while self.suspended and not self.stopping:
             time.sleep(POLL)
 
     @contextlib.contextmanager
     def listen(self, *, leave: bool = True) -> Iterator[Preemption]:
-        """Answer the three signals while the block runs. For the main thread.
+        """Handle the three signals while the block runs. For the main thread.
 
-        With `leave`, a process still there at the end of the grace period exits at once with status 143: the
-        log holds all that was acknowledged, and the alternative is SIGKILL.
+        With `leave`, a process still alive at the end of the grace period exits at once with status 143. The
+        log holds every acknowledged token, and the alternative is SIGKILL.
         """
         answers = {
             signal.SIGTERM: self.stop,
@@ -124,7 +124,7 @@ class Preemption:
             signal.SIGUSR2: self.wake,
         }
         before = {s: signal.signal(s, lambda *_, do=do: do()) for s, do in answers.items()}
-        # Who started this process may have held them back; then they wait again for the next who listens.
+        # The parent process may have blocked them. They are blocked again after the block.
         held = signal.pthread_sigmask(signal.SIG_UNBLOCK, answers)
         over = threading.Event()
         if leave:

@@ -1,7 +1,7 @@
-"""What the student answers: prompts, their domains, and an endless, shuffled, resumable sequence over them.
+"""Prompts, their domains, and an endless, shuffled, resumable sequence over them.
 
-Hashes and randomness are stable: the same on every machine, in every process. Prompts that leave no room for
-their response are found before anything is written, and dealt with by choice.
+Hashes and randomness are stable: the same on every machine, in every process. Prompts that leave too few
+tokens for their response are found before generation, and handled by policy.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ _CANONICAL = json.JSONEncoder(sort_keys=True, ensure_ascii=False, separators=(",
 
 
 def content_key(content: Any) -> str:
-    """16 hexadecimal digits that identify JSON-able `content`; equal content gives equal keys."""
+    """Return 16 hexadecimal digits that identify JSON-able `content`. Equal content gives equal keys."""
     text = _CANONICAL.encode(content)
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 
 def fraction(text: str) -> float:
-    """A number in [0, 1) that depends on `text` alone and is uniform over different texts."""
+    """Return a number in [0, 1) that depends on `text` alone and is uniform over different texts."""
     digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
     return int.from_bytes(digest[:8], "big") / 2.0**64
 
 
 def raw_stream(*parts: int | str) -> np.random.Philox:
-    """A Philox bit generator keyed by `parts`.
+    """Return a Philox bit generator keyed by `parts`.
 
-    Use its `random_raw`: unlike the methods of `numpy.random.Generator`, NumPy never changes what it gives.
+    Use its `random_raw`: unlike the methods of `numpy.random.Generator`, NumPy never changes its results.
     """
     digest = hashlib.sha256(json.dumps(parts).encode()).digest()
     return np.random.Philox(key=int.from_bytes(digest[:16], "big"))
@@ -54,9 +54,9 @@ def permutation(length: int, *parts: int | str) -> np.ndarray:
 
 
 def plain_label(label: Any) -> Any:
-    """`label` as its column meant it, whatever a table or a library made of it: whole numbers are no floats
-    (a column of numbers with a gap is one of floats), decimals and NumPy's numbers are numbers, bytes of
-    UTF-8 a text, and NaN is no label.
+    """Return `label` as its column meant it, whatever a table or a library made of it. Whole floats become
+    integers, because a column of numbers with a gap is one of floats. Decimals and NumPy's numbers become
+    numbers, UTF-8 bytes become text, and NaN becomes None.
     """
     if isinstance(label, np.generic | np.ndarray):
         label = label.tolist()
@@ -78,34 +78,35 @@ def plain_label(label: Any) -> Any:
 
 
 _EXACT, _DIGITS = 2.0**53, 100
-"""Below the first floats hold every whole number; digits of a decimal that is a label."""
+"""Below the first, floats hold every whole number. Most digits of a decimal label."""
 
 Checker = Callable[[str, Any], float]
-"""`checker(completion, label) -> reward`; the completion comes without its end-of-sequence token."""
+"""`checker(completion, label) -> reward`. The completion comes without its end-of-sequence token."""
 
 Demonstrator = Callable[[str, np.random.Generator, float, float], str]
-"""`demonstrate(prompt_text, rng, right, wrong_rule) -> completion`, without an end-of-sequence token: right
-with probability `right`, by the domain's one wrong rule with `wrong_rule`, else corrupted at random."""
+"""`demonstrate(prompt_text, rng, right, wrong_rule) -> completion`, without an end-of-sequence token. It is
+right with probability `right`, follows the domain's one wrong rule with `wrong_rule`, else is corrupted at
+random."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What the student answers. Exactly one of `text` and `messages` is given."""
+    """A prompt for the student. Exactly one of `text` and `messages` is given."""
 
     text: str | None
     messages: list[dict[str, Any]] | None
     """Chat messages, `[{"role": "user", "content": "..."}]`, for the tokenizer's chat template."""
     label: Any
-    """What the reward function compares with; JSON-able."""
+    """Reference for the reward function. JSON-able."""
     domain: str
     key: str
-    """Hash of the text or messages alone: equal prompts have equal keys in every domain, file and run."""
+    """Hash of the text or messages alone. Equal prompts have equal keys in every domain, file and run."""
     metadata: dict[str, Any] = field(default_factory=dict)
-    """Other columns of its source; `messages` too, if it has them."""
+    """Other columns of its source, also `messages` if it has them."""
     where: str = field(default="", compare=False)
-    """`FILE:LINE`, or nothing for a prompt that was generated."""
+    """`FILE:LINE`, or empty for a generated prompt."""
     arguments: dict[str, Any] = field(default_factory=dict)
-    """What else the chat template is given for it: `tools`, and its own arguments. They are part of `key`."""
+    """Its further arguments of the chat template: `tools`, and the template's own. They are part of `key`."""
 
     @classmethod
     def of(
@@ -117,7 +118,7 @@ class Prompt:
         where: str = "",
         arguments: dict[str, Any] | None = None,
     ) -> Prompt:
-        """A prompt of text or of messages, with its key and its `plain_label`."""
+        """Make a prompt of text or of messages, with its key and its `plain_label`."""
         extra, own, label = dict(metadata or {}), arguments or {}, plain_label(label)
         key = content_key([content, own] if own else content)
         if isinstance(content, str):
@@ -132,13 +133,13 @@ class Domain:
     name: str
     train: Sequence[Prompt]
     held_out: Sequence[Prompt]
-    """For evaluation only; shares no prompt with `train`, whatever the seed."""
+    """For evaluation only. Shares no prompt with `train`, whatever the seed."""
     checker: Checker | None = None
-    """`None` if answers can only be scored by a reward function of the recipe."""
+    """`None` if only a reward function of the recipe can score answers."""
     demonstrations: Demonstrator | None = None
-    """Answers of mixed quality to warm a new model up on, if the domain can write them."""
+    """Answers of mixed quality to warm a new model up on, if the domain can generate them."""
     alphabet: str = ""
-    """Characters of its prompts and answers, for a character tokenizer; empty for text domains."""
+    """Characters of its prompts and answers, for a character tokenizer. Empty for text domains."""
     tags: list[str] = field(default_factory=list)
     """Character sequences that are one token each."""
 
@@ -147,8 +148,8 @@ Item = TypeVar("Item")
 
 
 class PromptCursor(Generic[Item]):
-    """Every epoch is a fresh permutation. Prompt number `i` (or demonstration) is a function of (seed, name,
-    i) and the prompts alone, so a resumed run needs to remember nothing but how many it has taken.
+    """Every epoch is a fresh permutation. Prompt (or demonstration) number `i` is a function of (seed, name,
+    i) and the prompts alone. So a resumed run needs only the number of prompts taken.
     """
 
     def __init__(self, prompts: Sequence[Item], seed: int, name: str) -> None:
@@ -159,10 +160,10 @@ class PromptCursor(Generic[Item]):
         self._seed = seed
         self._name = name
         self._known = -1, np.zeros(0, dtype=np.int64)
-        """An epoch and its order, which another thread may replace by those of its own."""
+        """An epoch and its order. Another thread may replace both."""
 
     def take(self, start: int, n: int) -> list[Item]:
-        """Prompts number `start ... start + n - 1`."""
+        """Return prompts number `start ... start + n - 1`."""
         if start < 0 or n < 0:
             raise ValueError(f"start {start} and n {n} must not be negative")
         return [self._at(number) for number in range(start, start + n)]
@@ -179,9 +180,10 @@ class PromptCursor(Generic[Item]):
 def encode_prompt(
     prompt: Prompt, tokenizer: PreTrainedTokenizerBase, template: Mapping[str, Any] | None = None
 ) -> np.ndarray:
-    """[C] int32: messages through the tokenizer's chat template, up to where the assistant begins; text as it
-    is, with the special tokens (such as a BOS) the tokenizer itself puts before text that has none, and none
-    behind it.
+    """[C] int32. Messages go through the tokenizer's chat template, up to the start of the assistant's turn.
+    Text stays as it is, after the special tokens (such as a BOS) that the tokenizer itself puts before text
+    that has none. None follow it.
+
     `template`: arguments of the chat template's own.
 
     Raises `DataError` naming the prompt if the tokenizer has no chat template for messages or cannot encode
@@ -216,14 +218,14 @@ def encode_prompt(
 
 
 _AT_ONCE = 1024
-"""Texts that a tokenizer is given in one call: what it says of them takes a hundred times their memory."""
+"""Texts in one call of the tokenizer. Its result takes a hundred times their memory."""
 
 
 def encode_prompts(
     prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, template: Mapping[str, Any] | None = None
 ) -> list[np.ndarray]:
-    """`encode_prompt` of each, texts in few calls of the tokenizer. Raises what that raises of the first that
-    cannot be encoded.
+    """Encode each prompt as `encode_prompt` does, with texts in few calls of the tokenizer. Raises the error
+    of the first prompt that cannot be encoded.
     """
     found: list[np.ndarray] = []
     for start in range(0, len(prompts), _AT_ONCE):
@@ -234,7 +236,7 @@ def encode_prompts(
         except BaseException as error:
             if not is_of_library(error):
                 raise
-            return [encode_prompt(prompt, tokenizer, template) for prompt in prompts]  # says which one it is
+            return [encode_prompt(prompt, tokenizer, template) for prompt in prompts]  # names the prompt
         found += [
             np.array(next(ids), dtype=np.int32)
             if prompt.messages is None
@@ -253,23 +255,23 @@ _SHOWN = 3
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """How many tokens a prompt may have."""
+    """Most tokens a prompt may have."""
 
     tokens: int
     why: str
-    """What leaves so many: words for a sentence."""
+    """Reason of the limit, as words of a sentence."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fitted:
-    """A domain whose prompts have room for their responses."""
+    """A domain whose prompts leave enough tokens for their responses."""
 
     domain: Domain
     long: list[Prompt] = field(default_factory=list)
     """The prompts that were too long, in their order."""
 
     def sentence(self, room: Room, policy: LongPrompts) -> str:
-        """What was too long, where it stands, and what became of it."""
+        """Describe the prompts that were too long, their places, and their handling."""
         one = len(self.long) == 1
         done = f"{'its' if one else 'their'} beginning is cut off"
         if policy != "truncate":
@@ -286,15 +288,15 @@ class Fitted:
         return f"{len(self.long)} of {total} prompts {'is' if len(self.long) == 1 else 'are'}"
 
     def places(self) -> str:
-        """Where the first of them stand."""
+        """Places of the first of them."""
         shown = ", ".join(prompt.where or f"prompt {prompt.key[:12]}" for prompt in self.long[:_SHOWN])
         return f"{shown} and {len(self.long) - _SHOWN} more" if len(self.long) > _SHOWN else shown
 
 
 def fit(domain: Domain, room: Room, policy: LongPrompts, encode: Encode) -> Fitted:
-    """`domain` with those of its prompts that have at most `room` tokens, or all of them to be `truncated`.
+    """Return `domain` without the prompts longer than `room`, or with all if they are to be `truncated`.
 
-    Raises `DataError` naming file and line where `policy` is `error` and one is longer, and where nothing is
+    Raises `DataError` naming file and line if `policy` is `error` and a prompt is longer, or if no prompt is
     left to train or to evaluate on.
     """
     piles = (domain.train, domain.held_out)
@@ -321,7 +323,7 @@ def _piles(before: Domain, after: Domain) -> Iterator[tuple[str, Sequence[Prompt
 
 
 def truncated(ids: np.ndarray, room: int, bos: int | None) -> np.ndarray:
-    """[C] the last `room` of `ids`, where the question stands, and the very first if that is `bos`."""
+    """[C]: the last `room` of `ids`, where the question is, and the very first if it is `bos`."""
     if len(ids) <= room:
         return ids
     if room > 1 and ids[0] == bos:
@@ -330,7 +332,7 @@ def truncated(ids: np.ndarray, room: int, bos: int | None) -> np.ndarray:
 
 
 def _too_long(prompts: Sequence[Prompt], room: int, encode: Encode) -> Iterator[Prompt]:
-    # A token holds a byte of text or more: most prompts need not be encoded to know that they fit.
+    # A token holds at least a byte of text, so most prompts need not be encoded to know that they fit.
     frame: int | None = None
     unsure: list[Prompt] = []
     for prompt in prompts:
@@ -338,7 +340,7 @@ def _too_long(prompts: Sequence[Prompt], room: int, encode: Encode) -> Iterator[
             continue
         size = _content_bytes(prompt)
         if size is not None and prompt.messages is not None:
-            if frame is None:  # a whole prompt, which is more than a chat template writes around a message
+            if frame is None:  # a full prompt is longer than the template's text around one message
                 frame = len(encode([prompt])[0]) + _SLACK
             if size + frame * (len(prompt.messages) + 1) <= room:
                 continue
@@ -349,7 +351,7 @@ def _too_long(prompts: Sequence[Prompt], room: int, encode: Encode) -> Iterator[
 
 
 def _content_bytes(prompt: Prompt) -> int | None:
-    """Bytes of the messages' contents; `None` where a message, or the prompt, holds anything else."""
+    """Bytes of the messages' contents. `None` if a message, or the prompt, has any other field."""
     if prompt.arguments:
         return None
     sizes = []

@@ -1,7 +1,8 @@
-"""One request, one coroutine: episodes await what an engine writes; single answers are written beside them.
+"""One request, one coroutine. Episodes await the tokens of an engine, and single answers are generated
+concurrently.
 
-The caller's thread reads the engine. Each domain's episodes run in an event loop of their own, so that an
-environment that holds its loop up holds up neither the engine nor another domain.
+The caller's thread reads the engine. Each domain's episodes run in an event loop of their own. So an
+environment that blocks its loop blocks neither the engine nor another domain.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
 IDLE_SECONDS = 0.1
-"""How long a stream with nothing in flight waits for an environment before it looks up."""
+"""Seconds a stream with nothing in flight waits for an environment before it checks for news."""
 ANSWER_SECONDS = 0.002
 CLOSING_SECONDS = 10.0
-"""How long environments may take to close after an error or an interrupt."""
+"""Seconds that environments may take to close after an error or an interrupt."""
 
 
 class EpisodeKind(ABC):
@@ -68,38 +69,38 @@ class EpisodeKind(ABC):
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """A request, and who is told what is written to it. All three are called in the engine's thread."""
+    """A request and its callbacks. All three are called in the engine's thread."""
 
     request: RolloutRequest
     told: Callable[[Tokens, Status | None], None]
-    """All tokens so far, and how the request ended, if it did."""
+    """Called with all tokens so far, and the request's status if it has ended."""
     live: Callable[[], bool]
-    """Whether `told` is called at each chunk, not only at the end."""
+    """If it returns True, `told` is called at each chunk, not only at the end."""
     explain: Callable[[OtherRequestError], RolloutError]
-    """What to raise if the log holds the request otherwise."""
+    """Returns the error to raise if the log's request differs."""
 
 
 class RequestWriter:
-    """Writes the requests of coroutines with one engine, beside what its caller asks for.
+    """Generates for the requests of coroutines with one engine, concurrently with its caller's requests.
 
     Args:
-        engine: What writes. Its chunks are read in the thread that calls `generate` or `finish`.
+        engine: Its chunks are read in the thread that calls `generate` or `finish`.
     """
 
     def __init__(self, engine: Generates) -> None:
         self._engine = engine
         self._news = threading.Event()
-        """Set when a request was asked for or a coroutine has ended."""
+        """Set when a request arrives or a coroutine has ended."""
         self._new: deque[_Asked] = deque()
-        """Asked for, by any thread, and not begun."""
+        """Requests of any thread that have not begun."""
         self._open: dict[str, _Asked] = {}
-        """In flight, by uid."""
+        """Requests in flight, by uid."""
         self._transcript = Transcript()
         self._loops: list[LoopThread] = []
         self._plays: list[Future[Any]] = []
         """Coroutines that have not ended."""
         self._answering = 0
-        """Turns that have ended with the last chunk."""
+        """Number of turns that ended with the last chunk."""
         self.asked: list[str] = []
         """Uids of all requests of coroutines."""
 
@@ -107,7 +108,7 @@ class RequestWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Cancel what has not ended. After an error environments have `CLOSING_SECONDS` to close."""
+        """Cancel coroutines that have not ended. After an error they have `CLOSING_SECONDS` to close."""
         patience = CANCEL_SECONDS if kind is None else CLOSING_SECONDS
         until = time.monotonic() + patience + CANCEL_SECONDS
         with doing("closing environments"):
@@ -125,7 +126,7 @@ class RequestWriter:
         return future
 
     async def write(self, request: RolloutRequest) -> tuple[Tokens, Status]:
-        """Return all tokens that are written to `request`, and whether it is complete or truncated."""
+        """Return all tokens generated for `request`, and its status, completed or truncated."""
         loop = asyncio.get_running_loop()
         written: asyncio.Future[tuple[Tokens, Status | None]] = loop.create_future()
 
@@ -144,19 +145,17 @@ class RequestWriter:
         live: Callable[[], bool] = lambda: False,
         explain: Callable[[OtherRequestError], RolloutError] = lambda error: error,
     ) -> None:
-        """Have `request` written, and call `told` when it has ended, or at each chunk while it is `live`. Any
-        thread may ask.
-        """
+        """Queue `request`. `told` is called at its end, or at each chunk while it is `live`. Thread-safe."""
         self._new.append(_Asked(request, told, live, explain))
         self._news.set()
 
     def generate(
         self, requests: RolloutRequest | Sequence[RolloutRequest], more: More | None = None
     ) -> Iterator[Chunk]:
-        """Stream what is written to `requests`, until they and all coroutines have ended. It takes no `more`:
-        who asks for one request after another is a coroutine.
+        """Stream the chunks of `requests`, until they and all coroutines have ended. `more` must be None,
+        because a coroutine is the way to add one request after another.
 
-        Raises what the engine or a coroutine raises.
+        Raises errors of the engine or of a coroutine.
         """
         assert more is None
         chunks = self._engine.generate(requests, self._more)
@@ -177,7 +176,7 @@ class RequestWriter:
             )
 
     def finish(self) -> None:
-        """Write until all coroutines have ended."""
+        """Generate until all coroutines have ended."""
         if self._plays:
             for _ in self.generate([]):
                 pass
@@ -195,8 +194,8 @@ class RequestWriter:
         return None if ended and not asked else asked
 
     def _await_answers(self) -> None:
-        """Wait for the next turns of those that have just ended, a moment: most environments answer at once,
-        and turns that come together are decoded together.
+        """Wait a moment for the next turns of requests that have just ended. Most environments answer at
+        once, and turns that come at the same time are decoded in one batch.
         """
         until = time.monotonic() + ANSWER_SECONDS
         while len(self._new) < self._answering and (left := until - time.monotonic()) > 0:
@@ -206,7 +205,7 @@ class RequestWriter:
         self._answering = 0
 
     def _end_plays(self) -> bool:
-        """Whether all coroutines have ended. Raises what one of them has raised."""
+        """Return True if all coroutines have ended. Raises the error of one that failed."""
         for play in [play for play in self._plays if play.done()]:
             self._plays.remove(play)
             try:
@@ -228,7 +227,7 @@ class RequestWriter:
         return requests
 
     def _deal(self, chunk: Chunk) -> Chunk | None:
-        """Tell who asked; returns what is the caller's, if there is any."""
+        """Call the requests' callbacks. Returns the caller's part of the chunk, if any."""
         uids = dict.fromkeys((*chunk.uids, *chunk.finished))
         others = uids.keys() & self._open.keys()
         own = None
@@ -252,12 +251,12 @@ class RequestWriter:
 
 
 def _resolve(future: asyncio.Future[T], value: T) -> None:
-    if not future.done():  # who asked was cancelled
+    if not future.done():  # the waiting coroutine was cancelled
         future.set_result(value)
 
 
 async def gather_all(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Return what `works` return. If one raises, cancel the others, let them clean up, and raise that."""
+    """Return the results of `works`. If one raises, cancel the others, let them clean up, and raise it."""
     tasks = [asyncio.ensure_future(work) for work in works]
     try:
         return list(await asyncio.gather(*tasks))

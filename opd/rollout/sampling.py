@@ -18,9 +18,9 @@ from opd.errors import RolloutError
 
 ROUNDS = 10
 WORDS = 4
-"""Numbers one counter value gives."""
+"""Numbers per counter value."""
 BLOCK = 16
-"""Positions computed together; a multiple of `WORDS`."""
+"""Positions computed at once, a multiple of `WORDS`."""
 
 _MULTIPLIER = np.array([[0xD2E7470EE14C6C93], [0xCA5A826395121157]], dtype=np.uint64)
 _WEYL = np.array([[0x9E3779B97F4A7C15], [0xBB67AE8584CAA73B]], dtype=np.uint64)
@@ -43,7 +43,7 @@ def uid_keys(uids: Iterable[str]) -> np.ndarray:
 
 
 def _multiply_high(value: np.ndarray) -> np.ndarray:
-    """High 64 bits of the 128-bit products `_MULTIPLIER * value`; `value` is [2, N] uint64."""
+    """High 64 bits of the 128-bit products `_MULTIPLIER * value`. `value` is [2, N] uint64."""
     low, high = value & _LOW, value >> _HALF
     middle = _MULTIPLIER_HIGH * low + ((_MULTIPLIER_LOW * low) >> _HALF)
     carry = _MULTIPLIER_LOW * high + (middle & _LOW)
@@ -117,19 +117,19 @@ class NoiseTable:
 LONG, CDF_BLOCK = 16384, 128
 """Vocabulary from which a distribution is inverted in two steps, and the tokens of a block."""
 CHUNK_BYTES, CHUNK_BYTES_GPU = 64 * 2**20, 2**30
-"""Bound on the float64 cumulative sums held at once; long vocabularies are done some rows at a time."""
+"""Most bytes of float64 cumulative sums. Long vocabularies are done some rows at a time."""
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingPlan:
-    """The sampling settings of a batch as tensors; `None` where no request of the batch needs the work."""
+    """The sampling settings of a batch as tensors, or None if no request of the batch needs the work."""
 
     temperature: Tensor | None
-    """[B, 1] float32, 1 for greedy requests; `None` when all are 1."""
+    """[B, 1] float32, 1 for greedy requests, or None if all are 1."""
     greedy: Tensor | None
     """[B] bool."""
     top_k: Tensor | None
-    """[B, 1] int64; `V` or more keeps everything."""
+    """[B, 1] int64. `V` or more keeps everything."""
     top_p: Tensor | None
     """[B, 1] float64."""
 
@@ -137,7 +137,7 @@ class SamplingPlan:
     def build(
         cls, temperature: np.ndarray, top_p: np.ndarray, top_k: np.ndarray, device: torch.device
     ) -> SamplingPlan:
-        """From `[B]` arrays in the conventions of `SamplingParams` (temperature 0 greedy, top-k 0 off)."""
+        """Build from `[B]` arrays in the conventions of `SamplingParams` (temperature 0 is greedy)."""
 
         def column(values: np.ndarray) -> Tensor:
             return torch.from_numpy(np.ascontiguousarray(values)).to(device, non_blocking=True)[:, None]
@@ -163,7 +163,7 @@ def sample(logits: Tensor, uniforms: Tensor, plan: SamplingPlan) -> tuple[Tensor
 
     `logits` [B, V] float32, `uniforms` [B] float64 in [0, 1). The token is the first whose cumulative
     probability, in the order of token ids, exceeds the uniform. Log-probabilities are at the sampling
-    temperature (1 for greedy requests), before any top-k or top-p cut; NaN where a row of logits is not
+    temperature (1 for greedy requests), before any top-k or top-p cut. They are NaN if a row of logits is not
     finite (see `check_finite`).
     """
     most = CHUNK_BYTES if logits.device.type == "cpu" else CHUNK_BYTES_GPU
@@ -191,7 +191,7 @@ def _sample_rows(logits: Tensor, uniforms: Tensor, plan: SamplingPlan) -> tuple[
 
 
 def check_finite(logprobs: np.ndarray) -> None:
-    """Raise `RolloutError` if one of the sampled tokens' `logprobs` [B] is of logits that are not finite."""
+    """Raise `RolloutError` if one of the sampled tokens' `logprobs` [B] comes from non-finite logits."""
     if not np.isfinite(logprobs).all():
         row = int(np.flatnonzero(~np.isfinite(logprobs))[0])
         raise RolloutError(
@@ -203,14 +203,15 @@ def check_finite(logprobs: np.ndarray) -> None:
 def invert_cdf(probabilities: Tensor, uniforms: Tensor) -> Tensor:
     """[B] int64: the first token whose cumulative probability exceeds `uniforms` times the row's sum.
 
-    `probabilities` [B, V] need not sum to 1; a token of probability 0 is never chosen. Of a row with NaN
-    it is any token: nothing is read back here, as a device would be waited for.
+    `probabilities` [B, V] need not sum to 1. A token of probability 0 is never chosen. A row with NaN gives
+    any token, because a check here would wait for the device.
     """
     if probabilities.shape[1] < LONG:
         cumulative = probabilities.cumsum(-1, dtype=torch.float64)
         found = torch.searchsorted(cumulative, _target(cumulative, uniforms), right=True)[:, 0]
         return found.clamp_(max=probabilities.shape[1] - 1)
-    # Over many tokens a float64 scan costs more than the rest of sampling: sums of blocks, then one block's.
+    # Over many tokens a float64 scan costs more than the rest of sampling. So sum blocks, then scan one
+    # block.
     blocks = functional.pad(probabilities, (0, -probabilities.shape[1] % CDF_BLOCK))
     blocks = blocks.unflatten(1, (-1, CDF_BLOCK))
     cumulative = blocks.sum(-1, dtype=torch.float64).cumsum(-1)
@@ -220,20 +221,20 @@ def invert_cdf(probabilities: Tensor, uniforms: Tensor) -> Tensor:
 
 def _target(cumulative: Tensor, uniforms: Tensor) -> Tensor:
     """[B, 1]: `uniforms` [B] times the sum of each row, the last of `cumulative` [B, N]."""
-    # The largest float64 below 1 times the total still rounds to less than it: some token exceeds it.
+    # The largest float64 below 1 times the total still rounds to less than it, so some token exceeds it.
     return cumulative[:, -1:] * uniforms[:, None]
 
 
 def _inside_block(blocks: Tensor, cumulative: Tensor, target: Tensor) -> Tensor:
-    """[B]: the first token at which the sum of all up to it exceeds `target` [B, 1]; `cumulative` [B, N] are
+    """[B]: the first token at which the sum of all up to it exceeds `target` [B, 1]. `cumulative` [B, N] are
     the sums of all `blocks` [B, N, CDF_BLOCK] up to each."""
     found = torch.searchsorted(cumulative, target, right=True).clamp_(max=cumulative.shape[1] - 1)
     rows = torch.arange(len(blocks), device=blocks.device)
     inside = blocks[rows, found[:, 0]].double()
     before = functional.pad(cumulative, (1, 0)).gather(1, found)
     place = torch.searchsorted(inside.cumsum(-1).add_(before), target, right=True)
-    # Where the block's sum and its scan round apart the target may lie behind all: its last token of any
-    # probability then.
+    # If the block's sum and its scan round differently, the target may lie behind all. Then take its last
+    # token of nonzero probability.
     last = CDF_BLOCK - 1 - (inside.flip(1) > 0).to(torch.uint8).argmax(-1, keepdim=True)
     return (found * CDF_BLOCK + torch.minimum(place, last))[:, 0]
 
@@ -241,8 +242,8 @@ def _inside_block(blocks: Tensor, cumulative: Tensor, target: Tensor) -> Tensor:
 def cut(probabilities: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> Tensor:
     """Probabilities [B, V] with everything outside the top-k, then the top-p set, at 0 (not renormalised).
 
-    `top_p` keeps the smallest set whose share of what top-k left reaches `top_p`; equal probabilities are
-    ranked by token id, so that exactly `k` tokens stay.
+    `top_p` keeps the smallest set whose share of the probability after top-k reaches `top_p`. Equal
+    probabilities are ranked by token id, so that exactly `k` tokens stay.
     """
     ranked, order = probabilities.sort(dim=-1, descending=True, stable=True)
     if top_k is not None:

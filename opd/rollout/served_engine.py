@@ -1,7 +1,7 @@
-"""The served rollout engine: workers stream tokens with log-probabilities and take new weights.
+"""The served rollout engine: workers stream tokens with log-probabilities and load new weights.
 
-What servers of one kind are asked, and how, is their dialect's (`opd/rollout/sglang_engine.py`,
-`opd/rollout/vllm_engine.py`); everything else is the same for all of them, and here.
+A server kind's requests are in its dialect (`opd/rollout/sglang_engine.py`, `opd/rollout/vllm_engine.py`).
+Everything else is the same for all kinds, and here.
 """
 
 from __future__ import annotations
@@ -55,39 +55,39 @@ NEVER = -1e30
 
 
 def never_sampled(model: ServedModel) -> dict[str, float]:
-    """What is added to logits, by token."""
+    """Logit bias by token."""
     return {str(token): NEVER for token in range(model.vocabulary, model.rows or 0)}
 
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """What the workers serve."""
+    """The model that the workers serve."""
 
     vocabulary: int
-    """Tokens of the tokenizer: others are never sent or taken."""
+    """Tokens of the tokenizer. Others are never sent or accepted."""
     max_sequence: int
     """Prompt plus response tokens of a request."""
     rows: int | None = None
-    """Rows of the model's head, if there are more than tokens: those beyond are never sampled."""
+    """Rows of the model's head, if there are more than tokens. Rows beyond the tokens are never sampled."""
     config: Mapping[str, Any] | None = None
     """The student's Hugging Face configuration, to be compared with the workers'."""
 
 
 class Dialect(ABC):
-    """How servers of one kind are asked to write."""
+    """The generation requests of one kind of server."""
 
     path: ClassVar[str]
-    """Where they are asked."""
+    """Path of the requests."""
     reader: ClassVar[type[MessageReader]]
-    """Of what they answer."""
+    """Reader of the answers."""
 
     @abstractmethod
     def check(self, request: RolloutRequest) -> None:
-        """Raise `RolloutError` if they cannot write it, or not tell its log-probabilities as they must be."""
+        """Raise `RolloutError` if the server cannot serve it, or not give the log-probabilities we need."""
 
     @abstractmethod
     def body(self, request: RolloutRequest, written: Sequence[int]) -> dict[str, Any]:
-        """What is asked to write on after the prompt and `written`."""
+        """Body of the request to continue after the prompt and `written`."""
 
     @abstractmethod
     def most_bytes(self, request: RolloutRequest) -> int:
@@ -98,29 +98,29 @@ class ServedEngine(Streaming):
     """Implements `opd.protocols.RolloutEngine` on servers of one model, which are its workers.
 
     The requests of one session go to one worker, which has their beginning in its prefix cache, unless that
-    has much more to do than another; of one prompt the first goes ahead. A request whose worker fails goes on
-    with another after the tokens that have arrived. Paused requests give their cache back and
-    rebuild it with the new weights; each token knows its version.
+    worker has much more to do than another. Of the requests with one prompt, the first goes ahead. If a
+    worker fails, its requests continue on another after the tokens that have arrived. Paused requests free
+    their cache and rebuild it with the new weights. Each token knows its version.
 
     Args:
-        dialect: How they are asked to write.
-        workers: They themselves, and how new weights get there.
-        model: What they serve.
+        dialect: The form of their requests.
+        workers: The workers, and the way new weights get to them.
+        model: The model they serve.
     """
 
     def __init__(self, dialect: Dialect, workers: Workers, model: ServedModel) -> None:
         self._dialect, self._workers = dialect, workers
         self._limits = EngineLimits(model.vocabulary, model.max_sequence)
         self._arrived: queue.SimpleQueue[tuple[object, MessagePart] | BaseException] = queue.SimpleQueue()
-        """Pieces, each with the one of `_left` that it is of."""
+        """Message parts, each with its request's token from `_left`."""
         self._left: dict[str, object] = {}
-        """What is in flight: a name of its own for each request, whose uid may come again."""
+        """Requests in flight. Each has a token of its own, because its uid may come again."""
         self._tasks: dict[object, asyncio.Task[None]] = {}
-        """Who reads, by that name. The event loop's."""
+        """Reading tasks, by that token. Used in the event loop only."""
         self._chunks: Iterator[Chunk] = iter(())
         self._ended: dict[str, Status] = {}
         self._homes = Homes()
-        """The event loop's."""
+        """Used in the event loop only."""
         self.cached_tokens = 0
         """Prompt tokens that workers had in their prefix cache so far."""
 
@@ -131,12 +131,12 @@ class ServedEngine(Streaming):
 
     @property
     def adapters(self) -> bool:
-        """Whether it is sent adapters alone, with the digest of their base."""
+        """True if it is sent adapters alone, with the digest of their base."""
         return self._workers.verbs.adapters
 
     @property
     def paused(self) -> bool:
-        """Whether sampling is stopped."""
+        """True while sampling is stopped."""
         return self._workers.paused
 
     def submit(self, requests: Sequence[RolloutRequest]) -> None:
@@ -155,7 +155,8 @@ class ServedEngine(Streaming):
             self._workers.loop.start(self._stream_all(list(groups.values())))
 
     def step(self) -> Chunk | None:
-        """What has arrived of one policy version, waiting for the first; `None` if nothing is in flight.
+        """Return the tokens that have arrived of one policy version. Waits for the first, and returns None if
+        nothing is in flight.
 
         Raises `RolloutError` when no worker is left, which ends everything in flight, or while paused.
         """
@@ -168,7 +169,7 @@ class ServedEngine(Streaming):
         return chunk
 
     def abort(self, uids: Collection[str]) -> None:
-        """Let these go: closing its stream ends a request on its worker."""
+        """Abort the requests `uids`. Closing its stream ends a request on its worker."""
         gone = set(uids)
         self._chunks = iter([chunk.without(gone) for chunk in self._chunks])
         names = {name for uid in gone if (name := self._left.pop(uid, None)) is not None}
@@ -177,7 +178,7 @@ class ServedEngine(Streaming):
             self._workers.loop.start(self._cancel(names))
 
     def pause(self) -> None:
-        """Stop sampling on every worker; requests in flight stay, without their cache."""
+        """Stop sampling on every worker. Requests in flight stay, without their cache."""
         self._workers.pause()
 
     def flush(self) -> None:
@@ -185,8 +186,8 @@ class ServedEngine(Streaming):
         self._workers.flush()
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> str:
-        """Push `weights` to every worker, verify what each holds, and return the digest. A worker that is
-        away gets them before it works again.
+        """Push `weights` to every worker, verify each, and return the digest. A worker that is away gets them
+        before it works again.
 
         Raises `RolloutError` if the engine is not paused, `version` does not grow, or a worker holds other
         weights afterwards.
@@ -202,22 +203,23 @@ class ServedEngine(Streaming):
         self._workers.resume()
 
     def sleep(self) -> None:
-        """Pause, and have the workers give weights, keys and values and graphs back, until `update_weights`.
+        """Pause, and have the workers free weights, keys and values and graphs, until `update_weights`.
 
-        They must be of this engine alone, and end with it: nobody else knows that they sleep. Raises
-        `RolloutError` while something is in flight: it would be lost, and the workers with it.
+        The workers must belong to this engine alone, and end with it, because no other process knows that
+        they sleep. Raises `RolloutError` while requests are in flight, because they and the workers would be
+        lost.
         """
         if self._left or self._ended:
             raise RolloutError("requests are being decoded; the engine can sleep once none is in flight.")
         self._workers.sleep()
 
     def close(self) -> None:
-        """End what is in flight and the connections; the workers go on."""
+        """End the requests in flight and the connections. The workers keep running."""
         self.abort(list(self._left))
         self._workers.close()
 
     def _take(self) -> list[MessagePart]:
-        """What has arrived, waiting for the first."""
+        """Return all parts that have arrived, waiting for the first."""
         pieces: list[MessagePart] = []
         while not pieces or not self._arrived.empty():
             if not pieces and self._workers.paused and self._arrived.empty():
@@ -254,12 +256,12 @@ class ServedEngine(Streaming):
                     await cached.wait()
                 if self._left.get(request.uid) is name:
                     task = self._tasks[name] = tasks.create_task(self._stream(name, request, cached))
-                    task.add_done_callback(lambda _: cached.set())  # also of one let go before it began
+                    task.add_done_callback(lambda _: cached.set())  # also of a task cancelled before it began
                 else:
                     cached.set()
 
     async def _stream(self, name: object, request: RolloutRequest, cached: asyncio.Event) -> None:
-        """One response to its end, on as many workers as it takes."""
+        """Stream one response to its end, on as many workers as it takes."""
         written = [int(token) for token in request.prefix_ids]
         trouble = Trouble()
         try:
@@ -277,8 +279,8 @@ class ServedEngine(Streaming):
     async def _attempt(
         self, name: object, request: RolloutRequest, written: list[int], cached: asyncio.Event
     ) -> bool:
-        """Stream after `written`, which grows; whether the response has ended. It has not, too, where a pause
-        has ended the stream, or the model's own end: the next attempt goes on with the weights that come.
+        """Stream after `written`, which grows. Returns True if the response has ended. It has not if a pause,
+        or the model's own end, ended the stream. Then the next attempt continues with the newest weights.
         """
         workers, dialect, sampling = self._workers, self._dialect, request.sampling
         tokens = len(request.prompt_ids) + sampling.max_new_tokens
@@ -288,7 +290,7 @@ class ServedEngine(Streaming):
         body = dialect.body(request, written)
         async with AsyncExitStack() as stack:
             server = await stack.enter_async_context(workers.pool.lease(tokens, [], self._homes.of(session)))
-            # Not before there is room: what waits for it would reach workers that are paused meanwhile.
+            # Lease first: a request that waited afterwards could reach workers that are paused meanwhile.
             pauses = await workers.until_open()
             due, newest = workers.version, workers.newest
             workers.verbs.name_weights(newest, body, stream)
@@ -300,7 +302,7 @@ class ServedEngine(Streaming):
                     begun = True
                     stream.weights = stream.weights or await workers.verbs.weights_of(server)
                     if workers.verbs.pause_ends_streams and workers.pauses != pauses:
-                        return False  # begun before or after it: nobody knows
+                        return False  # it may have begun before or after the pause
                 piece = stream.read(line)
                 if piece is None:
                     continue
@@ -309,7 +311,7 @@ class ServedEngine(Streaming):
                         return False
                     raise UnavailableError(f"{server.url} aborted {request.uid}", answered=True)
                 if min(piece.versions, default=due) < due:
-                    # It was started again and nobody noticed: it is given the newest weights before more.
+                    # The worker was restarted unnoticed. It gets the newest weights before more requests.
                     raise UnavailableError(f"{server.url} has lost version {due}", answered=True)
                 written += piece.token_ids
                 told = _as_asked(piece, written, sampling)
@@ -327,8 +329,8 @@ class ServedEngine(Streaming):
     async def _answer(
         self, server: Server, request: RolloutRequest, body: dict[str, Any]
     ) -> AsyncIterator[AsyncIterator[bytes]]:
-        """The lines that `server` answers. Raises as `HTTPClient.stream`, and `UnavailableError` where the
-        adapter that is named is not there: it was started again and nobody noticed.
+        """Yield the lines of `server`'s answer. Raises as `HTTPClient.stream`, and `UnavailableError` if the
+        named adapter is missing, because the server was restarted unnoticed.
         """
         workers, most = self._workers, self._dialect.most_bytes(request)
         lines = 1024 + 8 * request.sampling.max_new_tokens
@@ -342,20 +344,20 @@ class ServedEngine(Streaming):
 
 
 class Homes:
-    """Which worker has the beginning of a session in its cache: the one that worked on it last."""
+    """Session -> the worker that served it last and has its beginning in its cache."""
 
     MOST = 65_536
-    """Sessions; those that were quiet for longest are forgotten."""
+    """Most sessions. The least recently used ones are dropped."""
 
     def __init__(self) -> None:
         self._known: OrderedDict[str, Server] = OrderedDict()
 
     def of(self, session: str) -> Server | None:
-        """`None` for one that is not known."""
+        """Return the session's worker, or None if it is unknown."""
         return self._known.get(session)
 
     def remember(self, session: str, server: Server) -> None:
-        """`server` works on it."""
+        """Record that `server` works on `session`."""
         self._known[session] = server
         self._known.move_to_end(session)
         if len(self._known) > self.MOST:
@@ -363,9 +365,9 @@ class Homes:
 
 
 def _as_asked(piece: MessagePart, written: Sequence[int], sampling: SamplingParams) -> MessagePart:
-    """`piece`, the last of `written`, without an end that its request does not know.
+    """Return `piece`, the last of `written`, without an end that its request does not know.
 
-    SGLang stops at the ends of its model, too, whatever a request says, unless it says that nothing is one.
+    SGLang also stops at the ends of its model, whatever a request says, unless it says that no token is one.
     """
     if piece.finished is not Status.COMPLETED or (written and written[-1] in sampling.stop_ids):
         return piece
@@ -373,13 +375,13 @@ def _as_asked(piece: MessagePart, written: Sequence[int], sampling: SamplingPara
 
 
 def _digest(request: RolloutRequest) -> str:
-    """A session of its own for each prompt."""
+    """Return a session name for the request's prompt."""
     prompt = np.asarray(request.prompt_ids, dtype=np.int32).tobytes()
     return hashlib.blake2b(prompt, digest_size=16).hexdigest()
 
 
 def _first_error(errors: BaseExceptionGroup) -> BaseException:
-    """One error of a group, one for the user before any other."""
+    """Return one error of a group, preferring an error for the user."""
     flat: list[BaseException] = []
     pending: list[BaseException] = [errors]
     while pending:
@@ -393,33 +395,33 @@ def _first_error(errors: BaseExceptionGroup) -> BaseException:
 
 @dataclass(frozen=True, slots=True)
 class StudentForm:
-    """What an engine has to know of the student beside what its workers serve."""
+    """Facts about the student that an engine needs besides its workers' model."""
 
     folder: Path
     """A Hugging Face folder of its form."""
     dtype: str
-    """Of its weights."""
+    """Data type of its weights."""
     cuts: bool
-    """Whether a `top_p` or `top_k` leaves tokens out."""
+    """True if a `top_p` or `top_k` leaves tokens out."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerProgram:
-    """What the file of a server program gives, as `PROGRAM`, to have the student write with its servers."""
+    """The entry points of a server program's file, as `PROGRAM`, for rollouts with its servers."""
 
     open: Callable[[PoolOptions, ServedModel, Push, StudentForm], ServedEngine]
-    """An engine whose workers hold nothing before the first push."""
+    """Opens an engine whose workers hold nothing before the first push."""
     verbs: Callable[[ServedModel, bool], Verbs]
-    """By model and `StudentForm.cuts`, to look at workers without an engine."""
+    """Verbs by model and `StudentForm.cuts`, to inspect workers without an engine."""
     read: Read
     lacks: Callable[[HTTPClient, Server, LoRAConfig], Awaitable[str | None]]
-    """What a server was not started with that adapters alone need; `None` if it will do."""
+    """Returns the flags that adapters need and a server was not started with, or None."""
     started_with: Callable[[Recipe], dict[str, Argument]]
-    """What servers of a recipe are told when they are started."""
+    """Returns the start arguments for a recipe's servers."""
     loads: str = ""
-    """Begins the paths by which adapters come and go."""
+    """Begins the paths of the requests that load and unload adapters."""
 
 
 def program_named(name: str) -> WorkerProgram:
-    """The program of `opd/rollout/NAME_engine.py`."""
+    """Return the program of `opd/rollout/NAME_engine.py`."""
     return import_module(f"opd.rollout.{name}_engine").PROGRAM

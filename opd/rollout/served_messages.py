@@ -1,4 +1,4 @@
-"""What the messages of a server's stream say of a response, and chunks of it."""
+"""The messages of a server's stream, read into parts of a response and chunks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from opd.types import Chunk, Status
 
 @dataclass(frozen=True, slots=True)
 class MessagePart:
-    """What one message of a stream brought of one request."""
+    """The tokens of one request in one message of a stream."""
 
     uid: str
     start: int
@@ -30,14 +30,14 @@ class MessagePart:
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """What one message says of a response."""
+    """The content of one message about a response."""
 
     entries: Sequence[tuple[Any, Any]]
     """Log-probability and token id of each new token."""
     finished: str | None
-    """Why it has ended, in the servers' word; `None` if it goes on."""
+    """The servers' word for why it has ended, or None if it goes on."""
     weights: Callable[[int], Any]
-    """What the server calls the weights that sampled the token at a place of this attempt."""
+    """Returns the server's name of the weights that sampled the token at an index of this attempt."""
 
 
 class MessageReader(ABC):
@@ -51,8 +51,8 @@ class MessageReader(ABC):
         vocabulary: int,
         stop_ids: Collection[int] = (),
     ) -> None:
-        """`stop_ids`: a response that ends with one of them is complete, also where it is as long as it may
-        be; servers call that its length.
+        """`stop_ids`: a response that ends with one of them is complete, even at its maximal length, which
+        servers report as "length".
         """
         self.uid, self._start, self._versions, self._vocabulary = uid, start, versions, vocabulary
         self._stop_ids, self._last = stop_ids, -1
@@ -60,13 +60,13 @@ class MessageReader(ABC):
         """Tokens of this attempt so far."""
         self.cached_tokens = 0
         self.weights: str | None = None
-        """Of the whole attempt, where messages do not say it of each token."""
+        """Name of the weights of the attempt, if messages do not name them for each token."""
         self.base: str | None = None
-        """What messages call the weights, where those of the attempt are adapters on them."""
+        """The messages' name for the base, if the attempt's weights are adapters on it."""
 
     def read(self, line: bytes) -> MessagePart | None:
-        """The new part of one line; `None` if there is none. Raises `UnavailableError` if it is wrong, and
-        `RefusedError` for what no later attempt changes.
+        """Return the new part in one line, or None if there is none. Raises `UnavailableError` if the line is
+        wrong, and `RefusedError` for an error that no later attempt changes.
         """
         if not is_message(line):
             return None
@@ -76,13 +76,13 @@ class MessageReader(ABC):
 
     @abstractmethod
     def _told(self, message: Any) -> Told | None:
-        """What a message says; `None` if it is about nothing that is written. May raise what `decoding`
-        decodes, `UnavailableError` and `RefusedError`.
+        """Read a message, or return None if it is about no tokens. May raise any error that `decoding`
+        handles, `UnavailableError` and `RefusedError`.
         """
 
     def _refuse_error(self, message: Any) -> None:
-        """`UnavailableError` for a message that says what went wrong, `RefusedError` where it says by the
-        status that asking again changes nothing.
+        """Raise `UnavailableError` for a message that reports an error. Raise `RefusedError` if its status
+        says that a retry changes nothing.
         """
         if "error" not in message:
             return
@@ -121,7 +121,7 @@ class MessageReader(ABC):
 
 
 def is_message(line: bytes) -> bool:
-    """Whether a line of a stream is one that says something."""
+    """Return True if a line of a stream holds a message."""
     return line.startswith(b"data:") and line[5:].strip() != b"[DONE]"
 
 
@@ -129,7 +129,7 @@ _STATUS = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status
 
 
 def chunks_of(pieces: Sequence[MessagePart], current: int) -> Iterator[Chunk]:
-    """`pieces` as one chunk for each version; those of a request that ends without a new token in one of
+    """Yield `pieces` as one chunk for each version. Requests that end without a new token are in one of
     version `current`.
     """
     versions = sorted({version for piece in pieces for version in piece.versions})

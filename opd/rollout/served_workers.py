@@ -1,6 +1,6 @@
-"""The workers of a served engine: paused, flushed, given new weights, verified, resumed together.
+"""The workers of a served engine: paused, flushed, given new weights, verified and resumed as one.
 
-What servers of one kind are told is their `Verbs`.
+The requests to servers of one kind are its `Verbs`.
 """
 
 from __future__ import annotations
@@ -33,54 +33,54 @@ if TYPE_CHECKING:
 Ask = Callable[[Server, str, str, dict[str, Any]], Awaitable[Any]]
 """`ask(server, method, path, body)`: one attempt at one request, as `HTTPClient.ask`."""
 Read = Callable[[Ask, Server, str, Path], Awaitable[None]]
-"""`read(ask, server, name, folder)`: have a server take the weights in a folder that it sees, and call them
+"""`read(ask, server, name, folder)`: have a server load the weights in a folder that it sees, and call them
 `name`. Raises as `Push.load`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """One version, ready to be given to workers."""
+    """One version, ready to be sent to workers."""
 
     weights: list[tuple[str, Tensor]]
-    """On the CPU, the trainer's no more."""
+    """Copies on the CPU, no longer the trainer's tensors."""
     folder: Path | None = None
-    """Where they are, if on a disk."""
+    """Their folder, if they are on a disk."""
     digest: str = ""
-    """Their quick digest; empty where nobody has taken it yet."""
+    """Their quick digest, or empty if it was not computed yet."""
 
 
 class Push(Protocol):
-    """How weights reach a worker, whenever it needs them."""
+    """Sends weights to a worker, whenever it needs them."""
 
     def prepare(self, weights: Weights, version: int) -> Prepared:
         """Copy `weights`, which are the newest from now on."""
         ...
 
     def frozen(self, weights: Weights) -> Prepared:
-        """The same of weights that never change: they need not be copied."""
+        """Prepare weights that never change, so they need not be copied."""
         ...
 
     async def load(self, ask: Ask, server: Server, name: str, prepared: Prepared) -> None:
-        """Have `server` take these weights and call them `name`, with its cache dropped.
+        """Have `server` load these weights and call them `name`, with its cache dropped.
 
-        Raises `RolloutError` if it does not take them, `UnavailableError` if it is away or they are.
+        Raises `RolloutError` if it does not take them, `UnavailableError` if it or the weights are gone.
         """
         ...
 
 
 class FolderPush:
-    """Through a folder on a file system that this process and every worker see.
+    """Pushes through a folder on a file system that this process and every worker see.
 
     Args:
-        folder: Where each version is written.
-        read: Has a worker take a version.
+        folder: Each version is written here.
+        read: Has a worker load a version.
     """
 
     def __init__(self, folder: WeightFolder, read: Read) -> None:
         self._folder, self._read = folder, read
 
     def prepare(self, weights: Weights, version: int) -> Prepared:
-        """See `Push`: the older version's folder is gone once no worker reads it."""
+        """See `Push`. The older version's folder is removed once no worker reads it."""
         kept = copies(weights)
         return Prepared(kept, self._folder.write(kept, version))
 
@@ -93,7 +93,7 @@ class FolderPush:
         folder = prepared.folder
         assert folder is not None
         with self._folder.reading(folder) as there:
-            if not there:  # newer ones have come meanwhile: those are due
+            if not there:  # newer weights have come meanwhile, and are due
                 raise UnavailableError(f"{folder} is not the newest any more", answered=False)
             await self._read(ask, server, name, folder)
 
@@ -103,29 +103,29 @@ def copies(weights: Weights) -> list[tuple[str, Tensor]]:
 
 
 WEIGHTS, REST = ["weights"], ["kv_cache", "cuda_graph"]
-"""What a worker gives back in parts, by its own words: it is given weights before it takes the rest."""
+"""Parts of its memory that a worker frees, in its own terms. Weights are taken again first."""
 
 LEAVES = 10.0
-"""Seconds that a run which ends gives a worker to go on."""
+"""Seconds that a run which ends waits for a worker to resume."""
 RETRY = replace(SERVERS, attempts=4)
-"""At a control request, before a worker counts as away."""
+"""Attempts at a control request, before a worker counts as away."""
 
 
 @dataclass(frozen=True, slots=True)
 class Newest:
-    """What workers are to hold: swapped whole, so that nobody gives a worker one version's weights and asks
-    it for the proof of another.
+    """The target state of workers. It is replaced as one object, so that no worker gets one version's weights
+    and is verified against another.
     """
 
     version: int
     name: str
-    """What workers call it."""
+    """The workers' name for it."""
     prepared: Prepared
     proof: Proof
 
 
 class ExpectedAnswers:
-    """What servers have to say with the newest weights: computed once, whichever worker asks first."""
+    """Log-probabilities due with the newest weights, computed once for all workers."""
 
     def __init__(self, outputs: Callable[[list[tuple[str, Tensor]]], np.ndarray]) -> None:
         self._outputs = outputs
@@ -133,7 +133,7 @@ class ExpectedAnswers:
         self._lock = threading.Lock()
 
     def of(self, newest: Newest) -> np.ndarray:
-        """What `outputs` gives of them. Takes a forward pass: not for an event loop."""
+        """Return `outputs` for these weights. Takes a forward pass, so do not call it in an event loop."""
         with self._lock:
             if self._known is None or self._known[0] is not newest:
                 self._known = newest, self._outputs(newest.prepared.weights)
@@ -141,18 +141,18 @@ class ExpectedAnswers:
 
 
 class Verbs(ABC):
-    """What servers of one kind are told, and how what they hold is proved.
+    """The requests to servers of one kind, and the verification of their weights.
 
-    Each verb raises `UnavailableError` where a server is away, `RefusedError` where it declines, and
-    `RolloutError` where it must not be used.
+    Each verb raises `UnavailableError` if a server is away, `RefusedError` if it declines, and `RolloutError`
+    if it must not be used.
     """
 
     pause_ends_streams: ClassVar[bool] = False
-    """Whether a pause ends what is being written, which is asked for again after it; else it waits there."""
+    """True if a pause ends requests in progress, which are sent again after it. Otherwise they wait."""
     adapters: ClassVar[bool] = False
-    """Whether they are given adapters alone, on a base that they hold."""
+    """True if servers are given adapters alone, on a base that they hold."""
     requirement: str = ""
-    """How they have to be started, for people: the end of a sentence."""
+    """How they must be started, for people: the end of a sentence."""
 
     def __init__(self, config: Mapping[str, Any] | None) -> None:
         """`config`: the student's Hugging Face configuration, to be compared with the servers'."""
@@ -160,11 +160,11 @@ class Verbs(ABC):
         self.pool: HTTPPool
 
     def use(self, pool: HTTPPool) -> None:
-        """Ask through this pool from now on."""
+        """Send requests through `pool` from now on."""
         self.pool = pool
 
     async def ask(self, server: Server, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
-        """An answer, asked for a few times where the server is away."""
+        """Return the answer to one request, with retries while the server is away."""
         return await RETRY.call_async(lambda: self.pool.ask(server, method, path, body), UnavailableError)
 
     @abstractmethod
@@ -177,42 +177,40 @@ class Verbs(ABC):
 
     @abstractmethod
     async def go_on(self, server: Server) -> None:
-        """Sample on, if it was paused."""
+        """Resume sampling, if it was paused."""
 
     @abstractmethod
     async def held(self, server: Server) -> str:
-        """What it calls the weights it holds."""
+        """Return the server's name for the weights it holds."""
 
     def name_weights(self, newest: Newest | None, body: dict[str, Any], reader: MessageReader) -> None:
-        """Have what is asked be written with `newest`, where it is asked for by name. Raises `RolloutError`
-        if there is none yet.
-        """
+        """Make the request use `newest`, if requests name weights. Raises `RolloutError` without one."""
         return
 
     async def give_base(self, server: Server) -> None:
-        """Have it hold what adapters alone are for, where they are given."""
+        """Load the base of adapters, if servers are given adapters alone."""
         return
 
     async def weights_of(self, server: Server) -> str | None:
-        """What sampled the tokens of streams that have begun on it; `None` where messages say it. Nothing is
-        known of those over which it was paused meanwhile.
+        """Return the name of the weights that sample streams begun on it, or None if messages name them. Not
+        valid for streams over which it was paused.
         """
         return None
 
     @abstractmethod
     async def check_settings(self, server: Server) -> None:
-        """Whether it was started as it has to be."""
+        """Raise unless the server was started with the required settings."""
 
     @abstractmethod
     async def info(self, server: Server) -> Mapping[str, Any]:
-        """What it says of its model, with `model_path`, for `check_config`."""
+        """Return its facts about its model, with `model_path`, for `check_config`."""
 
     @abstractmethod
     async def tensor_names(self, server: Server) -> Collection[str] | None:
-        """Names of the tensors that it holds; `None` where its ranks may have cut the model's layers."""
+        """Return names of its tensors, or None if its ranks may have cut the model's layers."""
 
     async def check_form(self, server: Server, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Whether its model has the form of `weights`: others would end it."""
+        """Raise unless its model has the form of `weights`. Others would end it."""
         info = await self.info(server)
         check_config(server.url, info, self.config)
         held = await self.tensor_names(server)
@@ -221,30 +219,31 @@ class Verbs(ABC):
 
     @abstractmethod
     async def verify(self, server: Server, newest: Newest) -> None:
-        """Whether it holds `newest`, which it was given."""
+        """Raise unless it holds `newest`, which it was given."""
 
     @abstractmethod
     async def settle(self, server: Server, name: str) -> None:
-        """What it holds is proved: have it call that `name`, unless it does."""
+        """Have it call its verified weights `name`, unless it does."""
 
     @abstractmethod
     async def release(self, server: Server, parts: list[str]) -> None:
-        """Give the memory of these parts back."""
+        """Free the memory of these parts."""
 
     @abstractmethod
     async def take(self, server: Server, parts: list[str]) -> None:
-        """Take it again."""
+        """Take the memory of these parts again."""
 
 
 def new_label() -> str:
-    """What the names of one engine's weights begin with."""
+    """Return the prefix of one engine's weight names."""
     return f"opd-{uuid.uuid4().hex[:8]}"
 
 
 class Workers:
-    """Workers hold version `version`, or are away; one that comes back is given what it lacks.
+    """Workers that hold version `version`, or are away. A worker that comes back is given the weights it
+    lacks.
 
-    A verb for all waits for a worker that is just being admitted, which ends with the newest weights so.
+    A verb for all workers waits for one that is being admitted, so that one gets the newest weights too.
     """
 
     def __init__(self, options: PoolOptions, push: Push | None, version: int, verbs: Verbs) -> None:
@@ -252,43 +251,43 @@ class Workers:
         self._first = version
         self.paused = False
         self.pauses = 0
-        """How often they were paused so far."""
+        """Number of pauses so far."""
         self._opened = asyncio.Event()
-        # Their names say who has pushed: workers may hold a version 7 of an earlier stage.
+        # The label names the pusher, because workers may hold a version 7 of an earlier stage.
         self._label = new_label()
         self.versions: dict[str, int] = {}
-        """What workers call the versions they hold."""
+        """Workers' names for versions -> version."""
         self.pool = HTTPPool("the rollout engine", options, RolloutError, self._admit)
         verbs.use(self.pool)
         self._newest: Newest | None = None
-        """Given by the caller's thread, taken by the loop's; `None` before the first push."""
+        """Set by the caller's thread, read by the loop's. `None` before the first push."""
         self._checked: set[str] = set()
         """URLs of workers whose model has the student's form."""
         self._proved: dict[str, str] = {}
-        """URL -> the weights that a worker was last found to hold."""
+        """URL -> the weights that a worker was last verified to hold."""
         self._taken = 0
-        """Bytes that `take_sent_bytes` has told of."""
+        """Bytes that `take_sent_bytes` has already reported."""
         self._asleep: dict[str, list[str]] = {}
-        """URLs of workers that sleep, and what each has given back."""
+        """URL of a sleeping worker -> the parts it has freed."""
 
     @property
     def newest(self) -> Newest | None:
-        """What workers are to hold; `None` before the first push."""
+        """The target state of workers, or None before the first push."""
         return self._newest
 
     @property
     def version(self) -> int:
-        """Of the weights that workers are to hold."""
+        """Version of the weights that workers are to hold."""
         return self._first if self._newest is None else self._newest.version
 
     @cached_property
     def loop(self) -> LoopThread:
-        """Where requests run."""
+        """The event loop of the requests."""
         return LoopThread("served-engine")
 
     def pause(self) -> None:
         """Stop sampling."""
-        self.paused = True  # first: a worker that is admitted meanwhile must not go on
+        self.paused = True  # first, so that a worker admitted meanwhile does not resume
         self.pauses += 1
         self._everywhere(self.verbs.pause)
 
@@ -297,27 +296,27 @@ class Workers:
         self._everywhere(self.verbs.flush)
 
     def resume(self) -> None:
-        """Sample on."""
-        self.paused = False  # first: one that is admitted meanwhile must not stay paused
+        """Resume sampling."""
+        self.paused = False  # first, so that a worker admitted meanwhile does not stay paused
         try:
             self._everywhere(self.verbs.go_on)
         finally:
             self.loop.run(self._open())
 
     async def until_open(self) -> int:
-        """How often they were paused so far, once what is asked is not ended by this pause at once."""
+        """Wait until a pause would not end a new request at once. Returns the number of pauses so far."""
         while True:
-            pauses = self.pauses  # first: a pause that comes now is one that came later
+            pauses = self.pauses  # first, so that a pause that comes now counts as later
             if not (self.paused and self.verbs.pause_ends_streams):
                 return pauses
             await self._opened.wait()
 
     async def _open(self) -> None:
-        self._opened.set()  # for those that wait now
+        self._opened.set()  # for tasks that wait now
         self._opened.clear()
 
     def sleep(self) -> None:
-        """Pause, and have every worker give its memory back until it is given weights."""
+        """Pause, and have every worker free its memory until it is given weights."""
         self.pause()
         self.flush()
         self._everywhere(self._release)
@@ -343,9 +342,7 @@ class Workers:
         return prepared.digest or weights_digest(prepared.weights, quick=True)
 
     def take_sent_bytes(self) -> int | None:
-        """Bytes of weights that have travelled since it was asked last; `None` where workers are given all
-        tensors as they are.
-        """
+        """Bytes of weights sent since the last call, or None if workers are given all tensors as they are."""
         sent: int | None = getattr(self._push, "sent_bytes", None)
         if sent is None:
             return None
@@ -353,7 +350,7 @@ class Workers:
         return sent - before
 
     def close(self) -> None:
-        """Close the connections. Workers that are paused go on: others may use them."""
+        """Close the connections. Paused workers are resumed, because others may use them."""
         if "loop" in self.__dict__:
             if self.paused:
                 self.loop.run(self._leave())
@@ -361,7 +358,7 @@ class Workers:
             self.loop.close()
 
     def _everywhere(self, verb: Callable[[Server], Awaitable[Any]]) -> None:
-        """`verb` on every worker at once. Raises `RolloutError` if none is there."""
+        """Call `verb` on every worker concurrently. Raises `RolloutError` if no worker answers."""
         self.loop.run(self._all(verb))
 
     async def _all(self, verb: Callable[[Server], Awaitable[Any]]) -> None:
@@ -391,11 +388,11 @@ class Workers:
         await asyncio.gather(*told, return_exceptions=True)
 
     async def _load(self, server: Server, newest: Newest) -> None:
-        """Have `server` take the `newest` weights, and verify what it holds then."""
+        """Have `server` load the `newest` weights, and verify them."""
         push, name, verbs = self._push, newest.name, self.verbs
         assert push is not None
         self._proved.pop(server.url, None)
-        await verbs.pause(server)  # one that was away when the others were paused, too
+        await verbs.pause(server)  # also one that was away when the others were paused
         await self._wake(server, WEIGHTS)
         if server.url not in self._checked:
             await verbs.check_settings(server)
@@ -416,14 +413,15 @@ class Workers:
         await self._wake(server, REST)
 
     async def _release(self, server: Server) -> None:
-        """Have `server` give its memory back, once: what it has given it cannot give again."""
+        """Have `server` free its memory, once, because it cannot free it twice."""
         if server.url not in self._asleep:
             await self.verbs.release(server, [*WEIGHTS, *REST])
             self._asleep[server.url] = [*WEIGHTS, *REST]
 
     async def _wake(self, server: Server, parts: list[str]) -> None:
-        """Have `server` take memory for `parts` that it has given back. One that was started again since has
-        its own, and ends where it is told to take more: it knows no version of this engine.
+        """Have `server` take memory for `parts` that it has freed. A server restarted since then has its own
+        memory, and would end if told to take more. It is recognised because it knows no version of this
+        engine.
         """
         given = self._asleep.get(server.url, [])
         missing = [part for part in parts if part in given]
@@ -440,16 +438,16 @@ class Workers:
             del self._asleep[server.url]
 
     async def _admit(self, server: Server) -> None:
-        """A worker that is new or was away: the version it holds, or the newest weights."""
+        """Admit a worker that is new or was away: check its version, or load the newest weights."""
         verbs = self.verbs
         await verbs.check_settings(server)
         held = await verbs.held(server)
-        newest = self._newest  # not before: a push may come while a worker is asked
+        newest = self._newest  # read late, because a push may come during the request
         self._checked.discard(server.url)
         if newest is None:
-            self.versions.setdefault(held, self.version)  # what it was started with
+            self.versions.setdefault(held, self.version)  # its version at start
             return
         if held != newest.name or self._proved.get(server.url) != held:
             await self._load(server, newest)
         if not self.paused:
-            await verbs.go_on(server)  # also one that went away before it was told
+            await verbs.go_on(server)  # also one that went away before it was resumed

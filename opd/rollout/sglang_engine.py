@@ -1,4 +1,4 @@
-"""Write the student's responses on SGLang workers: requests, messages, control verbs, new weights, adapters.
+"""Generate responses on SGLang workers: requests, messages, control verbs, new weights, adapters.
 
 Workers read new weights from a folder, or receive them in a process group with each of them.
 """
@@ -71,21 +71,20 @@ class GroupMember:
     """One member's place in a weight group."""
 
     name: str
-    """Of the group; the same for all members."""
+    """Name of the group, the same for all members."""
     rank: int
     """0 is the trainer."""
     world: int
     backend: str = "gloo"
-    """`gloo`, or `nccl` where every member has CUDA (which has not been run yet)."""
+    """`gloo`, or `nccl` if every member has CUDA (which has not been run yet)."""
 
 
 def weight_group(store: Store, member: GroupMember, timeout: float = TIMEOUT, host: str = "127.0.0.1") -> Any:
-    """The back end of the group at `member`; returns once every member has come.
+    """Return the back end of the group at `member`, once every member has come.
 
-    This member listens on its own address `host`, and with gloo on no other.
-
-    The members meet under the keys that `torch.distributed` uses for a group of that name, so that an engine
-    which makes its group with it, as SGLang does, meets this one. Raises `RolloutError` if one stays away.
+    This member listens on its own address `host`, and with gloo on no other. Members meet under the keys that
+    `torch.distributed` uses for a group of that name. So an engine which makes its group with it, as SGLang
+    does, meets this one. Raises `RolloutError` if one stays away.
     """
     device = "cuda" if member.backend == "nccl" else "cpu"
     for prefix in (member.name, f"{member.name}/", f"{device}/"):
@@ -107,7 +106,7 @@ def weight_group(store: Store, member: GroupMember, timeout: float = TIMEOUT, ho
 
 
 async def read_folder(ask: Ask, server: Server, name: str, folder: Path) -> None:
-    """Have `server` take the weights in a folder that it sees. See `Push.load`."""
+    """Have `server` load the weights in a folder that it sees. See `Push.load`."""
     body = {"model_path": str(folder), "weight_version": name, "flush_cache": True}
     done = await ask(server, "POST", "/update_weights_from_disk", body | {"keep_pause": True})
     _check(server, name, done)
@@ -117,19 +116,20 @@ BUCKET_BYTES = 256 << 20
 
 
 class TensorPush:
-    """Broadcast, in buckets, in a process group with each worker: one worker's end is not the others'.
+    """Broadcasts, in buckets, in a process group with each worker, so that one worker's failure does not end
+    the others.
 
     Args:
-        host: This machine's address, as workers reach it; `None` is the one by which it reaches each of them.
-        bucket_bytes: Weights go in pieces of about this size, at least one tensor each.
+        host: This machine's address, as workers reach it. `None` is the one by which it reaches each of them.
+        bucket_bytes: Approximate size of a bucket, which holds at least one tensor.
     """
 
     def __init__(self, host: str | None = None, bucket_bytes: int = BUCKET_BYTES) -> None:
         self._host, self._size = host, bucket_bytes
         self._device = torch.device("cpu")
-        """The trainer's, by its number: the threads that send work on the first one."""
+        """The trainer's device, with its index, because the sending threads' current one is the first."""
         self._groups: dict[str, tuple[str, Any, torch.device]] = {}
-        """URL -> name of the group, its back end, where it sends from."""
+        """URL -> name of the group, its back end, the device it sends from."""
 
     def prepare(self, weights: Weights, version: int) -> Prepared:
         """See `Push`."""
@@ -141,8 +141,8 @@ class TensorPush:
         return Prepared(list(weights))
 
     async def load(self, ask: Ask, server: Server, name: str, prepared: Prepared) -> None:
-        """See `Push`. A worker that fails in the middle holds parts of two versions: it is not used again
-        before it has taken one whole.
+        """See `Push`. A worker that fails in the middle holds parts of two versions. It is not used again
+        before it has loaded a full one.
         """
         if server.url not in self._groups:
             self._groups[server.url] = await self._join(ask, server)
@@ -158,7 +158,7 @@ class TensorPush:
                 await self._send(ask, server, bucket, name if last else None)
             _check(server, name, await ask(server, "POST", "/end_weight_update", {}))
         except (UnavailableError, RefusedError) as error:
-            # It may have been started again, with no memory of the group.
+            # It may have been restarted, with no memory of the group.
             del self._groups[server.url]
             raise UnavailableError(str(error), answered=True) from None
 
@@ -183,7 +183,7 @@ class TensorPush:
             body["weight_version"] = version
         answer = asyncio.ensure_future(ask(server, "POST", "/update_weights_from_distributed", body))
         sent = asyncio.ensure_future(asyncio.to_thread(lambda: backend.broadcast([content], options).wait()))
-        # A worker that refuses does not receive: the broadcast would wait for it until its time-out.
+        # A worker that refuses does not receive, and the broadcast would wait for it until its time-out.
         await asyncio.wait([answer, sent], return_when=asyncio.FIRST_EXCEPTION)
         if sent.done() and (error := sent.exception()) is not None:
             answer.cancel()
@@ -192,7 +192,7 @@ class TensorPush:
         _check(server, version or "", await answer)
 
     async def _join(self, ask: Ask, server: Server) -> tuple[str, Any, torch.device]:
-        """A new group of this process and all ranks of `server`."""
+        """Make a new group of this process and all ranks of `server`."""
         settings = await ask(server, "GET", "/server_info", {}) or {}
         cuda = settings.get("device") == "cuda" and torch.cuda.is_available()
         ranks = int(settings.get("tp_size") or 1)
@@ -217,7 +217,7 @@ class TensorPush:
 
 
 def _buckets(weights: list[tuple[str, Tensor]], size: int) -> Iterator[list[tuple[str, Tensor]]]:
-    """`buckets` of one dtype each: receivers cut a bucket at its dtypes."""
+    """Yield `buckets` of one dtype each, because receivers cut a bucket at its dtypes."""
     for _, alike in groupby(weights, key=lambda item: item[1].dtype):
         yield from buckets(alike, size)
 
@@ -228,7 +228,7 @@ def _check(server: Server, name: str, done: Any) -> None:
 
 
 class SGLangVerbs(Verbs):
-    """See `Verbs`. A pause gives running requests back to the queue of their worker."""
+    """See `Verbs`. A pause returns running requests to the queue of their worker."""
 
     def __init__(self, model: ServedModel) -> None:
         super().__init__(model.config)
@@ -259,7 +259,7 @@ class SGLangVerbs(Verbs):
         await self.pool.ask(server, "POST", "/resume_memory_occupation", {"tags": parts})
 
     async def check_settings(self, server: Server) -> None:
-        """Whether it takes as many tokens as a request may have."""
+        """See `Verbs`: check that it takes as many tokens as a request may have."""
         told = await self.pool.ask(server, "GET", "/server_info") or {}
         with decoding(lambda cause: RolloutError(f"{server.url}/server_info answered {cause}.")):
             most = most_tokens(told)
@@ -272,7 +272,7 @@ class SGLangVerbs(Verbs):
             )
 
     async def settle(self, server: Server, name: str) -> None:
-        """They call weights so from when they take them."""
+        """Do nothing: SGLang sets the name when it loads the weights."""
 
     async def info(self, server: Server) -> Mapping[str, Any]:
         """See `Verbs`."""
@@ -294,14 +294,14 @@ class SGLangVerbs(Verbs):
 
 
 LEAVES = 0.05
-"""Seconds in which what is aborted has left, mostly."""
+"""Seconds in which aborted requests have mostly left."""
 ALL = "all"
-"""In place of names: every layer that can be adapted."""
+"""Instead of names: every layer that can be adapted."""
 
 
 async def lacks(pool: HTTPClient, server: Server, lora: LoRAConfig) -> str | None:
-    """What `server` was not started with that adapters of this form need; `None` if it will do. Raises
-    `UnavailableError` and `RefusedError`.
+    """Return the flags that adapters of this form need and `server` was not started with, or None if there
+    are none. Raises `UnavailableError` and `RefusedError`.
     """
     told = await pool.ask(server, "GET", "/server_info") or {}
     targets = lora.targets or USUAL_TARGETS
@@ -322,14 +322,14 @@ class SGLangAdapterVerbs(AdapterVerbs):
         self._rows = model.rows or model.vocabulary
 
     async def pause(self, server: Server) -> None:
-        """See `Verbs`: what is being written is aborted: it would go on with the adapter it began with."""
-        # A server that finds anything at work when it is told to pause looks again after a second.
+        """See `Verbs`: abort requests in progress, which would go on with the adapter they began with."""
+        # A server that still has requests when it is told to pause checks again after a second.
         await self.ask(server, "POST", "/abort_request", {"abort_all": True})
         await asyncio.sleep(LEAVES)
         await self.ask(server, "POST", "/pause_generation", {"mode": "abort"})
 
     async def flush(self, server: Server) -> None:
-        """See `Verbs`: it declines until what was aborted has left."""
+        """See `Verbs`: retry, because it declines until aborted requests have left."""
         await RETRY.call_async(partial(super().flush, server), RefusedError)
 
     async def lacks(self, server: Server) -> str | None:
@@ -353,13 +353,13 @@ class SGLangAdapterVerbs(AdapterVerbs):
 
 
 def _fused(names: Collection[str]) -> set[str]:
-    """Names of layers as a server keeps them."""
+    """Names of layers in a server's fused form."""
     whole = {part: fused for fused, parts in FUSED.items() for part in parts}
     return {whole.get(name, name) for name in names}
 
 
 class SGLangMessageReader(served_messages.MessageReader):
-    """Messages may be cumulative or not, and say which version sampled each token."""
+    """Messages may be cumulative or not. They name the version that sampled each token."""
 
     def _told(self, message: Any) -> Told:
         self._refuse_error(message)
@@ -390,7 +390,7 @@ class SGLangDialect(Dialect):
         self._never = never_sampled(model)
 
     def check(self, request: RolloutRequest) -> None:
-        """They write everything: log-probabilities are at the temperature and before any cut."""
+        """Accept everything: log-probabilities are at the temperature and before any cut."""
 
     def body(self, request: RolloutRequest, written: Sequence[int]) -> dict[str, Any]:
         """See `Dialect`."""
@@ -419,14 +419,14 @@ class SGLangDialect(Dialect):
 
 
 class SGLangEngine(ServedEngine):
-    """See `ServedEngine`. Paused requests give their cache back and rebuild it with the new weights; with an
-    `AdapterPush` they are ended, and written on after it.
+    """See `ServedEngine`. Paused requests free their cache and rebuild it with the new weights. With an
+    `AdapterPush` they are ended, and continued after it.
 
     Args:
         options: The workers and limits.
-        model: What they serve.
-        push: How new weights get there; `None` cannot update weights.
-        version: Of the weights they hold now; below 0 if they are to be given the first.
+        model: The model they serve.
+        push: Sends new weights. With `None` the engine cannot update weights.
+        version: Version of the weights they hold now. Below 0 if they are to be given the first.
     """
 
     def __init__(
@@ -438,7 +438,7 @@ class SGLangEngine(ServedEngine):
 
 
 def _started_with(recipe: Recipe) -> dict[str, Argument]:
-    # Without it a server gives nothing back.
+    # Without it a server frees no memory.
     return {"enable-memory-saver": True} if recipe.runtime.offload.engine else {}
 
 

@@ -1,9 +1,9 @@
-"""The embedded engine's forwards, where no rank holds the model: FSDP2 gathers each layer for every pass.
+"""The embedded engine's forwards, if no rank holds the full model: FSDP2 gathers each layer for every pass.
 
-A pass is then communication between all ranks, each of which writes responses of its own: some have a prompt
-to read, some a token to decode, some nothing. So they go in step. Before each pass they tell each other
-whether there is work; whoever has some runs it, whoever has none makes an empty pass, and `drain` returns
-once nobody has any.
+A pass is then communication between all ranks, and each generates responses of its own. Some have a prompt to
+prefill, some a token to decode, some nothing. So they go in step. Before each pass they exchange whether
+there is work. A rank with work runs it, and a rank without makes an empty pass. `drain` returns once no rank
+has work.
 """
 
 from __future__ import annotations
@@ -30,20 +30,21 @@ _IDLE, _WORK, _LEFT = 0, 1, 2
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
-    """Who shares a model."""
+    """The ranks that share a model."""
 
     root: Root
-    """Inside whose forward its weights are whole; see `opd.models.sharded.cut`."""
+    """Its weights are unsharded inside this root's forward; see `opd.models.sharded.cut`."""
     ranks: Ranks
-    """All of them, in a group that nobody else uses meanwhile."""
+    """All of them, in a group that nothing else uses meanwhile."""
     own: bool = True
-    """Whether the model is the engine's alone, and not also what a trainer trains."""
+    """True if the model is the engine's alone, and not also the trainer's."""
 
 
 class ShardedRunner(Runner):
-    """A `Runner` of a model that is cut over ranks. A pass gives logits, since the head is whole inside it.
+    """A `Runner` of a model that is cut over ranks. A pass returns logits, because the head is unsharded
+    inside it.
 
-    What stops in the middle of a pass cannot go on: the others wait in another place then.
+    A rank that stops in the middle of a pass cannot go on, because the others wait at another point then.
     """
 
     guard = torch.no_grad  # FSDP2 gathers into the same memory again, which inference tensors do not allow
@@ -57,23 +58,22 @@ class ShardedRunner(Runner):
         lean: bool | None = None,
         positions: int | None = None,
     ) -> None:
-        """`lean` is for models that are whole. The others as of `Runner`."""
+        """`lean` is for unsharded models. The others as of `Runner`."""
         del lean
         self._root, self._ranks, self._own = sharing.root, sharing.ranks, sharing.own
         self._over: str | None = None
-        """Why there are no more passes."""
+        """Reason why there are no more passes."""
         super().__init__(model, vocab_size, lean=False, positions=positions)
 
     def passed(self, compute: Callable[[], Tensor]) -> Tensor:
-        """Logits [B, V] of the hidden states [B, D] that `compute` gives, in step with the other ranks.
-
-        Raises `RanksError` if one of them has stopped, or this one did before.
+        """Return logits [B, V] of the hidden states [B, D] that `compute` returns, in step with the other
+        ranks. Raises `RanksError` if one of them has stopped, or this one did before.
         """
         self._vote(_WORK)
         return self._together(lambda: self.model.head(self._vocab_size).logits(compute()))
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """They are what `passed` has given."""
+        """Return `hidden`, because `passed` already returned logits."""
         return hidden
 
     def drain(self) -> None:
@@ -84,14 +84,14 @@ class ShardedRunner(Runner):
         close_up(self._root)
 
     def leave(self) -> None:
-        """Tell the others, who wait for a pass, that this rank makes none any more."""
+        """Tell the waiting ranks that this rank makes no more passes."""
         if self._over is None:
             with suppress(RanksError):
                 self._vote(_LEFT)
 
     def receive(self, weights: Iterable[tuple[str, Tensor]], held: WeightsDigest) -> None:
-        """Copy this rank's rows of `weights`, which are whole, or its parts (`own_parts`); of the trainer's
-        own model they lie here already. What is held of them is compared with what was sent.
+        """Copy this rank's rows of `weights`, which are full tensors or its parts (`own_parts`). The
+        trainer's own model needs no copy. The held weights are compared with the sent ones.
         """
         close_up(self._root)
         own = dict(self.model.weights())
@@ -121,12 +121,12 @@ class ShardedRunner(Runner):
             raise ModelError(f"{len(missing)} tensors were not given, among them {min(missing)}.")
 
     def origin(self) -> str:
-        """Of this rank's parts."""
+        """Digest of this rank's parts."""
         close_up(self._root)
         return weights_digest(own_parts(self.model))
 
     def sleep(self) -> None:
-        """This rank's part of the weights stays."""
+        """Keep this rank's part of the weights, and drop the head."""
         self.head = None
 
     def resident(self) -> dict[str, int]:
@@ -134,11 +134,11 @@ class ShardedRunner(Runner):
         return {"engine_weights": self.model.nbytes if self._own else 0, "engine_kv": self.cache.nbytes}
 
     def _decode_head(self) -> Head:
-        """Says that it is awake; a pass takes the head as it is inside."""
+        """Return the head, which marks the runner as awake. A pass uses the head inside the root."""
         return self.model.head(self._vocab_size)
 
     def _vote(self, own: int) -> int:
-        """The most that any rank says."""
+        """Return the maximum of all ranks' states."""
         if self._over is not None:
             raise RanksError(self._over)
         try:
@@ -173,6 +173,6 @@ class ShardedRunner(Runner):
             raise RanksError(self._over) from error
 
     def _nothing(self) -> Tensor:
-        """A pass of one token, of which nobody hears."""
+        """Run a pass of one token and drop its result."""
         ids = torch.zeros(1, dtype=torch.int64, device=self.model.device)
         return self.model.run(ids, ids, PackedAttention([0, 1]))

@@ -1,6 +1,6 @@
-"""One engine, any number of streams: whoever waits for tokens advances the engine for all.
+"""One engine, any number of streams. The reader that waits for tokens advances the engine for all.
 
-This is the one place where chunks are dealt out to those who asked for their requests.
+This is the only place that distributes chunks to the streams of their requests.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from opd.protocols import RolloutEngine
 from opd.types import Chunk, RolloutRequest
 
 LOOK = 0.005
-"""Seconds after which a stream that waits looks whether another still advances the engine."""
+"""Seconds between a waiting stream's checks that another still advances the engine."""
 
 
 class StepLock:
-    """Lets one thread in at a time; `between` gets in before the next `step`, however fast steps follow."""
+    """Lets one thread in at a time. `between` gets in before the next `step`, however fast steps follow."""
 
     def __init__(self) -> None:
         self._door, self._room = threading.Lock(), threading.Lock()
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """For those who write: one chunk."""
+        """Hold the lock for one chunk."""
         with self._door:
             self._room.acquire()
         try:
@@ -38,7 +38,7 @@ class StepLock:
 
     @contextmanager
     def step_if_free(self) -> Iterator[bool]:
-        """As `step`, but without waiting: says whether it got in."""
+        """As `step`, but without waiting. Yields True if it got in."""
         free = self._room.acquire(blocking=False)
         try:
             yield free
@@ -48,23 +48,23 @@ class StepLock:
 
     @contextmanager
     def between(self) -> Iterator[None]:
-        """For the learner: what must not happen while a chunk is written."""
+        """Hold the lock between chunks, for the learner."""
         with self._door, self._room:
             yield
 
 
 More = Callable[[bool], Sequence[RolloutRequest] | None]
-"""`more(idle) -> requests`: what a stream is to ask for besides, looked at before each of its chunks; `None`
-once there will be nothing else. With `idle` all it asked for has ended: it may wait, for a moment."""
+"""`more(idle) -> requests`: further requests of a stream, called before each of its chunks. Returns None once
+there will be no others. With `idle` all its requests have ended, so it may wait for a moment."""
 
 
 def several(requests: RolloutRequest | Sequence[RolloutRequest]) -> list[RolloutRequest]:
-    """One request, or several, as a list."""
+    """Return one request, or several, as a list."""
     return [requests] if isinstance(requests, RolloutRequest) else list(requests)
 
 
 def noting(more: More | None, note: Callable[[Sequence[RolloutRequest]], None]) -> More | None:
-    """`more`, of whose requests `note` is told before they begin."""
+    """Wrap `more` so that `note` gets its requests before they begin."""
     if more is None:
         return None
 
@@ -77,11 +77,11 @@ def noting(more: More | None, note: Callable[[Sequence[RolloutRequest]], None]) 
 
 
 class StoppedError(Exception):
-    """Nobody wants more chunks."""
+    """Raised because no more chunks are wanted."""
 
 
 class _Inbox:
-    """What one stream has asked for, and what waits for it."""
+    """The open requests of one stream, and its waiting chunks."""
 
     def __init__(self, requests: Sequence[RolloutRequest], more: More | None) -> None:
         self.open = {request.uid for request in requests}
@@ -90,15 +90,15 @@ class _Inbox:
 
 
 class Stream(Iterator[Chunk]):
-    """The chunks of the requests of one call. Closing or dropping it lets those go that have not ended."""
+    """The chunks of the requests of one call. Closing or dropping it aborts requests that have not ended."""
 
     def __init__(self, streams: Streams, inbox: _Inbox) -> None:
         self._streams, self._inbox = streams, inbox
         self._open = True
 
     def __next__(self) -> Chunk:
-        """The next chunk. Raises what the engine raises; `RolloutError` while it is paused, by which nothing
-        is lost; `StoppedError` after `Streams.stop`.
+        """Return the next chunk. Raises the engine's error, `RolloutError` while it is paused, by which
+        nothing is lost, and `StoppedError` after `Streams.stop`.
         """
         chunk = self._streams._next(self._inbox) if self._open else None
         if chunk is None:
@@ -107,7 +107,7 @@ class Stream(Iterator[Chunk]):
         return chunk
 
     def close(self) -> None:
-        """Ask for no more."""
+        """Abort the requests that have not ended."""
         if self._open:
             self._open = False
             self._streams._leave(self._inbox)
@@ -117,8 +117,8 @@ class Stream(Iterator[Chunk]):
 
 
 class Streams:
-    """Stands before an engine. Streams may be opened, read and closed at any time, by any thread; every use
-    of the engine is one `step` of the lock `steps`.
+    """Wraps an engine. Any thread may open, read and close streams at any time. Every use of the engine is
+    one `step` of the lock `steps`.
     """
 
     def __init__(self, engine: RolloutEngine) -> None:
@@ -129,16 +129,16 @@ class Streams:
         self._leaving: deque[_Inbox] = deque()
         """Streams that were closed while the engine was in use."""
         self._broke: BaseException | None = None
-        """What the engine raised last."""
+        """The engine's last error."""
         self._driven = self._stopped = False
 
     def generate(
         self, requests: RolloutRequest | Sequence[RolloutRequest], more: More | None = None
     ) -> Stream:
-        """What is written to one request, or to several, which join what the engine is at, and to what `more`
-        asks for while the stream is read.
+        """Stream the chunks of one request, or of several, which join those in flight, and of requests that
+        `more` adds while the stream is read.
 
-        Raises what `RolloutEngine.submit` raises, and `StoppedError` after `stop`.
+        Raises errors of `RolloutEngine.submit`, and `StoppedError` after `stop`.
         """
         asked = several(requests)
         inbox = _Inbox(asked, more)
@@ -157,7 +157,7 @@ class Streams:
                     self._inboxes.append(inbox)
 
     def _ask_more(self, inbox: _Inbox) -> None:
-        """Begin what the stream's reader wants besides."""
+        """Begin the further requests of the stream's reader."""
         if inbox.more is not None:
             asked = inbox.more(not inbox.open and not inbox.chunks)
             if asked is None:
@@ -166,13 +166,13 @@ class Streams:
                 self._submit(inbox, asked)
 
     def stop(self) -> None:
-        """Let no stream go on."""
+        """End all streams."""
         with self._changed:
             self._stopped = True
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Let everything go, once no thread reads any more."""
+        """Abort all requests, once no thread reads any more."""
         with self.steps.step():
             self._leaving += self._inboxes
             self._let_go()
@@ -199,7 +199,7 @@ class Streams:
                 self._driven = False
 
     def _drive(self, inbox: _Inbox) -> None:
-        """One chunk for whoever it belongs to."""
+        """Advance the engine by one chunk and distribute it."""
         with self.steps.step():
             try:
                 self._let_go()
@@ -240,7 +240,7 @@ class Streams:
                 self._changed.notify_all()
 
     def _leave(self, inbox: _Inbox) -> None:
-        """Whoever has the engine now lets the requests of `inbox` go, and if nobody has, this does."""
+        """Abort the requests of `inbox`, here or in the thread that uses the engine now."""
         self._leaving.append(inbox)
         with self.steps.step_if_free() as free:
             if free:
@@ -258,12 +258,12 @@ class Streaming:
     """Gives an engine `generate`, over its own `submit`, `step` and `abort`."""
 
     _streams: weakref.ref[Streams] | None = None
-    """Streams keep their engine alive, not the other way round."""
+    """Streams hold a reference to their engine, and the engine only a weak one to them."""
 
     def generate(
         self, requests: RolloutRequest | Sequence[RolloutRequest], more: More | None = None
     ) -> Stream:
-        """What is written to one request, or to several: see `Streams.generate`."""
+        """Stream the chunks of one request, or of several: see `Streams.generate`."""
         streams = self._streams() if self._streams is not None else None
         if streams is None:
             streams = Streams(cast("RolloutEngine", self))

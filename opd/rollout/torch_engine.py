@@ -29,11 +29,10 @@ from opd.types import Chunk, RolloutRequest
 class TorchEngine(Streaming):
     """Implements `opd.protocols.RolloutEngine` on a `CausalLM`.
 
-    A request's tokens depend on the weights, its prompt, its sampling settings, and (seed, uid, position)
-    alone: not on its batch mates, the number of slots, or on being interrupted and resumed through
-    `prefix_ids`. (Another batch rounds otherwise: by 1e-6, in bfloat16 by 4e-3, where a token may differ.)
-
-    `model` is used in place, and its weights change only through `update_weights`.
+    A request's tokens depend only on the weights, its prompt, its sampling settings, and (seed, uid,
+    position). They do not depend on its batch mates, the number of slots, or on being interrupted and resumed
+    through `prefix_ids`. (Another batch rounds differently, by 1e-6, in bfloat16 by 4e-3, so a token may
+    differ.) `model` is used in place, and its weights change only through `update_weights`.
     """
 
     def __init__(
@@ -48,8 +47,8 @@ class TorchEngine(Streaming):
         settings: DecodeConfig | None = None,
         sharing: Sharing | None = None,
     ) -> None:
-        """`max_running`: requests decoded together. `max_sequence`: prompt plus response tokens of a request,
-        at most the model's own `positions_of`. `vocab_size`: sample from the first ids only (a
+        """`max_running`: most requests in one decode batch. `max_sequence`: prompt plus response tokens of a
+        request, at most the model's own `positions_of`. `vocab_size`: sample from the first ids only (a
         model's head may be padded beyond its tokenizer). `lean`: force the lean decoder on or off; `None`
         chooses. `settings`: `runtime.decode` of a recipe. `sharing`: the ranks over which `model` is cut.
         """
@@ -77,21 +76,21 @@ class TorchEngine(Streaming):
         )
         self._version = version
         self.chunk_seconds = 0.0
-        """Tokens are handed out together that are decoded in less; a single decode step may take longer."""
+        """Target seconds of a chunk. A single decode step may take longer."""
         self._paused = False
         self._queue = queue_requests([], self._limits)
         self._batch = RunningBatch(1, 0, 0)
         self._longest = 0
-        """Most tokens that any request may come to hold of those in flight together."""
+        """Most tokens that any request in flight may come to hold."""
         self._joined = False
-        """Whether requests have come for which there may be no room yet."""
+        """True if requests have come that may need more slots or cache."""
         self._cached = 0
-        """The first slots, whose tokens but the newest are all in the cache."""
+        """Number of first slots whose tokens, but for the newest, are all cached."""
         self.restored_tokens = 0
         """Tokens whose keys and values came from `restore` instead of a forward."""
         self._turns = KeptTurns(self._runner, self._limits, max_running)
         self.saved: dict[bytes, PromptKV] = {}
-        """Restored keys and values that no request has taken yet, by the bytes of their token ids."""
+        """Restored keys and values that no request has used yet, by the bytes of their token ids."""
 
     @property
     def policy_version(self) -> int:
@@ -100,22 +99,22 @@ class TorchEngine(Streaming):
 
     @property
     def paused(self) -> bool:
-        """Whether decoding is stopped."""
+        """True while decoding is stopped."""
         return self._paused
 
     @property
     def prefilled_tokens(self) -> int:
-        """Prompt tokens computed so far; one shared by several requests of a call counts once."""
+        """Prompt tokens computed so far. One shared by several requests of a call counts once."""
         return self._runner.prefilled_tokens
 
     @property
     def kept_tokens(self) -> int:
-        """Tokens whose keys and values had stayed since an earlier turn."""
+        """Tokens whose keys and values were cached since an earlier turn."""
         return self._turns.taken
 
     @property
     def positions(self) -> tuple[int, int]:
-        """Of the cache, in a layer: what decode steps have read so far, and what their requests held."""
+        """Cached positions per layer: those decode steps have read so far, and those their requests held."""
         return self._runner.positions_read, self._runner.positions_held
 
     @property
@@ -136,8 +135,8 @@ class TorchEngine(Streaming):
         self._turns.submit(requests)
 
     def step(self) -> Chunk | None:
-        """The next chunk, of one or more decode steps; `None` if nothing is in flight. Raises `RolloutError`
-        while paused; nothing is lost by that.
+        """Return the next chunk, of one or more decode steps, or None if nothing is in flight. Raises
+        `RolloutError` while paused, by which nothing is lost.
         """
         if self._paused:
             raise RolloutError("the engine is paused; call resume() before the next chunk.")
@@ -163,7 +162,7 @@ class TorchEngine(Streaming):
         return Chunk.join(steps)
 
     def abort(self, uids: Collection[str]) -> None:
-        """Free slots and places of these requests; nothing more is said of them."""
+        """Free slots and queue entries of these requests. No chunk mentions them again."""
         gone = set(uids)
         self._turns.abort(gone)
         self._queue.drop(gone)
@@ -172,7 +171,7 @@ class TorchEngine(Streaming):
                 self._remove(rows)
 
     def drain(self) -> None:
-        """Make the passes that other ranks of a model that is cut over them need, until none has work."""
+        """Make the passes that other ranks of a sharded model need, until none has work."""
         self._runner.drain()
 
     def leave(self) -> None:
@@ -180,13 +179,11 @@ class TorchEngine(Streaming):
         self._runner.leave()
 
     def pause(self) -> None:
-        """Stop sampling; requests in flight stay where they are, and `step` raises until `resume`."""
+        """Stop sampling. Requests in flight stay where they are, and `step` raises until `resume`."""
         self._paused = True
 
     def flush(self) -> None:
-        """Drop every cached key and value; requests in flight rebuild theirs from their tokens when they go
-        on.
-        """
+        """Drop every cached key and value. Requests in flight rebuild theirs from their tokens later."""
         self._runner.clear()
         self._forget()
 
@@ -207,22 +204,21 @@ class TorchEngine(Streaming):
             self._runner.receive(weights, held := WeightsDigest(quick=True))
             asleep = False
         finally:
-            # Even a refused tensor leaves those before it copied: nothing computed earlier is valid any more.
+            # A refused tensor leaves those before it copied, so nothing computed earlier is valid any more.
             self._runner.sleep() if asleep else self._runner.refresh()
             self._forget()
         self._version = version
         return held.hex()
 
     def resume(self) -> None:
-        """Continue sampling. Raises `RolloutError` while it sleeps."""
+        """Continue sampling. Raises `RolloutError` while asleep."""
         if self.asleep:
             raise RolloutError("the engine sleeps and holds no weights; call update_weights() to wake it.")
         self._paused = False
 
     def snapshot(self) -> dict[str, Tensor]:
-        """Keys and values of all requests in flight, as named tensors on the CPU; empty if there are none.
-
-        Raises `RolloutError` if the engine is not paused.
+        """Return keys and values of all requests in flight, as named tensors on the CPU, or nothing if there
+        are none. Raises `RolloutError` if the engine is not paused.
         """
         self._check_paused("snapshot")
         known = [self._batch.known(row)[:-1].copy() for row in range(self._cached)]
@@ -230,8 +226,9 @@ class TorchEngine(Streaming):
         return pack(held, self._origin()) if held else {}
 
     def restore(self, tensors: Mapping[str, Tensor]) -> int:
-        """Take over a `snapshot`; returns how many sequences it holds. A request whose tokens are among them
-        continues from these keys and values; every other is prefilled. `flush` and new weights drop them.
+        """Take over a `snapshot` and return the number of its sequences. A request whose tokens are among
+        them continues from these keys and values. Every other is prefilled. `flush` and new weights drop
+        them.
 
         Raises `RolloutError` if the snapshot was made with other weights or by another form of decoder.
         """
@@ -245,8 +242,8 @@ class TorchEngine(Streaming):
         return len(saved)
 
     def release(self) -> None:
-        """Give the memory of keys and values back; requests in flight rebuild or restore theirs when they go
-        on. Raises `RolloutError` if the engine is not paused.
+        """Free the memory of keys and values. Requests in flight rebuild or restore theirs when they go on.
+        Raises `RolloutError` if the engine is not paused.
         """
         self._check_paused("release")
         self._runner.release()
@@ -257,22 +254,22 @@ class TorchEngine(Streaming):
 
     @property
     def asleep(self) -> bool:
-        """Whether it holds no weights."""
+        """True if it holds no weights."""
         return self._runner.head is None
 
     def sleep(self) -> None:
-        """`pause` and `release`, and give the weights' memory back, too, until `update_weights`."""
+        """`pause` and `release`, and free the weights' memory too, until `update_weights`."""
         self.pause()
         self.release()
         self._runner.sleep()
 
     def resident(self) -> dict[str, int]:
-        """Bytes of weights, as they are and as decode lays them out, and of keys and values."""
+        """Bytes of weights, with decode's copies of them, and of keys and values."""
         resident = self._runner.resident()
         return resident | {"engine_kv": resident["engine_kv"] + self._turns.nbytes}
 
     def _forget(self) -> None:
-        """No keys and values are known any more."""
+        """Mark all keys and values as lost."""
         self.saved.clear()
         self._turns.clear()
         self._cached = 0
@@ -285,7 +282,7 @@ class TorchEngine(Streaming):
         return Origin(self._runner.origin(), self._version, self._runner.lean is not None)
 
     def _make_room(self) -> None:
-        """Lay slots and cache out for those that have come: for them alone, or beside what is running."""
+        """Lay slots and cache out for new requests, also next to running ones."""
         if not self._joined:
             return
         queue, batch, self._joined = self._queue, self._batch, False
@@ -301,9 +298,9 @@ class TorchEngine(Streaming):
             self._runner.start(slots)
 
     def _decode(self) -> Chunk:
-        """One token for every running request."""
+        """Decode one token for every running request."""
         batch, cache = self._batch, self._runner.cache
-        if overdue := cache.overdue(batch):  # they are computed again when there is room
+        if overdue := cache.overdue(batch):  # they are computed again when there is space
             self._queue = batch.queued(overdue).join(self._queue)
             self._remove(overdue)
         batch.admit(self._queue, cache.room(batch, self._queue))
@@ -350,7 +347,7 @@ class TorchEngine(Streaming):
     def _remove(self, rows: list[int]) -> None:
         """Free slots, with their keys and values."""
         batch = self._batch
-        length = batch.length[: batch.size] - 1  # nobody has read the newest
+        length = batch.length[: batch.size] - 1  # the newest token has not been read yet
         source, target = batch.remove(rows)
         if source.size:
             self._runner.cache.move(source, target, length[source])

@@ -1,8 +1,8 @@
-"""The turns of one conversation: keys and values that stay while its environment answers, and the pass over
-what was added to them.
+"""The turns of one conversation: keys and values that stay cached while its environment answers, and the pass
+over the tokens added since.
 
-Without them each turn would compute its whole context again, so an episode of `n` turns `n / 2` times what
-it holds.
+Without them each turn would compute its full context again. An episode of `n` turns would compute `n / 2`
+times its tokens.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from opd.rollout.kv_cache import LayerCache, PromptKV
 from opd.types import RolloutRequest
 
 FEW = 256
-"""Added tokens that go behind any kept ones. Of more, and more than are kept, all is computed: kernels for
-whole sequences are faster than attention under a mask."""
+"""Added tokens that always extend cached ones. If more are added, and more than are cached, all are computed,
+because kernels for full sequences are faster than attention under a mask."""
 KEPT = 4
-"""Conversations that are kept for each slot: more wait for their environments, or for a slot, than run."""
+"""Cached conversations per slot. More wait for their environments, or for a slot, than run."""
 SCORES = 1 << 24
-"""Scores of added tokens to all that is held that are computed together."""
+"""Most scores of added tokens, to all held tokens, that are computed at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class KeptTurn:
-    """What is kept of a conversation: as much as the model has read."""
+    """The cached part of a conversation: all tokens that the model has read."""
 
     tokens: np.ndarray
     """[m] int32."""
@@ -40,34 +40,34 @@ class KeptTurn:
 
 
 class KeptTurns:
-    """By session, the one that waited longest first; it is the first to go where there is no room."""
+    """Turns by session, the longest waiting one first. It is dropped first if there is no space."""
 
     def __init__(self, runner: Runner, limits: EngineLimits, slots: int) -> None:
-        """`slots`: requests that run together. `KEPT` times as many conversations are kept at most, within
-        what `limits` leave beside the runner's cache.
+        """`slots`: requests that run at once. At most `KEPT` times as many conversations are cached, within
+        the space that `limits` leave besides the runner's cache.
         """
         self._runner, self._limits, self._most = runner, limits, KEPT * slots
         self._turns: dict[str, KeptTurn] = {}
         self._requests: dict[str, RolloutRequest] = {}
-        """Those in flight that belong to a session, by uid."""
+        """Requests in flight that belong to a session, by uid."""
         self.taken = 0
-        """Tokens that need not be computed again, so far."""
+        """Tokens so far that need not be computed again."""
         self._positions = self.nbytes = 0
 
     def __len__(self) -> int:
         return len(self._turns)
 
     def submit(self, requests: Iterable[RolloutRequest]) -> None:
-        """These are in flight."""
+        """Note that `requests` are in flight."""
         self._requests |= {request.uid: request for request in requests if request.session}
 
     def abort(self, uids: Iterable[str]) -> None:
-        """These no more."""
+        """Note that `uids` are no longer in flight."""
         for uid in uids:
             self._requests.pop(uid, None)
 
     def fit(self, positions: int) -> None:
-        """Keep no more than the cache, with room for `positions`, leaves room for; its memory only grows."""
+        """Drop turns that do not fit beside a cache of `positions`, whose memory only grows."""
         limits, held = self._limits, self._runner.cache.nbytes
         room = math.inf
         if limits.positions is not None:
@@ -76,16 +76,16 @@ class KeptTurns:
             self._drop(next(iter(self._turns)))
 
     def clear(self) -> None:
-        """Forget what is kept."""
+        """Drop all turns."""
         self._turns.clear()
         self._positions = self.nbytes = 0
 
     def keep(self, batch: RunningBatch, ended: Iterable[int]) -> None:
-        """Keep keys and values of the slots that `ended` where another turn comes."""
+        """Cache keys and values of the slots that `ended`, if another turn comes."""
         for slot in ended:
             request = self._requests.pop(batch.uids[slot], None)
             if request is not None and request.continues:
-                known = batch.known(slot)[:-1].copy()  # nobody has read the newest
+                known = batch.known(slot)[:-1].copy()  # the newest token has not been read yet
                 turn = KeptTurn(known, self._runner.cache.read(slot, len(known)))
                 self._drop(request.session)
                 self._turns[request.session] = turn
@@ -94,9 +94,8 @@ class KeptTurns:
         self.fit(self._runner.cache.positions)
 
     def prefill(self, batch: RunningBatch, start: int, queue: RequestQueue) -> Iterator[Tensor]:
-        """[R, D] each: the slots from `start` on, in an order of their own: first those that are computed
-        whole, then those of which an earlier turn is kept, so that each kind is one pass. `queue`: what waits
-        for slots.
+        """[R, D] each: the slots from `start` on, reordered: first those that are fully computed, then those
+        with a cached earlier turn, so that each kind is one pass. `queue`: the requests that wait for slots.
         """
         upcoming = queue.tokens[queue.taken].tobytes() if queue else None
         kept = {slot: self._earlier(batch, slot) for slot in range(start, batch.size)}
@@ -112,7 +111,7 @@ class KeptTurns:
             yield extend(self._runner, batch, first, turns)
 
     def _earlier(self, batch: RunningBatch, slot: int) -> KeptTurn | None:
-        """The turn on whose tokens this slot's request goes on, if it is kept; it is kept no more."""
+        """Remove and return the cached turn that this slot's request continues, if there is one."""
         request, tokens = self._requests.get(batch.uids[slot]), batch.known(slot)
         turn = None if request is None else self._drop(request.session)
         if turn is None or not np.array_equal(turn.tokens, tokens[:-1][: len(turn.tokens)]):
@@ -131,14 +130,14 @@ class KeptTurns:
 
 
 class AddedAttention(CachedAttention):
-    """Attention of tokens that were added to slots: they are written behind those that lie there, and see
-    them and each other in causal order.
+    """Attention of tokens that were added to slots. They are written behind the held tokens, and see them and
+    each other in causal order.
 
     `R` slots, `T` added tokens packed end to end, `Q` of the slot that has most, `L` tokens of the fullest.
     """
 
     def __init__(self, runner: Runner, first: int, held: np.ndarray, length: np.ndarray) -> None:
-        """`held` and `length` [R]: tokens that the slots from `first` on hold, and with the added ones."""
+        """`held` and `length` [R]: tokens of the slots from `first` on, without and with the added ones."""
         added = length - held
         bounds = np.concatenate([[0], np.cumsum(added)])
         # [R, Q]: padding repeats a slot's last added token.
@@ -183,7 +182,7 @@ class AddedAttention(CachedAttention):
 
 
 def _attend(query: Tensor, keys: Tensor, values: Tensor, form: ScoreForm, seen: Tensor) -> Tensor:
-    """`query` [R, H, Q, d] to `keys` [R, Hkv, L, d], where it has `seen` [R, 1, Q, L] -> [R, H, Q, dv], with
+    """`query` [R, H, Q, d] to `keys` [R, Hkv, L, d], masked by `seen` [R, 1, Q, L] -> [R, H, Q, dv], with
     about `SCORES` scores at a time.
     """
     groups = query.shape[1] // keys.shape[1]
@@ -197,7 +196,7 @@ def _attend(query: Tensor, keys: Tensor, values: Tensor, form: ScoreForm, seen: 
 
 
 def extend(runner: Runner, batch: RunningBatch, start: int, turns: list[KeptTurn]) -> Tensor:
-    """[R, D]: give the slots from `start` on what is kept of `turns`, and compute what was added since."""
+    """[R, D]: restore the cached `turns` to the slots from `start` on, and compute the tokens added since."""
     parts = []
     held = np.array([len(turn.tokens) for turn in turns])
     length = batch.length[start : start + len(turns)]
@@ -205,7 +204,7 @@ def extend(runner: Runner, batch: RunningBatch, start: int, turns: list[KeptTurn
         runner.cache.write(slice(slot, slot + 1), turn.kv)
     first = 0
     while first < len(turns):
-        # Slots of one pass are padded to the one that was given most.
+        # Slots of one pass are padded to the one with most added tokens.
         most = np.maximum.accumulate((length - held)[first:])
         limit = prefill_tokens(runner.model.device)
         count = max(1, int((most * np.arange(1, len(most) + 1) <= limit).sum()))

@@ -1,11 +1,11 @@
-"""Write the student's responses on vLLM workers: requests, messages, control verbs, new weights, adapters.
+"""Generate responses on vLLM workers: requests, messages, control verbs, new weights, adapters.
 
-A stream is of one version throughout: a pause ends it, and what is left is asked for again after what has
-arrived. What a server holds is asked for once a stream has begun, and again seen at its end.
+A stream is of one version throughout. A pause ends it, and the rest is requested again after the tokens that
+have arrived. The server's weights are read once a stream has begun, and again at its end.
 
-Workers tell checksums of the tensors that they hold as they were given. On a CPU they pack linear layers
-away: what is in those is proved by outputs, the log-probabilities of a probe, which must be those that the
-new weights give here. A worker calls weights by their name once they are proved, and not before.
+Workers report checksums of the tensors that they hold in their original form. On a CPU they pack linear
+layers. Those are verified by outputs: the log-probabilities of a probe must equal those of the new weights
+here. A worker's weights get their final name only after they are verified.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ if TYPE_CHECKING:
 
 GENERATE = "/inference/v1/generate"
 _READING = ".reading"
-"""Ends the name of weights that are not proved yet."""
+"""Suffix of the name of weights that are not verified yet."""
 
 
 async def read_folder(ask: Ask, server: Server, name: str, folder: Path) -> None:
-    """Have `server`, which ends if it cannot, take the weights in a folder that it sees. See `Push.load`."""
+    """Have `server` load the weights in a folder that it sees. It ends if it cannot. See `Push.load`."""
     await ask(server, "POST", "/update_weight_version", {"new_version": name + _READING})
     body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
     done = await ask(server, "POST", "/collective_rpc", body)
@@ -74,18 +74,18 @@ async def _drop_cache(ask: Ask, server: Server) -> None:
 
 
 class Outputs:
-    """What a model of the student's form says of the probe, with any weights.
+    """Computes a probe's log-probabilities with a model of the student's form and any weights.
 
     Args:
-        model: A Hugging Face folder of that form, of which no weights are read.
-        dtype: Of the weights.
+        model: A Hugging Face folder of that form, whose weights are not read.
+        dtype: Data type of the weights.
     """
 
     def __init__(self, model: Path, dtype: str) -> None:
         self._model = open_empty(model, dtype=dtype)
 
     def __call__(self, weights: Iterable[tuple[str, Tensor]]) -> np.ndarray:
-        """[len(PROBE) - 1] float32: log-probabilities of its tokens, one forward pass on the CPU."""
+        """[len(PROBE) - 1] float32: log-probabilities of the probe's tokens, in one pass on the CPU."""
         compute = partial(probe_logprobs, self._model)
         with torch.no_grad():
             given = {f"module.{name}": tensor for name, tensor in weights}
@@ -96,9 +96,9 @@ class VLLMVerbs(Verbs):
     """See `Verbs`.
 
     Args:
-        model: What they serve.
+        model: The model they serve.
         mode: The `--logprobs-mode` they have to be started with.
-        outputs: See `Outputs`; `None` cannot prove new weights.
+        outputs: See `Outputs`. With `None` new weights cannot be verified.
     """
 
     pause_ends_streams = True
@@ -114,11 +114,11 @@ class VLLMVerbs(Verbs):
         self.requirement = f", with {mode}"
         self._expected = None if outputs is None else ExpectedAnswers(outputs)
         self._asked: dict[str, asyncio.Task[str]] = {}
-        """By URL, who will ask what a server holds, and has not yet."""
+        """URL -> the task that will ask for the server's weights and has not yet."""
         self._asking: dict[str, asyncio.Lock] = {}
 
     async def pause(self, server: Server) -> None:
-        """See `Verbs`: what is being written is aborted, and every cached key and value dropped."""
+        """See `Verbs`: abort requests in progress, and drop every cached key and value."""
         await self.ask(server, "POST", "/pause?mode=abort", {})
 
     async def flush(self, server: Server) -> None:
@@ -134,7 +134,7 @@ class VLLMVerbs(Verbs):
         return str((await self.pool.ask(server, "GET", "/weight_info")).get("weight_version"))
 
     async def weights_of(self, server: Server) -> str:
-        """See `Verbs`: `held`, asked after this call; who calls meanwhile shares the next answer."""
+        """See `Verbs`: `held`, requested after this call. Concurrent callers share the next answer."""
         waiting = self._asked.get(server.url)
         if waiting is None:
             waiting = self._asked[server.url] = asyncio.create_task(self._held_in_turn(server))
@@ -157,8 +157,8 @@ class VLLMVerbs(Verbs):
     take = release
 
     async def check_settings(self, server: Server) -> None:
-        """Whether it tells what it holds, as many tokens as a request may have, and log-probabilities as they
-        are needed.
+        """See `Verbs`: check that it reports its settings, takes as many tokens as a request may have, and
+        gives the log-probabilities we need.
         """
         config = await server_settings(self.pool, server)
         if config is None:
@@ -204,7 +204,7 @@ class VLLMVerbs(Verbs):
         return [*ranks[0]["checksums"], *packed] if len(ranks) == 1 else None
 
     async def verify(self, server: Server, newest: Newest) -> None:
-        """Compare checksums where there are any, and the outputs."""
+        """Compare checksums, if there are any, and the outputs."""
         settings = await model_settings(self.pool, server) or {}
         ranks, packed = await self._ranks(server)
         dtype = str(settings.get("dtype")).removeprefix("torch.")
@@ -213,7 +213,7 @@ class VLLMVerbs(Verbs):
                 newest.proof.check, server.url, ranks, {"dtype": dtype, "device": "cpu"}, packed
             )
         due = await asyncio.to_thread(self._due, newest)
-        await self.go_on(server)  # paused it scores nothing; nobody asks it for anything else meanwhile
+        await self.go_on(server)  # a paused server scores nothing, and no other request comes meanwhile
         try:
             said = await probe(self.pool, server, 0, self._model.rows or self._model.vocabulary)
         finally:
@@ -231,14 +231,14 @@ class VLLMVerbs(Verbs):
         return self._expected.of(newest)
 
     async def _ranks(self, server: Server) -> tuple[list[dict[str, Any]], set[str]]:
-        """Of each rank its place and its tensors' checksums, and the names of what is packed away."""
+        """Return each rank's place and its tensors' checksums, and the names of packed tensors."""
         told = await checksums(self.pool, server) or {}
         ranks: dict[tuple[str, int], dict[str, str]] = {}
         packed: set[str] = set()
         with decoding(lambda cause: RolloutError(f"{server.url}/weight_checker answered {cause}.")):
             for key, checksum in told.items():
                 data, *_, tensor, name = key.split(":", 4)
-                name = name.replace(".base_layer.", ".")  # of one that adapters are applied to
+                name = name.replace(".base_layer.", ".")  # a layer that adapters are applied to
                 if checksum == OF_NOTHING:
                     packed.add(name)
                 else:
@@ -252,14 +252,14 @@ class VLLMVerbs(Verbs):
 
 
 LOADS = "/v1"
-"""Begins the paths by which adapters come and go."""
+"""Begins the paths of the requests that load and unload adapters."""
 _OF_NOBODY = {"model": "opd-nobody", "token_ids": [2**31 - 1], "sampling_params": {"max_tokens": 1}}
-"""Names an adapter that there is not, and a token that no model has: nothing is written of it."""
+"""Names a missing adapter, and a token that no model has, so nothing is generated."""
 
 
 async def lacks(pool: HTTPClient, server: Server, lora: LoRAConfig) -> str | None:
-    """What `server` was not started with that adapters of this form need; `None` if it will do. Raises
-    `UnavailableError` and `RefusedError`.
+    """Return the flags that adapters of this form need and `server` was not started with, or None if there
+    are none. Raises `UnavailableError` and `RefusedError`.
     """
     told = (await server_settings(pool, server) or {}).get("lora_config")
     config = told if isinstance(told, dict) else {}
@@ -277,7 +277,7 @@ async def lacks(pool: HTTPClient, server: Server, lora: LoRAConfig) -> str | Non
     except RefusedError as refusal:
         if refusal.status == HTTPStatus.NOT_FOUND:
             return None
-    # It writes with the base alone what names an adapter that it has not.
+    # It uses the base alone for a request that names a missing adapter.
     return "VLLM_SKIP_MODEL_NAME_VALIDATION=0 in its environment"
 
 
@@ -310,26 +310,28 @@ class VLLMAdapterVerbs(AdapterVerbs):
 
 
 Mode = Literal["processed_logprobs", "raw_logprobs"]
-"""What a server's log-probabilities are: at the temperature and after top-p and top-k, or at 1 and before."""
+"""Form of a server's log-probabilities: at the temperature and after top-p and top-k, or at 1 and before."""
 
 
 def mode_for(cuts: bool) -> Mode:
-    """In which workers tell log-probabilities as a run needs them. `cuts`: a `top_p` or `top_k` is set."""
+    """Log-probability mode of workers that a run needs. `cuts`: a `top_p` or `top_k` is set."""
     return "raw_logprobs" if cuts else "processed_logprobs"
 
 
 _NO_NUMBER = -9999.0
-"""Told in place of minus infinity and of what is no number."""
+"""Sent in place of minus infinity and NaN."""
 _TOKEN_BYTES, _OTHER_BYTES = 512, 2**16
 
 
 def is_cut(sampling: SamplingParams) -> bool:
-    """Whether some tokens cannot be drawn. Greedy ones are not: the most likely is drawn anyway."""
+    """Return True if some tokens cannot be drawn. Greedy sampling does not count, because it draws the most
+    likely one anyway.
+    """
     return sampling.temperature > 0 and (sampling.top_p < 1 or sampling.top_k > 0)
 
 
 class VLLMMessageReader(served_messages.MessageReader):
-    """Messages have the new tokens; the last names the weights that sampled all of them."""
+    """Messages have the new tokens. The last names the weights that sampled all of them."""
 
     def _told(self, message: Any) -> Told | None:
         self._refuse_error(message)
@@ -355,12 +357,12 @@ class VLLMMessageReader(served_messages.MessageReader):
 
 
 class VLLMDialect(Dialect):
-    """`POST /inference/v1/generate`: token ids in and out. Noise is the servers' own: with a seed for each
+    """`POST /inference/v1/generate`: token ids in and out. Noise is the servers' own. With a seed for each
     request vLLM draws row by row, and one on a CPU ends at the first prompt that it prefills in pieces.
 
     Args:
-        model: What the servers serve.
-        mode: What their log-probabilities are.
+        model: The model that the servers serve.
+        mode: Form of their log-probabilities.
     """
 
     path, reader = GENERATE, VLLMMessageReader
@@ -418,15 +420,15 @@ class VLLMDialect(Dialect):
 
 
 class VLLMEngine(ServedEngine):
-    """See `ServedEngine`. A pause ends what is being written, which is written on after it.
+    """See `ServedEngine`. A pause ends requests in progress, which are continued after it.
 
     Args:
         options: The workers and limits.
-        model: What they serve.
-        push: How new weights get there; `None` cannot update weights.
-        version: Of the weights they hold now; below 0 if they are to be given the first.
-        mode: What their log-probabilities are.
-        outputs: What new weights say of the probe (`Outputs`).
+        model: The model they serve.
+        push: Sends new weights. With `None` the engine cannot update weights.
+        version: Version of the weights they hold now. Below 0 if they are to be given the first.
+        mode: Form of their log-probabilities.
+        outputs: Computes the probe's log-probabilities with new weights (`Outputs`).
     """
 
     def __init__(

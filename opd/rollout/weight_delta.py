@@ -1,16 +1,17 @@
-"""What has changed between two versions of named tensors, as bytes that give the newer one to the last bit.
+"""The changes between two versions of named tensors, as bytes that restore the newer one to the last bit.
 
-A tensor is cut into blocks. Of a block that has changed either all values go, or the gaps between the
-changed elements and their new values, whichever is less; of one that has not, nothing. Two values are the
-same if their bits are, so that NaN, -0.0 and bfloat16 come out as they went in. All blocks with all values
-are a version whole, in the same form. Blocks go together in parts, each of which is safetensors:
+A tensor is cut into blocks. An unchanged block sends nothing. A changed block sends either all values, or the
+gaps between the changed elements and their new values, whichever is smaller. Two values are equal if their
+bits are, so NaN, -0.0 and bfloat16 are exact. All blocks with all values are a full version, in the same
+form. Blocks are grouped in parts, each of which is safetensors:
 
     blocks   [bytes] uint8: JSON, of each block [tensor, first element, elements, bytes of a gap's code]
     vN       [n] of the tensor's dtype: the new values of the block of number N
     gN       [bytes] uint8: the gaps before them, where the code has bytes
 
-A code of w bytes, little-endian, below 2^(8w) - 1 is the number of elements that stay before the next new
-value; the highest says that so many stay and no value follows. Positions so can neither repeat nor go back.
+A code has w bytes, little-endian. Below 2^(8w) - 1 it is the number of unchanged elements before the next new
+value. The highest code means that so many are unchanged and no value follows. So positions can neither repeat
+nor go back.
 """
 
 from __future__ import annotations
@@ -31,22 +32,22 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 BLOCK_ELEMENTS = 1 << 22
-"""Of a tensor, compared at a time."""
+"""Elements of a tensor compared at once."""
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in tensors.DTYPES.values()}
-"""Of tensors that can be sent."""
+"""Data types of tensors that can be sent."""
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""What is compared and copied in place of elements of so many bytes."""
+"""Integer type that compares and copies elements of so many bytes."""
 _WIDTHS = (1, 2)
 _METADATA = "__metadata__"
-"""What no tensor of a safetensors file can be called."""
+"""A name that no tensor of a safetensors file can have."""
 _MOST = 2**48
-"""Elements of a tensor, and bytes of all."""
+"""Upper bound on the elements of a tensor, and on the bytes of all."""
 _MEND = "send them anew"
 
 
 @dataclass(frozen=True, slots=True)
 class TensorForm:
-    """What is known of a tensor before its values."""
+    """A tensor's name, dtype and shape."""
 
     name: str
     dtype: torch.dtype
@@ -62,7 +63,7 @@ class TensorForm:
 
 
 Form = tuple[TensorForm, ...]
-"""Of all tensors, in their order."""
+"""The forms of all tensors, in their order."""
 
 
 def form_of(weights: Iterable[tuple[str, Tensor]]) -> Form:
@@ -71,12 +72,12 @@ def form_of(weights: Iterable[tuple[str, Tensor]]) -> Form:
 
 
 def form_as_json(form: Form) -> list[Any]:
-    """For another process; see `form_from_json`."""
+    """Encode `form` for another process; see `form_from_json`."""
     return [[own.name, str(own.dtype).removeprefix("torch."), list(own.shape)] for own in form]
 
 
 def form_from_json(told: Any) -> Form:
-    """What `form_as_json` gave. Raises `RolloutError` if `told` is anything else."""
+    """Decode the result of `form_as_json`. Raises `RolloutError` if `told` is anything else."""
     try:
         form = tuple(TensorForm(name, DTYPES[dtype], tuple(shape)) for name, dtype, shape in told)
     except (KeyError, TypeError, ValueError) as error:
@@ -94,7 +95,7 @@ def form_from_json(told: Any) -> Form:
 
 
 def _fits(shape: tuple[Any, ...]) -> bool:
-    """Whether there may be a tensor of that shape: an empty one has strides, too."""
+    """Return True if a tensor may have that shape. An empty one has strides, too."""
     sizes = all(type(size) is int and 0 <= size < _MOST for size in shape)
     return sizes and len(shape) <= 16 and math.prod(max(size, 1) for size in shape) < _MOST
 
@@ -104,13 +105,13 @@ class Block:
     """New values for a run of a tensor's elements, in row-major order."""
 
     name: str
-    """Of the tensor."""
+    """Name of the tensor."""
     first: int
-    """Number of the first element of the run."""
+    """Index of the first element of the run."""
     count: int
     """Elements of the run."""
     positions: Tensor | None
-    """[n] int64, rising, below `count`: those that have changed; `None`: all."""
+    """[n] int64, rising, below `count`: the changed elements. `None`: all."""
     values: Tensor
     """[n] of the tensor's dtype, or [count]."""
 
@@ -124,12 +125,12 @@ class Block:
 
 
 def bits_of(tensor: Tensor) -> Tensor:
-    """[elements] integers of its elements' size, the same memory; `tensor` is contiguous."""
+    """[elements] integers of the elements' size, in the same memory. `tensor` is contiguous."""
     return tensor.detach().reshape(-1).view(_BITS[tensor.dtype.itemsize])
 
 
 def all_blocks(weights: Iterable[tuple[str, Tensor]], elements: int = BLOCK_ELEMENTS) -> Iterator[Block]:
-    """Everything in `weights`, which are on the CPU; their memory is shared."""
+    """Yield all blocks of `weights`, which are on the CPU. Their memory is shared."""
     for name, tensor in weights:
         flat = tensor.detach().reshape(-1)
         for first in range(0, len(flat), elements):
@@ -142,7 +143,7 @@ def changed_blocks(
     weights: Iterable[tuple[str, Tensor]],
     elements: int = BLOCK_ELEMENTS,
 ) -> Iterator[Block]:
-    """What makes `weights` of `base`, which have the same form; both are on the CPU and contiguous."""
+    """Yield the blocks that turn `base` into `weights`, of the same form. Both are contiguous on the CPU."""
     for (name, old), (_, new) in zip(base, weights, strict=True):
         before, after, flat = bits_of(old), bits_of(new), new.detach().reshape(-1)
         for first in range(0, len(flat), elements):
@@ -159,7 +160,7 @@ def changed_blocks(
 
 
 def grouped(blocks: Iterable[Block], most: int) -> Iterator[list[Block]]:
-    """Blocks that go into a part of about `most` bytes; one that is larger is alone."""
+    """Group blocks into parts of about `most` bytes. A larger block is alone."""
     own: list[Block] = []
     size = 0
     for block in blocks:
@@ -174,7 +175,7 @@ def grouped(blocks: Iterable[Block], most: int) -> Iterator[list[Block]]:
 
 
 def pack(blocks: Sequence[Block]) -> bytes:
-    """A part."""
+    """Encode blocks as a part."""
     from safetensors.torch import save
 
     packed: dict[str, Tensor] = {}
@@ -191,11 +192,11 @@ def pack(blocks: Sequence[Block]) -> bytes:
 
 
 def unpack(part: bytes, form: Form) -> list[Block]:
-    """The blocks of a part for tensors of `form`.
+    """Decode a part's blocks for tensors of `form`.
 
-    Raises `RolloutError` if it is no part, or has anything that does not fit the form: an unknown name,
-    another dtype, elements beyond the tensor's, values that are too many or too few, blocks that overlap or
-    go back, or tensors of which no block knows.
+    Raises `RolloutError` if it is no part, or does not fit the form: an unknown name, another dtype, elements
+    beyond the tensor's, too many or too few values, blocks that overlap or go back, or tensors that belong to
+    no block.
     """
     from safetensors import SafetensorError
     from safetensors.torch import load
@@ -227,7 +228,7 @@ def unpack(part: bytes, form: Form) -> list[Block]:
 def _block(
     form: TensorForm, run: tuple[int, int], width: int, values: Tensor | None, codes: Tensor | None
 ) -> Block:
-    """One of a part, checked."""
+    """Decode one block of a part, with checks."""
     first, count = run
     if values is None or values.dtype != form.dtype or values.dim() != 1:
         raise _unfit(form, "values of another dtype or shape")
@@ -260,21 +261,21 @@ def _top(width: int) -> int:
 
 
 def _gaps(positions: Tensor) -> Tensor:
-    """[n] int64: how many elements stay before each of the rising positions."""
+    """[n] int64: number of unchanged elements before each of the rising positions."""
     return torch.diff(positions, prepend=positions.new_full((1,), -1)) - 1
 
 
 def _codes(positions: Tensor, width: int) -> Tensor:
     """[bytes] uint8: the codes of these positions."""
     gaps, top = _gaps(positions), _top(width)
-    ends = (gaps // top + 1).cumsum(0) - 1  # of each value, its own code; skips are before it
+    ends = (gaps // top + 1).cumsum(0) - 1  # index of each value's own code, after its skips
     codes = gaps.new_full((int(ends[-1]) + 1,), top)
     codes[ends] = gaps % top
     return codes.to(torch.uint8 if width == 1 else torch.uint16).view(torch.uint8)
 
 
 def _positions(codes: Tensor, width: int) -> Tensor | None:
-    """[n] int64: the positions behind these codes, at least one; `None` if they end with none."""
+    """[n] int64: the positions of these codes, at least one. `None` if the last code has no value."""
     read = codes.contiguous().view(torch.uint8 if width == 1 else torch.uint16).to(torch.int64)
     if not len(read) or int(read[-1]) == _top(width):
         return None

@@ -1,8 +1,8 @@
 """A copy of a server's weights on its own node, as a folder that it reads: the receiving end of `DeltaPush`.
 
-It is written whole once and changed in place then, and counts only while its digest is the one that is due.
-The folder is made, and removed with all that is in it, by whoever guards the server (`server_guard.py`): here
-files are written into one that is there, so that nothing is left when the process that writes is killed.
+It is written in full once and then changed in place. It is valid only while its digest is the expected one.
+The server's guard (`server_guard.py`) makes the folder, and removes it with all its files. Here files are
+only written into an existing folder, so nothing is left if the writing process is killed.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 VARIABLE = "OPD_WEIGHTS_FOLDERS"
-"""Tells a server's guard which folders it makes, and removes when the server is gone."""
+"""Tells a server's guard which folders to make, and to remove when the server is gone."""
 _PREFIX = "opd-weights-"
 _YOUNG = 60.0
-"""Seconds in which a folder may not be locked by its owner yet."""
+"""Seconds in which a new folder's owner may not have locked it yet."""
 
 
 def mirror_places() -> list[Path]:
-    """Folders for one server's weights, of names that nobody else has: in shared memory, and where there is
-    no room, on the disk for temporary files.
+    """Return folders for one server's weights, with unique names: in shared memory, and as a fallback on the
+    disk for temporary files.
     """
     name = f"{_PREFIX}{uuid.uuid4().hex}"
     return [Path(root) / name for root in _roots()]
@@ -55,8 +55,8 @@ def _roots() -> list[str]:
 
 
 def remove_ownerless() -> None:
-    """Remove this user's folders of which the server and all who would have removed them were killed at once,
-    as a job is that takes too much memory: nobody holds their lock.
+    """Remove this user's folders whose server and guards were all killed at once, as when a job takes too
+    much memory. No process holds their lock.
     """
     for root in _roots():
         for left in Path(root).glob(f"{_PREFIX}*"):
@@ -69,18 +69,18 @@ class _Held:
 
     path: Path
     tensors: dict[str, Tensor]
-    """In their order; they lie in the file, which is mapped."""
+    """In their order, as views of the mapped file."""
     form: Form
     digest: str | None
-    """Of what they are; `None` while they are changed."""
+    """Digest of the weights, or None while they are changed."""
 
 
 class WeightMirror:
-    """See the module. One caller at a time.
+    """Implements the module's mirror. One caller at a time.
 
     Args:
-        places: Folders that somebody else makes and removes; the first that has room is written into.
-        promised: Bytes of shared memory that others may take, who die if it is not there.
+        places: Folders that another process makes and removes. The first with enough space is used.
+        promised: Bytes of shared memory reserved for other processes, which die without it.
     """
 
     def __init__(self, places: Sequence[Path], promised: int = 0) -> None:
@@ -88,19 +88,19 @@ class WeightMirror:
         self._own: _Held | None = None
 
     def held(self) -> str | None:
-        """The quick digest of the weights that are there; `None` if they are not, or not whole."""
+        """Return the quick digest of the weights, or None if they are missing or incomplete."""
         own = self._own
         return None if own is None or not own.path.exists() else own.digest
 
     def folder(self) -> str | None:
-        """The Hugging Face folder that has them."""
+        """Return the Hugging Face folder that has them."""
         return None if self._own is None or self.held() is None else str(self._own.path.parent)
 
     def begin(self, form: Any, files: Mapping[str, bytes]) -> bool:
-        """Make room for all weights, of the form that `form_as_json` gave; what was there is gone. `files`
-        are written beside them. False: the server is gone, and its folders.
+        """Allocate space for all weights, in the form of `form_as_json`. The previous weights are dropped.
+        `files` are written next to them. Returns False if the server and its folders are gone.
 
-        Raises `RolloutError` if there is no room, or a file or the form is not what it should be.
+        Raises `RolloutError` if there is no space, or if a file or the form is invalid.
         """
         known = form_from_json(form)
         for name in files:
@@ -133,14 +133,14 @@ class WeightMirror:
         )
 
     def change(self, base: str) -> bool:
-        """Begin to change what is there. False: it is not `base`, so all weights have to come."""
+        """Begin to change the weights. Returns False if they are not `base`, so all weights must be sent."""
         if self.held() != base or self._own is None:
             return False
         self._own.digest = None
         return True
 
     def take(self, part: Any) -> None:
-        """Write a part (bytes or [bytes] uint8) of what was begun. Raises as `unpack`."""
+        """Write a part (bytes or [bytes] uint8) of the version begun. Raises as `unpack`."""
         own = self._own
         if own is None or own.digest is not None:
             raise RolloutError("a part of new weights came that nobody had begun to send; send them anew.")
@@ -148,10 +148,10 @@ class WeightMirror:
             block.apply(own.tensors[block.name].view(-1))
 
     def settle(self, digest: str) -> str | None:
-        """All parts have come: the folder, if these are the weights of that quick digest. `None`: the server
-        is gone, and its folders.
+        """Finish after all parts. Returns the folder if the weights have that quick digest, or None if the
+        server and its folders are gone.
 
-        Raises `RolloutError` if they are others.
+        Raises `RolloutError` if they have another digest.
         """
         own = self._own
         if own is None or not own.path.exists():
@@ -166,7 +166,7 @@ class WeightMirror:
         return str(own.path.parent)
 
     def _leave_promised(self, place: Path, size: int) -> None:
-        """Raise `OSError` if so many bytes there leave others less than they were promised."""
+        """Raise `OSError` if `size` bytes there leave less than the reserved memory."""
         if str(place.parent) == SHARED and shutil.disk_usage(place).free - size < self._promised:
             raise OSError(errno.ENOSPC, "what is free is promised to others")
 
@@ -183,16 +183,16 @@ def _header(form: Form) -> bytes:
 
 
 def _by_size(form: Form) -> Form:
-    """In the order in which they lie in a file: the widest elements first, so that all are aligned."""
+    """Sort by element size, widest first, as in the file, so that all are aligned."""
     return tuple(sorted(form, key=lambda own: -own.dtype.itemsize))
 
 
 def _fill(place: Path, form: Form, header: bytes, size: int) -> _Held:
-    """A file of zeros of that form in `place`. Raises `OSError` if there is no room."""
+    """Make a file of zeros of that form in `place`. Raises `OSError` if there is no space."""
     path = place / SINGLE
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
-        # What is not there when it is written to by its address ends the process.
+        # Allocate first: a write to a mapped page without memory ends the process.
         os.posix_fallocate(descriptor, 0, size)
         os.pwrite(descriptor, header, 0)
         content = mmap.mmap(descriptor, size)

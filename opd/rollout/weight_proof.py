@@ -1,4 +1,4 @@
-"""The proof that a server holds the weights it was given."""
+"""Verification that a server holds the weights it was given."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ FUSED = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
 }
-"""What a server keeps as one tensor, and of what."""
+"""Fused tensor of a server -> the tensors it consists of."""
 VOCABULARY_ROWS = 64
 DIGITS = 16
-"""Of a tensor's checksum, hexadecimal, at least."""
+"""Least hexadecimal digits of a tensor's checksum."""
 RELEASE = "SGLang 0.5.23 or vLLM 0.32.0"
-"""Whose checksums are known here."""
+"""Releases whose checksums are known here."""
 FORM = (
     "model_type",
     "architectures",
@@ -40,20 +40,20 @@ FORM = (
     "head_dim",
     "vocab_size",
 )
-"""What two configurations of models with the same tensors have in common."""
+"""Keys on which configurations of models with the same tensors agree."""
 
 
 def check_form(
     url: str, info: Mapping[str, Any], held: Iterable[str], weights: Iterable[tuple[str, Tensor]]
 ) -> None:
-    """`RolloutError` if a server holds tensors that are not in `weights`, or lacks some: giving it weights of
-    another form ends its process.
+    """Raise `RolloutError` if a server holds tensors that are not in `weights`, or lacks some. Weights of
+    another form would end its process.
 
     Args:
         url: Names the server.
-        info: What it says of its model.
+        info: Its facts about its model.
         held: Names of its tensors.
-        weights: What it is to be given.
+        weights: The weights it is to be given.
     """
     known, used = dict(weights), set()
     for name in held:
@@ -73,8 +73,8 @@ def check_form(
 
 
 def check_config(url: str, info: Mapping[str, Any], config: Mapping[str, Any]) -> None:
-    """`RolloutError` if a server's model has another form than the student's Hugging Face `config`. Sizes are
-    compared where its folder can be read here; the kind it says itself.
+    """Raise `RolloutError` if a server's model has another form than the student's Hugging Face `config`.
+    Sizes are compared if its folder can be read here. The server reports the kind itself.
     """
     theirs = {key: info.get(key) for key in FORM}
     file = Path(str(info.get("model_path"))) / "config.json"
@@ -91,8 +91,8 @@ def check_config(url: str, info: Mapping[str, Any], config: Mapping[str, Any]) -
 
 
 class Proof:
-    """What workers have to say of their tensors if they hold `weights`: the checksums of the trainer's bytes,
-    cast and cut as a worker keeps them. Each is computed once, whichever worker asks.
+    """The checksums of a worker that holds `weights`. They are computed from the trainer's bytes, cast and
+    cut as on the worker. Each is computed once for all workers.
     """
 
     def __init__(self, weights: Iterable[tuple[str, Tensor]]) -> None:
@@ -110,22 +110,22 @@ class Proof:
         settings: Mapping[str, Any],
         packed: Collection[str] = (),
     ) -> None:
-        """`RolloutError` unless every tensor the ranks of a worker tell of is the trainer's, and nothing that
-        the trainer holds is left out.
+        """Raise `RolloutError` unless every tensor that a worker's ranks report is the trainer's, and none of
+        the trainer's is left out.
 
         Args:
             url: Names the worker.
-            ranks: What it told of each rank: its place and its tensors' checksums.
+            ranks: Its report of each rank: its place and its tensors' checksums.
             settings: Its `dtype` and `device`.
-            packed: Names of tensors of which it holds another form, and tells nothing: what is in them is to
-                be proved otherwise.
+            packed: Names of tensors that it holds in another form and does not report. They must be verified
+                in another way.
         """
         with self._lock:
             self._prefer(DTYPES.get(str(settings.get("dtype"))), str(settings.get("device")))
             used: set[str] = set()
             for rank in ranks:
                 places = rank.get("parallelism_info") or [{}]
-                # Models that draft for it are others, under names that begin with their role.
+                # Its draft models are other models. Their names begin with their role.
                 roles = tuple(f"{place.get('role', 'target')}." for place in places)
                 held = {n: s for n, s in rank["checksums"].items() if not n.startswith(roles)}
                 used |= self._check_rank(url, held, places[0])
@@ -139,7 +139,7 @@ class Proof:
             )
 
     def _check_rank(self, url: str, held: Mapping[str, str], place: Mapping[str, Any]) -> set[str]:
-        """The names whose tensors are among `held`; small ones first, which tell how checksums are made."""
+        """Return the verified names among `held`. Small tensors come first, to find the form of checksums."""
         used, right, wrong = set(), 0, ""
         parts_of = {name: _parts(name, self._known) for name in held if not _computed(name)}
         for name, parts in sorted(parts_of.items(), key=lambda item: self._size(item[1])):
@@ -173,12 +173,12 @@ class Proof:
                 if key not in self._found:
                     self._found[key] = CHECKSUMS[how](content())
                 if len(checksum) >= DIGITS and self._found[key].startswith(checksum):
-                    self._forms.sort(key=lambda other: other != form)  # the next one's, most likely
+                    self._forms.sort(key=lambda other: other != form)  # most likely also the next tensor's
                     return True
         return False
 
     def _prefer(self, dtype: torch.dtype | None, device: str) -> None:
-        """Try first what a worker's settings speak for."""
+        """Try the forms that match a worker's settings first."""
         self._forms.sort(key=lambda form: (form[0] != dtype) + (form[1] != device))
 
     def _size(self, parts: list[str] | None) -> int:
@@ -186,10 +186,9 @@ class Proof:
 
 
 def _cuts(name: str, parts: list[Tensor], rank: int, size: int) -> Iterator[tuple[str, Callable[[], Tensor]]]:
-    """The ways in which rank `rank` of `size` may keep a tensor, joined of `parts`, each under a name.
+    """Yield the ways in which rank `rank` of `size` may hold a tensor, joined from `parts`, each with a name.
 
-    Rows or columns are cut over the ranks, or not at all; of queries, keys and values the latter may be on
-    several ranks alike.
+    Rows or columns are cut over the ranks, or not at all. Several ranks may hold the same keys and values.
     """
     if "embed_tokens" in name or "lm_head" in name:
         for multiple in dict.fromkeys((VOCABULARY_ROWS, VOCABULARY_ROWS * size)):
@@ -210,7 +209,7 @@ def _cuts(name: str, parts: list[Tensor], rank: int, size: int) -> Iterator[tupl
 
 
 def _padded_rows(weight: Tensor, multiple: int, place: int, count: int) -> Tensor:
-    """A server keeps the rows of embedding and head padded with zeros to a multiple."""
+    """A server pads the rows of embedding and head with zeros to a multiple."""
     missing = -len(weight) % multiple
     return _rows(torch.cat([weight, weight.new_zeros(missing, *weight.shape[1:])]), place, count)
 
@@ -221,7 +220,7 @@ def _rows(tensor: Tensor, place: int, count: int) -> Tensor:
 
 
 def _computed(name: str) -> bool:
-    """Whether a server computes the tensor from the configuration."""
+    """Return True if a server computes the tensor from the configuration."""
     return "rotary" in name or "cos_sin" in name
 
 
@@ -238,12 +237,12 @@ def _parts(name: str, known: Mapping[str, Tensor]) -> list[str] | None:
 
 
 def _of_cpu(tensor: Tensor) -> str:
-    """What a server on a CPU tells of a tensor, and more: the sha256 of its bytes."""
+    """The checksum of a server on a CPU, or more digits of it: the sha256 of the tensor's bytes."""
     return hashlib.sha256(bytes_of(tensor)).hexdigest()
 
 
 _TILE = 8192
-"""32-bit words that are hashed together."""
+"""32-bit words per tile of a hash."""
 _AT_ONCE = 512 * _TILE
 _WORD, _LONG = 2**32 - 1, 2**64 - 1
 _SEED = 0x243F6A88
@@ -251,14 +250,14 @@ _LANES = (
     (_SEED, 0x27D4EB2D, 15),
     (((_SEED * 0x9E3779B1) ^ 0xDEADBEEF) & _WORD, 0x165667B1, 13),
 )
-"""Seed, multiplier of the place and its rotation, of the two halves of a hash."""
+"""Seed, multiplier of the position and its rotation, of the two halves of a hash."""
 
 
 def _of_cuda(tensor: Tensor) -> str:
-    """What a server on a GPU tells of a tensor: SGLang's own hash, 16 hexadecimal digits.
+    """The checksum of a server on a GPU: SGLang's own hash, 16 hexadecimal digits.
 
-    Each 32-bit word is mixed with its place, the words of a tile are summed, mixed with the length, and the
-    tiles are summed again: `sglang/kernels/ops/memory/gpu_tensor_hash.py`, in wrapping int32.
+    Each 32-bit word is mixed with its position. The words of a tile are summed and mixed with the length, and
+    the tiles are summed again: `sglang/kernels/ops/memory/gpu_tensor_hash.py`, in wrapping int32.
     """
     content = raw_bytes(tensor)
     words = torch.nn.functional.pad(content, (0, -len(content) % 4)).view(torch.int32)
@@ -280,21 +279,21 @@ def _of_cuda(tensor: Tensor) -> str:
 
 
 def _mixed(words: Tensor) -> Tensor:
-    """MurmurHash3's last step on int32 words."""
+    """Apply MurmurHash3's last step to int32 words."""
     words = (words ^ _shifted(words, 16)) * _int32(0x85EBCA6B)
     words = (words ^ _shifted(words, 13)) * _int32(0xC2B2AE35)
     return words ^ _shifted(words, 16)
 
 
 def _finished(value: int) -> int:
-    """The last step of splitmix64."""
+    """Apply the last step of splitmix64."""
     value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 & _LONG
     value = (value ^ value >> 27) * 0x94D049BB133111EB & _LONG
     return value ^ value >> 31
 
 
 def _shifted(words: Tensor, count: int) -> Tensor:
-    """int32 words, shifted right without their sign."""
+    """Shift int32 words right without their sign."""
     return (words >> count) & ((1 << (32 - count)) - 1)
 
 
@@ -307,7 +306,7 @@ CHECKSUMS: dict[str, Callable[[Tensor], str]] = {"cpu": _of_cpu, "cuda": _of_cud
 
 
 def apart_at_most(theirs: float, weights: Iterable[tuple[str, Tensor]]) -> float:
-    """Nats by which a server's log-probabilities may differ from those computed here with `weights`, where
-    `theirs` is what its own dtype asks for: the coarser of the two counts.
+    """Nats by which a server's log-probabilities may differ from those computed here with `weights`. `theirs`
+    is the tolerance of its own dtype. The coarser of the two dtypes counts.
     """
     return theirs if all(tensor.dtype == torch.float32 for _, tensor in weights) else max(theirs, HALF)

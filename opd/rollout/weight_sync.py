@@ -22,16 +22,16 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Weights = Iterable[tuple[str, "Tensor"]]
-"""Named tensors, walked once."""
+"""Named tensors, iterated once."""
 SHARD_BYTES = 1 << 30
 
 
 def sync_weights(engine: RolloutEngine, weights: Weights, version: int) -> str:
-    """Give `engine` the `weights` as `version`; returns their quick digest.
+    """Give `engine` the `weights` as `version` and return their quick digest.
 
-    The trainer's own tensors are handed over: nothing is copied on the way. Raises `RolloutError` if the
-    engine holds other weights than were sent, and whatever it raises itself. It stays paused then: no token
-    is sampled with weights that nobody knows.
+    The trainer's own tensors are passed on without a copy. Raises `RolloutError` if the engine holds other
+    weights than were sent, and the engine's own errors. It stays paused then, so that no token is sampled
+    with unknown weights.
     """
     sent = WeightsDigest(quick=True)
     engine.pause()
@@ -47,7 +47,7 @@ def sync_weights(engine: RolloutEngine, weights: Weights, version: int) -> str:
 
 
 def buckets(weights: Weights, nbytes: int) -> Iterator[list[tuple[str, Tensor]]]:
-    """Consecutive tensors of together at most `nbytes`; a larger one is alone."""
+    """Yield groups of consecutive tensors of at most `nbytes` in total. A larger tensor is alone."""
     bucket: list[tuple[str, Tensor]] = []
     size = 0
     for name, tensor in weights:
@@ -61,20 +61,20 @@ def buckets(weights: Weights, nbytes: int) -> Iterator[list[tuple[str, Tensor]]]
 
 
 class WeightFolder:
-    """Hugging Face folders of successive versions below `root`; the newest is kept, and those being read.
+    """Hugging Face folders of successive versions below `root`. The newest is kept, and those being read.
 
-    A version is written under another name and renamed when it is whole, so that nobody ever reads half of
-    it; what a killed writer left behind is removed when the next one begins.
+    A version is written under another name and renamed when it is complete, so that no reader sees half of
+    it. Leftovers of a killed writer are removed when the next one begins.
 
     Args:
         root: On a disk that every receiver sees under the same path.
         model: A Hugging Face folder whose configuration and tokenizer are copied, for receivers that need
             more than tensors.
-        shard_bytes: Files are closed when they have grown to this size: no more than that is in memory.
+        shard_bytes: Files are closed when they have grown to this size, which bounds the memory.
     """
 
     behind: ClassVar[int] = 0
-    """How many versions before the newest are kept, too."""
+    """Number of versions before the newest that are kept too."""
 
     def __init__(
         self, root: str | Path, model: str | Path | None = None, shard_bytes: int = SHARD_BYTES
@@ -88,14 +88,14 @@ class WeightFolder:
         self._lock = threading.Lock()
 
     def write(self, weights: Weights, version: int) -> Path:
-        """Write version `version` and forget those before that nobody reads; returns its folder."""
+        """Write version `version`, remove older ones without readers, and return its folder."""
         if not self._swept:
             self._sweep()
         folder, draft = self.root / f"version-{version}", self.root / f".version-{version}"
         with self._lock:
             if self._readers[folder]:
                 raise RolloutError(f"{folder} is still being read; give new weights a version of their own.")
-        for place in (draft, folder):  # of an attempt that failed
+        for place in (draft, folder):  # leftovers of a failed attempt
             shutil.rmtree(place, ignore_errors=True)
         draft.mkdir(parents=True)
         self._fill(draft, weights)
@@ -116,7 +116,7 @@ class WeightFolder:
         return self._kept[-1] if self._kept else None
 
     def _fill(self, folder: Path, weights: Weights) -> None:
-        """Write what receivers read into an empty folder."""
+        """Write the receivers' files into an empty folder."""
         for file in self.model.iterdir() if self.model is not None else ():
             if file.suffix == ".json" and file.name != INDEX:
                 shutil.copyfile(file, folder / file.name)
@@ -124,7 +124,7 @@ class WeightFolder:
 
     @contextmanager
     def reading(self, folder: Path) -> Iterator[bool]:
-        """Keep a version while the block runs; yields whether it is there."""
+        """Keep a version while the block runs. Yields True if it is there."""
         with self._lock:
             there = folder == self.newest or self._readers[folder] > 0
             self._readers[folder] += there
@@ -144,8 +144,8 @@ class WeightFolder:
         self._kept.clear()
 
     def _sweep(self) -> None:
-        """Remove what this or an earlier sender has left. Raises `RolloutError` for a link, behind which
-        somebody else's files may be.
+        """Remove leftovers of this or an earlier sender. Raises `RolloutError` for a link, which may lead to
+        another's files.
         """
         if self.root.is_symlink():
             raise RolloutError(f"{self.root} is a link, and new weights need a folder; remove it.")

@@ -1,1 +1,1 @@
-"""Where code that nobody trusts runs: commands of agents, and answers with their tests."""
+"""Sandboxes for untrusted code: commands of agents, and answers with their tests."""

@@ -1,8 +1,9 @@
-"""Where an answer's code runs, and its tests: bubblewrap if user namespaces work, else the kernel's means.
+"""Sandbox for an answer's code and its tests: bubblewrap if user namespaces work, else the kernel's own
+means.
 
-Each run is a process of its own that sees Python's library and nothing else, has one small folder to write
-to, no network, no other process, and limits of time, memory and output; at the end nothing of it is left.
-It starts nothing, so that nobody has to watch over it. `grader.py` is what it runs.
+Each run is a process of its own. It sees only Python's library. It has one small folder to write to, no
+network, no other process, and limits of time, memory and output. Nothing of it is left at the end. It starts
+no process, so it needs no supervisor. It runs `grader.py`.
 """
 
 from __future__ import annotations
@@ -38,9 +39,9 @@ _TEMPORARY = 1 << 26
 def answer_limits(
     seconds: int = 5, memory: int = 1 << 29, output: int = 1 << 22, spare: float = 5.0
 ) -> Limits:
-    """Of one answer: `seconds` of processor time and `memory` bytes of address space for each process,
-    `output` bytes of each standard output and file. By the clock it has `spare` seconds beyond three times
-    those of processor time, because it may sleep, or the machine have too much to do.
+    """Limits of one answer: `seconds` of processor time and `memory` bytes of address space for each process,
+    `output` bytes of each standard output and file. Its wall time is three times the processor time plus
+    `spare` seconds, because it may sleep, or the machine may be busy.
     """
     wall = spare + 3.0 * seconds
     return Limits(wall, seconds, memory, processes=0, disk=output, output=output, open_files=64)
@@ -54,7 +55,7 @@ def _grader(
     keep: Sequence[int] = (),
     output: int = subprocess.DEVNULL,
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """`grader.py` at its `job`, until the block ends; `keep` are descriptors that it is given."""
+    """Run `grader.py` with its `job` until the block ends. `keep` are descriptors that it inherits."""
     with ExitStack() as stack:
         bubble = kind == "bubblewrap"
         folder = _FOLDER if bubble else stack.enter_context(_own_folder())
@@ -67,7 +68,7 @@ def _grader(
 
 @contextlib.contextmanager
 def _own_folder() -> Iterator[str]:
-    """A folder until the block ends, whatever has been made in it."""
+    """Make a folder, and remove it with its contents after the block."""
     folder = tempfile.mkdtemp(prefix="opd-answer-")
     try:
         yield folder
@@ -78,9 +79,9 @@ def _own_folder() -> Iterator[str]:
 
 @functools.cache
 def find_sandbox(wanted: Kind | Literal["auto"] = "auto") -> Substrate:
-    """The strongest that works here, or the one that is `wanted`; tried once a process.
+    """Return the strongest sandbox that works here, or the `wanted` one. Tried once a process.
 
-    Raises `RewardError` where none works, or not that one.
+    Raises `RewardError` if none works, or the wanted one does not.
     """
     for kind in _KINDS if wanted == "auto" else (wanted,):
         found = _tried(kind)
@@ -104,7 +105,7 @@ def _tried(kind: Kind) -> Substrate | None:
 
 
 def _written(process: subprocess.Popen[bytes], most: int, limits: Limits) -> bytes:
-    """What it writes until it ends or its time is over, `most` bytes."""
+    """Read up to `most` bytes of its output until it ends or its time is over."""
     assert process.stdout is not None
     return read_until(process.stdout.fileno(), most, limits.seconds)
 
@@ -112,9 +113,9 @@ def _written(process: subprocess.Popen[bytes], most: int, limits: Limits) -> byt
 def run_tests(
     sandbox: Substrate, source: str, tests: Sequence[Any], setup: str, limits: Limits
 ) -> list[bool]:
-    """Whether each test passes on the code `source`: a test is code, or a call with what it should return
-    (`{"call": name, "arguments": [...], "expected": ...}`). `setup` runs before each. What has not ended in
-    time has not passed.
+    """Return for each test whether it passes on the code `source`. A test is code, or a call with its
+    expected result (`{"call": name, "arguments": [...], "expected": ...}`). `setup` runs before each. A test
+    that has not ended in time has not passed.
     """
     with ExitStack() as stack:
         both = (end for _ in range(2) for end in os.pipe())
@@ -126,14 +127,14 @@ def run_tests(
         process = stack.enter_context(
             _grader(sandbox.kind, test, limits, (told, ask), output=subprocess.PIPE)
         )
-        for end in ends:  # then the end of either is the end of its pipes
+        for end in ends:  # then the end of either process is the end of its pipes
             end.close()
         verdicts = _written(process, len(tests), limits)
     return [verdict == ord("1") for verdict in verdicts.ljust(len(tests), b"0")]
 
 
 def run_programs(sandbox: Substrate, source: str, inputs: Sequence[str], limits: Limits) -> list[str | None]:
-    """What the program `source` writes for each standard input; `None` where it fails or takes too long."""
+    """Return the output of the program `source` for each standard input, or None if it fails or times out."""
     most = len(inputs) * (limits.output + SIZE.size)
     job = {"mode": "programs", "source": source, "inputs": list(inputs)}
     with _grader(sandbox.kind, job, limits, output=subprocess.PIPE) as process:

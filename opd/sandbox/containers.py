@@ -1,10 +1,10 @@
-"""Containers: each command in one of its own, made of an image that this machine has, by podman or docker.
+"""Containers: each command in one of its own, from an image that this machine has, by podman or docker.
 
-The engine's client is the command that `warden.py` watches from outside, as an image may hold no Python.
-Process 1 of a container is the image's own `/bin/sh`, which says that the command begins, starts it and takes
-in its orphans; its end is the end of all. Images are named in a recipe, and run by the digest of what they
-are; nothing is fetched. A client's program is asked, no call of it waits without end, and whatever it answers
-is taken for what anybody may have written.
+The engine's client is the command that `warden.py` watches from outside, because an image may hold no Python.
+Process 1 of a container is the image's own `/bin/sh`. It reports that the command begins, starts it and
+adopts its orphans. Its end ends all processes. A recipe names images, and they are run by their digest.
+Nothing is fetched. All facts come from a client's program. Every call of it has a time limit, and its answers
+are untrusted.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from opd.sandbox.protocol import Limits, SandboxError
 _log = logging.getLogger(__name__)
 HOME = "/home/agent"
 VARIABLES = {"LANG": "C.UTF-8", "PYTHONDONTWRITEBYTECODE": "1", "PYTHONHASHSEED": "0"}
-"""Of every command, in whatever keeps it apart."""
+"""Environment of every command, in every kind of sandbox."""
 TEMPORARY, SHARED = 1 << 26, 1 << 24
 """Bytes of /tmp and of /dev/shm."""
 STARTING = 120.0
 """Seconds in which an engine begins a command."""
 _WORD, _WORDS = 1 << 17, 1 << 20
-"""Bytes of one word and of all words of a command: the kernel starts no program with more than about that."""
+"""Bytes of one word and of all words of a command. The kernel starts no program with more than about that."""
 _MOST_PROCESSES = 1 << 15
-"""Of RLIMIT_NPROC: podman's helper lets nobody have more."""
+"""Most of RLIMIT_NPROC. Podman's helper allows no more."""
 _LATEST = 300
-"""Seconds beyond a command's time in which podman's helper ends it, if nobody else has."""
+"""Seconds beyond a command's time after which podman's helper ends it, if it still runs."""
 _REFUSED = ("unshare", "setns", "keyctl", "add_key", "request_key")
 _CLONES = ("clone", "clone3")
 _NAMESPACES = 0x7E020000
@@ -53,7 +53,7 @@ _PROXIES = ("http_proxy", "https_proxy", "ftp_proxy", "no_proxy", "all_proxy")
 ENGINES = ("podman", "docker")
 """Commands that are tried, in this order."""
 ANSWERING = 30.0
-"""Seconds in which an engine answers a question."""
+"""Seconds in which an engine answers a request."""
 LABEL = "opd.sandbox"
 _ID = re.compile(r"(?:sha256:)?([0-9a-f]{64})")
 _NAME = re.compile(rf"opd-(?P<owner>{OWNER})-[0-9a-f]{{16}}")
@@ -72,7 +72,7 @@ status=$? waited=0
     done < $file
 done
 exit $status"""
-"""Where the kernel has killed for memory, process 1 stays so long that who looks from outside sees it."""
+"""After a kill for memory, process 1 waits until the watcher outside can see it."""
 
 
 PROBE = """
@@ -108,37 +108,39 @@ held memory /sys/fs/cgroup/memory.max /sys/fs/cgroup/memory/memory.limit_in_byte
 held processes /sys/fs/cgroup/pids.max /sys/fs/cgroup/pids/pids.max "$processes"
 printf written > note
 """
-"""What a shell alone can try: its words are a file that is not its own, bytes and processes of the limits."""
+"""Checks that a shell alone can make. Its words are a file of another user, and the limits' bytes and
+processes."""
 KEPT = ("network", "reading", "writing", "signals", "privileges", "memory", "processes")
 
 
 @dataclass(frozen=True, slots=True)
 class ContainerEngine:
-    """A client's program, with what it reaches."""
+    """A client's program, and facts about its engine."""
 
     program: str
     name: Literal["podman", "docker"]
-    """Which of the two it is, whatever the program is called."""
+    """The engine's kind, whatever the program is called."""
     version: str
     rootless: bool
-    """What is root in its containers is the engine's user."""
+    """True if root in its containers is the engine's user."""
     profile: str | None = None
     """podman's own file of the calls that a container may make, which lets it make namespaces."""
 
 
 @dataclass(frozen=True, slots=True)
 class Container:
-    """An image, and what runs commands in it."""
+    """An image, and the engine that runs commands in it."""
 
     engine: ContainerEngine
     image: str
-    """As a recipe names it."""
+    """The recipe's name for it."""
     digest: str
-    """`sha256:...`: what it is."""
+    """`sha256:...` of the image."""
     asks_groups: bool = True
-    """Whether control groups are asked for."""
+    """True if control groups are requested."""
     grouped: bool = True
-    """Whether they hold memory and processes: else `warden.py` looks, and each process has a limit."""
+    """True if they limit memory and processes. Otherwise `warden.py` watches, and each process has a limit.
+    """
 
     def __str__(self) -> str:
         engine = self.engine
@@ -147,20 +149,20 @@ class Container:
 
 @dataclass(frozen=True, slots=True)
 class CommandPlace:
-    """Where commands run, and what they may have there."""
+    """The folders, limits and container of commands."""
 
     home: Path
     temporary: Path
-    """An empty folder for what no state keeps, where /tmp is not of the sandbox's own."""
+    """An empty folder that no snapshot contains, if /tmp is not the sandbox's own."""
     limits: Limits
     reads: tuple[str, ...] = ()
-    """Files and folders that commands can read, beside the system's and Python's library."""
+    """Files and folders that commands can read, besides the system's and Python's library."""
     container: Container | None = None
-    """Of the kind `container`: where they are."""
+    """The container, for the kind `container`."""
 
 
 def find_container(image: str) -> Container:
-    """The image, in the first engine that works and has it. Raises `SandboxError` where none does."""
+    """Return the image, in the first engine that works and has it. Raises `SandboxError` if none does."""
     if not IMAGE_NAME.fullmatch(image):
         raise SandboxError(f"{shown(image)!r} names no image; give a name, name:tag, digest or id")
     why: list[str] = []
@@ -183,15 +185,14 @@ def find_container(image: str) -> Container:
 
 
 def digest_of_image(image: str) -> str:
-    """`sha256:...` of what the name means on this machine now. Raises `SandboxError` as `find_container`."""
+    """Return `sha256:...` of the name on this machine now. Raises `SandboxError` as `find_container`."""
     return find_container(image).digest
 
 
 def job(place: CommandPlace, words: Sequence[str], uid: int) -> dict[str, Any]:
-    """What `warden.py` is told of a command in the place's container; what its engine reads is put into
-    the temporary folder. `uid`: whose the command is; 0 for the engine's or this process's own user.
-
-    Raises `SandboxError` for a path that no engine takes.
+    """Return the job of `warden.py` for a command in the place's container. Files for its engine are put into
+    the temporary folder. `uid`: user of the command, 0 for the engine's or this process's own user. Raises
+    `SandboxError` for a path that no engine takes.
     """
     container, limits, name, token = place.container, place.limits, new_name(), secrets.token_hex(16)
     assert container is not None
@@ -222,20 +223,20 @@ def job(place: CommandPlace, words: Sequence[str], uid: int) -> dict[str, Any]:
 
 
 def too_long(words: Sequence[str]) -> bool:
-    """Whether no program can be started with so many words, or so long ones."""
+    """Return True if no program can be started with so many words, or so long ones."""
     sizes = [len(os.fsencode(word)) + 1 for word in words]
     return max(sizes) > _WORD or sum(sizes) > _WORDS
 
 
 def _user(engine: ContainerEngine, uid: int) -> str:
-    """Whose files a home's are: those of this process's user, or of the nobody that root has for it."""
+    """Return the owner of a home's files: this process's user, or root's unprivileged user."""
     if engine.rootless:
         return "0:0"
     return f"{uid}:{uid}" if uid else f"{os.getuid()}:{os.getgid()}"
 
 
 def _apart(engine: ContainerEngine) -> list[str]:
-    """What keeps a container from everything else."""
+    """Return the options that isolate a container."""
     options = [
         "--pull=never", "--interactive", f"--label={LABEL}", "--network=none", "--ipc=private",
         "--cgroupns=private", "--hostname=sandbox", "--privileged=false", "--cap-drop=all",
@@ -249,14 +250,14 @@ def _apart(engine: ContainerEngine) -> list[str]:
             "--read-only-tmpfs=false", "--image-volume=ignore", "--no-hosts", "--http-proxy=false",
             "--detach-keys=",
         ]  # fmt: skip
-    else:  # its client takes them from settings of its own, unless they are asked for
+    else:  # its client takes them from settings of its own, unless they are set here
         variables += [name for proxy in _PROXIES for name in (proxy, proxy.upper())]
     return options + [f"--env={variable}" for variable in variables]
 
 
 def _calls(engine: ContainerEngine, temporary: Path) -> list[str]:
-    """podman's own list of the calls that a container may make, without those that make namespaces or reach
-    keys, which docker refuses by itself.
+    """Return podman's own list of the calls that a container may make, without calls that make namespaces or
+    reach keys. Docker refuses those by itself.
     """
     if engine.profile is None:
         return []
@@ -286,8 +287,8 @@ def _calls(engine: ContainerEngine, temporary: Path) -> list[str]:
 
 
 def _limits(container: Container, limits: Limits, uid: int) -> list[str]:
-    """What the kernel counts: of each process by its limits, of all by a control group, or where there is
-    none by `uid`, of whom nobody else is.
+    """Return the options of kernel limits: for each process by its limits, for all by a control group.
+    Without one, by `uid`, which no other process has.
     """
     kept = {
         "cpu": limits.cpu_seconds, "fsize": limits.disk, "nofile": limits.open_files, "core": 0,
@@ -298,7 +299,7 @@ def _limits(container: Container, limits: Limits, uid: int) -> list[str]:
         _, own = resource.getrlimit(getattr(resource, f"RLIMIT_{name.upper()}"))
         value = most if own == resource.RLIM_INFINITY else min(most, own)
         options.append(f"--ulimit={name}={value}:{value}")
-    if container.engine.name == "podman":  # for what is left where this and what watches are killed
+    if container.engine.name == "podman":  # for the container, if this process and its watcher are killed
         options.append(f"--timeout={int(limits.seconds) + _LATEST}")
     if not container.asks_groups:
         return [*options, "--cgroups=disabled"]
@@ -309,7 +310,7 @@ def _limits(container: Container, limits: Limits, uid: int) -> list[str]:
 
 
 def _mounts(engine: ContainerEngine, home: Path, reads: Sequence[str]) -> list[str]:
-    """The home and what is named, /tmp and /dev/shm."""
+    """Return the mounts of the home, the readable paths, /tmp and /dev/shm."""
     wrong = next((path for path in (str(home), *reads) if set(path) & set(',"\n\r')), None)
     if wrong is not None:
         raise SandboxError(
@@ -324,14 +325,14 @@ def _mounts(engine: ContainerEngine, home: Path, reads: Sequence[str]) -> list[s
 
 
 def environment() -> dict[str, str]:
-    """The variables that an engine's client is given: no other may come to a container by its settings."""
+    """Return the variables of an engine's client. No other may reach a container through its settings."""
     return {
         name: value for name, value in os.environ.items() if name in _PASSED or name.startswith(_PASSED_ALL)
     }
 
 
 def engines() -> Iterator[ContainerEngine | SandboxError]:
-    """Those that are installed, or why one does not work."""
+    """Yield the installed engines, or the error of one that does not work."""
     for name in ENGINES:
         program = shutil.which(name)
         if program is not None:
@@ -342,7 +343,7 @@ def engines() -> Iterator[ContainerEngine | SandboxError]:
 
 
 def ask(program: str, words: Sequence[str]) -> bytes:
-    """What a client answers. Raises `SandboxError` where it fails, cannot be started or takes too long."""
+    """Return a client's output. Raises `SandboxError` if it fails, cannot be started or takes too long."""
     what = f"`{os.path.basename(program)} {' '.join(words[:2])}`"
     try:
         process = subprocess.Popen(
@@ -376,7 +377,7 @@ def _last_line(said: bytes) -> str:
 
 
 def _engine(program: str) -> ContainerEngine:
-    """What a client reaches. Raises `SandboxError` where that does not work."""
+    """Return the engine of a client. Raises `SandboxError` if it does not work."""
     name = os.path.basename(program)
     try:
         said = _object(program, ["info", "--format", "{{json .}}"])
@@ -397,7 +398,7 @@ def _engine(program: str) -> ContainerEngine:
 
 
 def _object(program: str, words: Sequence[str]) -> dict[str, Any]:
-    """The one object of JSON that a client answers, alone or in a list."""
+    """Return the single object of JSON in a client's output, alone or in a list."""
     what = f"`{os.path.basename(program)} {' '.join(words[:2])}`"
     data = ask(program, words)
     with decoding(lambda cause: SandboxError(f"the answer of {what} makes no sense ({cause})")):
@@ -410,7 +411,7 @@ def _object(program: str, words: Sequence[str]) -> dict[str, Any]:
 
 
 def image_digest(engine: ContainerEngine, image: str) -> str:
-    """What an image is. Raises `SandboxError` where there is none of that name, or none that can be used."""
+    """Return an image's digest. Raises `SandboxError` if there is no usable image of that name."""
     try:
         said = _object(engine.program, ["image", "inspect", "--format", "{{json .}}", image])
     except SandboxError as error:
@@ -434,17 +435,17 @@ def image_digest(engine: ContainerEngine, image: str) -> str:
 
 
 def new_name() -> str:
-    """Of a new container: whose it is, and one more word."""
+    """Return a new container's name: its owner, and a random word."""
     return f"opd-{owner()}-{secrets.token_hex(8)}"
 
 
 def removal(engine: ContainerEngine, names: Sequence[str]) -> list[str]:
-    """The command that ends and removes containers; that one is not there is no error to podman."""
+    """Return the command that ends and removes containers. A missing one is no error to podman."""
     return [engine.program, "rm", "--force", "--volumes", *names]
 
 
 def remove_left(engine: ContainerEngine) -> None:
-    """End the containers of this user's processes that were killed here. What cannot be is told."""
+    """End the containers of this user's processes that were killed here. Logs any that may be left."""
     try:
         words = ["ps", "--all", "--filter", f"label={LABEL}", "--format", "{{.Names}}"]
         left = []

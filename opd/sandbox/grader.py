@@ -1,11 +1,10 @@
-"""The programs that run in the sandbox: an answer's code, and the tests that call it, in processes apart.
+"""The programs in the sandbox: an answer's code, and the tests that call it, in separate processes.
 
-The process with the answer's code never holds what is expected: it is asked to call a function and says what
-came out, or is given a standard input and leaves a standard output. Who compares is another process (`test`),
-or the one outside. So an early exit, an object that equals everything or a changed test harness wins nothing.
-
-What the two tell each other is JSON of plain values; objects of the answer's own classes stay where they are
-and are named by a number. Imports the standard library alone, and runs with `python -I -S`.
+The process with the answer's code never holds the expected results. It gets a call of a function and returns
+the result, or gets a standard input and leaves a standard output. Another process (`test`), or the one
+outside, compares. So an early exit, an object that equals everything or a changed test harness gains nothing.
+Messages between the two are JSON of plain values. Objects of the answer's own classes stay in its process and
+are named by a number. Imports only the standard library, and runs with `python -I -S`.
 """
 
 from __future__ import annotations
@@ -25,19 +24,19 @@ from importlib import import_module
 from types import CoroutineType, ModuleType
 from typing import Any, BinaryIO
 
-if __name__ == "__main__":  # where it is imported, a folder of opd must not stand before packages of its name
+if __name__ == "__main__":  # if imported, no folder of opd may come before packages of its name
     sys.path.append(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     import lockdown  # pyright: ignore[reportMissingImports]
 
 _LONGEST = 1 << 24
 OWN = "_answers_own_"
-"""Before a name of Python's own that an answer has defined anew."""
+"""Prefix of a built-in name that an answer has redefined."""
 SIZE = struct.Struct("<q")
-"""Before each output of a program; below 0 where it failed."""
+"""Before each output of a program. Below 0 if it failed."""
 
 
 class Objects:
-    """What JSON has no form for, by number: on the side that made it the thing itself."""
+    """Objects that JSON cannot represent, by number. Their own side holds the objects themselves."""
 
     def __init__(self, stand_in: Callable[[int], Any] | None = None) -> None:
         self.held: list[Any] = []
@@ -46,7 +45,7 @@ class Objects:
         self._standing: dict[int, Any] = {}
 
     def pack(self, value: Any) -> Any:
-        """`value` for JSON: a plain one as it is, anything else as [kind, ...]."""
+        """Encode `value` for JSON: a plain one as it is, anything else as [kind, ...]."""
         if value is None or type(value) in (bool, int, float, str):
             return value
         if isinstance(value, RemoteObject):
@@ -76,13 +75,13 @@ class Objects:
             return ["module", value.__name__]
         if self._stand_in is not None:
             raise TypeError(f"a {type(value).__name__} cannot be handed to the answer's code")
-        if id(value) not in self._numbers:  # what is held keeps its id; the same one has one number
+        if id(value) not in self._numbers:  # a held object keeps its id, so it has one number
             self._numbers[id(value)] = len(self.held)
             self.held.append(value)
         return ["coroutine" if isinstance(value, CoroutineType) else "object", self._numbers[id(value)]]
 
     def unpack(self, told: Any) -> Any:
-        """What the other side has packed."""
+        """Decode the other side's `pack`."""
         if not isinstance(told, list):
             return told
         kind, *rest = told
@@ -91,7 +90,7 @@ class Objects:
         if kind in ("object", "coroutine") and self._stand_in is not None:
             stands = self._standing.setdefault(int(rest[0]), self._stand_in(int(rest[0])))
             return stands if kind == "object" else _awaited(stands)
-        if kind == "module":  # of the same name, which compares as it always does
+        if kind == "module":  # the module of the same name, which compares as usual
             return import_module(rest[0])
         if kind == "dict":
             return {self.unpack(k): self.unpack(v) for k, v in rest}
@@ -118,7 +117,7 @@ _MADE: dict[str, Callable[[Any], tuple[Any, ...]]] = {
     "collections.deque": lambda value: (list(value),),
     "builtins.range": lambda value: (value.start, value.stop, value.step),
 }
-"""Classes of Python's own whose objects are told by what makes them anew."""
+"""Classes of the standard library, encoded by the arguments that rebuild their objects."""
 
 
 def _make(name: str, *given: Any) -> Any:
@@ -128,12 +127,12 @@ def _make(name: str, *given: Any) -> Any:
 
 
 _CHANGED = (list, dict, set)
-"""Arguments that a function may change: what it leaves in them is told, too."""
+"""Arguments that a function may change. Their new contents are returned, too."""
 
 
 def _asks(does: str, result: Callable[[Any], Any] | None = None, own: bool = False) -> Any:
-    """A method that has it done over there. `result`: what makes the value a plain one; `own`: with other
-    objects of the answer's alone.
+    """Build a method that runs in the answer's process. `result`: converts the value to a plain one. `own`:
+    takes only objects of the answer's.
     """
 
     def method(self: RemoteObject, *others: Any) -> Any:
@@ -144,8 +143,9 @@ def _asks(does: str, result: Callable[[Any], Any] | None = None, own: bool = Fal
 
 
 class RemoteObject:
-    """In the tests: an object of the answer's. It is asked over there, but for what would let it judge
-    itself: it equals only what is of the answer's too, and what it contains is looked through here.
+    """An object of the answer's, as the tests see it. Its methods run in the answer's process, except those
+    by which it could judge itself. It equals only objects of the answer's, and its contents are searched
+    here.
     """
 
     def __init__(self, number: int, ask: Callable[..., Any]) -> None:
@@ -179,7 +179,7 @@ class RemoteObject:
         return isinstance(instance, RemoteObject) and bool(_asked(self, "isinstance", instance))
 
     def __exit__(self, *raised: object) -> None:
-        """End the block, whatever the test raised in it: that is not the answer's to hide."""
+        """End the block. An error of the test is not passed on, so the answer cannot hide it."""
         _asked(self, "exit")
 
     __getattr__, __getitem__, __enter__, __neg__ = map(_asks, ("get", "getitem", "enter", "neg"))
@@ -203,13 +203,13 @@ def _asked(remote: RemoteObject, *words: Any, **named: Any) -> Any:
 
 
 async def _awaited(coroutine: RemoteObject) -> Any:
-    """In the tests, a coroutine of the answer's: it runs to its end over there when it is awaited."""
+    """Stand for a coroutine of the answer's in the tests. It runs in the answer's process when awaited."""
     return _asked(coroutine, "await")
 
 
 def _await(coroutine: Any) -> Any:
     asyncio = import_module("asyncio")
-    if not _LOOPS:  # one for all, as what coroutines share belongs to it
+    if not _LOOPS:  # one for all, because objects shared by coroutines belong to it
         _LOOPS.append(asyncio.new_event_loop())
     return _LOOPS[0].run_until_complete(coroutine)
 
@@ -238,15 +238,15 @@ _DOES: dict[str, Callable[..., Any]] = {
 
 
 def serve(job: Mapping[str, Any]) -> None:
-    """Run the answer's code, say which names it has, then do what the tests ask, until they end."""
+    """Run the answer's code, send its names, then serve the tests' calls until they end."""
     asked, told = os.fdopen(job["read"], "rb"), os.fdopen(job["write"], "wb")
     objects = Objects()
-    sys.modules["answer"] = ModuleType("answer")  # where dataclasses look for the names of a class
+    sys.modules["answer"] = ModuleType("answer")  # dataclasses look here for the names of a class
     space = vars(sys.modules["answer"])
     space["__builtins__"] = vars(builtins) | _usual()
     try:
         exec(compile(job["source"], "answer.py", "exec", dont_inherit=True), space)
-    except BaseException:  # what was defined before it can be called all the same
+    except BaseException:  # names defined before the error can still be called
         space.pop("__builtins__", None)
     names = {name: value for name, value in space.items() if not name.startswith("__")}
     _say(told, {name: objects.pack(value) for name, value in names.items()})
@@ -288,8 +288,9 @@ class AnswerProcess:
         self._same: dict[Any, Any] = {}
 
     def names(self) -> dict[str, Any]:
-        """What the code has defined. Names of Python's own are not taken: `all` stays what it is, and so does
-        `__builtins__`, where tests would look for it. What it calls so too is there behind `OWN`.
+        """Return the names that the code defined. Built-in names are not replaced: `all` keeps its meaning,
+        and so does `__builtins__`, where tests would look for it. The answer's versions are stored behind
+        `OWN`.
         """
         own = {}
         for name, value in json.loads(self._told.readline(_LONGEST) or b"{}").items():
@@ -299,20 +300,20 @@ class AnswerProcess:
         return own
 
     def ask(self, number: int, does: str, *arguments: Any, **named: Any) -> Any:
-        """What comes of it over there. Raises what it raises, if that is an exception of Python's own."""
+        """Return the result of a call there. Raises its exception, if that is a built-in one."""
         packed = [self._objects.pack(one) for one in arguments]
         _say(self._asked, [number, does, packed, [[k, self._objects.pack(v)] for k, v in named.items()]])
         said = json.loads(self._told.readline(_LONGEST))
         if "raised" in said:
             kind: Any = getattr(builtins, str(said["raised"]), None)
             if not (isinstance(kind, type) and issubclass(kind, Exception)) or issubclass(kind, _ENDS):
-                kind = RuntimeError  # one that ends a loop of the test's would leave out what it compares
+                kind = RuntimeError  # an exception that ends a loop of the test's would skip its comparisons
             raise kind(str(said.get("text")))
         for one, left in zip(arguments, said["changed"], strict=True):
             if left is not None and isinstance(one, _CHANGED):
                 _fill(one, self._objects.unpack(left))
         value = self._objects.unpack(said["value"])
-        # A member of an enumeration of numbers or texts comes as one, and is asked for by `is`.
+        # A member of an enumeration of numbers or texts arrives as one, and tests compare it by `is`.
         short = type(value) is int or (type(value) is str and len(value) < _SHORT)
         return self._same.setdefault(value, value) if short else value
 
@@ -336,15 +337,15 @@ def test(job: Mapping[str, Any]) -> None:
     for one in job["tests"]:
         try:
             passed = _passes(one, names, job["setup"])
-        except SystemExit as leaves:  # as unittest's `main` does, well or not
+        except SystemExit as leaves:  # as unittest's `main` does, on success or failure
             passed = not leaves.code
-        except BaseException:  # an assertion, an answer that has ended
+        except BaseException:  # an assertion, or an answer that has ended
             passed = False
         verdicts.write(b"1" if passed else b"0")
 
 
 def _passes(one: Any, names: Mapping[str, Any], setup: str) -> bool:
-    sys.modules["__main__"] = ModuleType("__main__")  # where unittest looks for tests
+    sys.modules["__main__"] = ModuleType("__main__")  # unittest looks here for tests
     space = vars(sys.modules["__main__"])
     space.update(names)
     if isinstance(one, str):
@@ -359,7 +360,7 @@ def _passes(one: Any, names: Mapping[str, Any], setup: str) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """As JSON has it, where a tuple is a list and a key a text."""
+    """Convert to JSON's form: a tuple to a list, a key to a text."""
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     if isinstance(value, dict):
@@ -368,7 +369,7 @@ def _plain(value: Any) -> Any:
 
 
 def programs(job: Mapping[str, Any]) -> None:
-    """Run the code once for each input, as a program of its own; its size and what it wrote for each."""
+    """Run the code once for each input, as a program of its own. Writes size and output for each."""
     outputs = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)
     for text in job["inputs"]:
@@ -394,11 +395,11 @@ def _program(job: Mapping[str, Any], given: int, left: int) -> None:
         os.dup2(left, 1)
         os.closerange(3, 64)
         confine()
-        builtins.exit = builtins.quit = sys.exit  # which Python makes of its site's files alone
+        builtins.exit = builtins.quit = sys.exit  # normally made by `site`
         sys.stdin, sys.stdout = os.fdopen(0, encoding="utf-8"), os.fdopen(1, "w", encoding="utf-8")
         exec(compile(job["source"], "answer.py", "exec", dont_inherit=True), {"__name__": "__main__"})
         if "threading" in sys.modules:
-            sys.modules["threading"]._shutdown()  # as Python ends: threads first, then what was registered
+            sys.modules["threading"]._shutdown()  # as at Python's exit: threads first, then exit functions
         atexit._run_exitfuncs()
         status = 0
     except SystemExit as leaves:
@@ -411,7 +412,7 @@ def _program(job: Mapping[str, Any], given: int, left: int) -> None:
 
 
 def _ended(child: int, seconds: float) -> bool:
-    """Whether `child` ends within `seconds`, and says that all went well; else it is ended."""
+    """Return True if `child` succeeds within `seconds`. Otherwise it is killed."""
     ends = os.pidfd_open(child)
     waiting = select.poll()
     waiting.register(ends, select.POLLIN)
@@ -422,18 +423,18 @@ def _ended(child: int, seconds: float) -> bool:
 
 
 def confine() -> None:
-    """The last word before code that nobody trusts."""
+    """Apply the last restrictions before untrusted code."""
     if not lockdown.refuse_calls():
         lockdown.limit_processes()
 
 
 def main() -> None:
-    """Do the job in the descriptor that the last word names, confined as it says."""
-    with os.fdopen(int(sys.argv.pop()), "rb") as file:  # what is tested may read the words of its program
+    """Do the job in the descriptor that the last word names, confined as the job says."""
+    with os.fdopen(int(sys.argv.pop()), "rb") as file:  # the tested code may read the words of its program
         job = json.load(file)
-    sys.set_int_max_str_digits(0)  # processor time is limited as it is
+    sys.set_int_max_str_digits(0)  # processor time is limited anyway
     lockdown.confine(job)
-    if job["mode"] != "programs":  # each of which is confined once it has been started
+    if job["mode"] != "programs":  # programs are confined after their start
         confine()
     {"serve": serve, "test": test, "programs": programs}[job["mode"]](job)
 

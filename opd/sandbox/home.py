@@ -1,7 +1,7 @@
-"""The files of a sandbox as seen from outside: read, written and listed without following a link.
+"""The files of a sandbox from outside: read, written and listed without following a link.
 
-What commands leave may be anything a file system holds. Every folder is opened from the one above it, so that
-no name and no link leads out of the home, and what is no file, folder or link does not outlive its command.
+Commands may leave anything that a file system holds. Every folder is opened from its parent, so no name and
+no link leads out of the home. Anything but files, folders and links is removed after its command.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from opd.sandbox.protocol import HomeEntry, Limits, SandboxError
 from opd.storage.files import remove_tree
 
 DEEPEST = 64
-"""Folders within folders."""
+"""Levels of folders."""
 _LONGEST = 4096
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -35,18 +35,18 @@ class Node(NamedTuple):
 
     kind: Literal["file", "folder", "link"]
     mode: int = 0o700
-    """Of a file or folder; what its owner could not read or enter is made so."""
+    """Of a file or folder. It is made readable and enterable for its owner."""
     size: int = 0
     content: str = ""
-    """sha256 (hex) of a file; where a link leads."""
+    """sha256 (hex) of a file, or the target of a link."""
 
 
 Nodes = Mapping[str, Node]
-"""All of a home by path; bytes that are no UTF-8 as `os.fsdecode` has them."""
+"""All nodes of a home by path. Paths that are not UTF-8 are as from `os.fsdecode`."""
 
 
 def parts_of(path: str) -> list[str]:
-    """The names along a path from the home. Raises `SandboxError` where it could lead elsewhere."""
+    """Return the names along a path from the home. Raises `SandboxError` if it could lead elsewhere."""
     parts = path.split("/") if path else []
     if "\0" in path or len(os.fsencode(path)) > _LONGEST or any(part in ("", ".", "..") for part in parts):
         raise SandboxError(
@@ -66,7 +66,7 @@ def changes(before: Nodes, after: Nodes) -> tuple[str, ...]:
 
 
 class Home:
-    """One folder, and quotas. Nobody else changes anything in it during a call."""
+    """One folder, and quotas. Nothing else may change it during a call."""
 
     def __init__(self, folder: Path, limits: Limits) -> None:
         self.folder = folder
@@ -85,7 +85,7 @@ class Home:
                 return opened.read(most)
 
     def write(self, path: str, data: bytes) -> None:
-        """See `Sandbox.write`. What had the name before is replaced and not written into: it may be a link,
+        """See `Sandbox.write`. An existing name is replaced and not written into, because it may be a link,
         or have another name elsewhere.
         """
         *above, name = parts_of(path) or [""]
@@ -115,7 +115,7 @@ class Home:
             return sorted(found, key=lambda entry: entry.path)
 
     def scan(self) -> dict[str, Node]:
-        """All that is in it. Raises `SandboxError` over quota, or where folders are too deep."""
+        """Return all nodes. Raises `SandboxError` over quota, or if folders are too deep."""
         found: dict[str, Node] = {}
         try:
             with self._folder([]) as place:
@@ -151,7 +151,7 @@ class Home:
                     self._scan(below, f"{path}/", depth + 1, found)
                 finally:
                     os.close(below)
-            else:  # a pipe, a socket, a device: nothing of a state
+            else:  # a pipe, a socket or a device is not part of a snapshot
                 os.unlink(name, dir_fd=place)
 
     def _file(self, name: str, place: int, status: os.stat_result) -> Node:
@@ -172,13 +172,13 @@ class Home:
         return Node("file", mode, now.st_size, digest)
 
     def open(self, path: str) -> int:
-        """A descriptor of a file that `scan` has found. Raises `OSError`."""
+        """Open a file that `scan` has found and return its descriptor. Raises `OSError`."""
         *above, name = parts_of(path)
         with self._folder(above) as place:
             return os.open(name, _FILE, dir_fd=place)
 
     def replace(self, folder: Path) -> None:
-        """Put `folder`, whole, in the place of everything in it."""
+        """Replace the home's contents by `folder` as a whole."""
         old = self.folder.with_name(f".{secrets.token_hex(8)}.old")
         os.rename(self.folder, old)
         os.rename(folder, self.folder)
@@ -187,7 +187,7 @@ class Home:
 
     @contextlib.contextmanager
     def _folder(self, parts: list[str], *, make: bool = False) -> Iterator[int]:
-        """A descriptor of a folder within."""
+        """Yield a descriptor of a folder within."""
         place = os.open(self.folder, _FOLDER)
         try:
             for part in parts:
@@ -215,11 +215,11 @@ def _lstat(name: str, place: int) -> os.stat_result:
 
 
 def _permit(name: str, place: int, status: os.stat_result, least: int) -> int:
-    """The permissions of a file or folder, which its owner has at least so much of from now on."""
+    """Return the permissions of a file or folder, after granting its owner at least `least`."""
     mode = stat.S_IMODE(status.st_mode) & 0o777
     if mode & least != least or stat.S_IMODE(status.st_mode) != mode:
         mode |= least
-        os.chmod(name, mode, dir_fd=place)  # no link: nobody else is at work here
+        os.chmod(name, mode, dir_fd=place)  # no link, because nothing else runs here
     return mode
 
 

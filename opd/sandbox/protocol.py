@@ -1,4 +1,4 @@
-"""What a sandbox is to an environment: commands, files, and states that can be come back to."""
+"""The interface of a sandbox for an environment: commands, files, and snapshots."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Literal, Protocol
 from opd.errors import OpdError
 
 KilledBy = Literal["wall", "memory", "processes", "disk", "output", "sandbox"]
-"""Which quota ended a command; `sandbox` where what keeps it did not answer."""
+"""The quota that ended a command, or `sandbox` if its supervisor did not answer."""
 
 
 class SandboxError(OpdError, RuntimeError):
@@ -18,15 +18,15 @@ class SandboxError(OpdError, RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Of one sandbox; each holds for every command by itself, but `disk` and `files`."""
+    """Limits of one sandbox. Each holds for every single command, except `disk` and `files`."""
 
     seconds: float = 60.0
-    """By the clock."""
+    """Wall time."""
     cpu_seconds: int = 30
-    """Of processor time, for each process; SIGKILL beyond."""
+    """Processor time of each process. SIGKILL beyond."""
     memory: int = 1 << 30
-    """Bytes: of address space for each process, where an allocation fails, and resident in all together,
-    where the command is killed.
+    """Bytes of address space for each process, beyond which an allocation fails. Also resident bytes of all
+    processes, beyond which the command is killed.
     """
     processes: int = 64
     """Processes and threads at a time."""
@@ -35,16 +35,16 @@ class Limits:
     files: int = 10_000
     """Files, folders and links in the home."""
     output: int = 1 << 16
-    """Bytes of each standard output that are kept: the first ones."""
+    """First bytes of each standard output that are kept."""
     open_files: int = 256
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a command ended."""
+    """The result of a command."""
 
     exit: int | None
-    """Its status; -N where signal N ended it; `None` where a quota did, or it was interrupted."""
+    """Its status, or -N if signal N ended it. `None` if a quota did, or if it was interrupted."""
     stdout: bytes = b""
     stderr: bytes = b""
     killed_by: KilledBy | None = None
@@ -53,8 +53,8 @@ class Outcome:
     cut: int = 0
     """Bytes of both standard outputs that were not kept."""
     interrupted: bool = False
-    """The process that ran it was killed in its middle, and it was not run again: whether it did what it was
-    to do is not known; files are as they were before it.
+    """The process that ran it was killed during it, and it was not run again. Its effects are unknown. Files
+    are as they were before it.
     """
 
 
@@ -68,21 +68,23 @@ class HomeEntry:
 
 
 class Sandbox(Protocol):
-    """A home with files, and commands that see and change nothing else. One command at a time."""
+    """A home with files. Commands see and change nothing else. One command at a time."""
 
     @property
     def spent(self) -> str | None:
-        """Why nothing more can be done in it; `None` as long as it can be."""
+        """Reason why it can no longer be used, or None."""
         ...
 
     async def exec(self, command: Sequence[str], stdin: bytes = b"", timeout: float | None = None) -> Outcome:
-        """Run a program with its arguments, in the home, and end all that it has started. `timeout`: seconds,
-        less than the sandbox's own. Raises `SandboxError` once it is `spent`.
+        """Run a program with its arguments, in the home, and end all processes that it has started.
+        `timeout`: seconds, less than the sandbox's own. Raises `SandboxError` once it is `spent`.
         """
         ...
 
     async def read(self, path: str, most: int = 1 << 20) -> bytes:
-        """The first `most` bytes of a file. Raises `SandboxError` if it is none, or lies out of the home."""
+        """Return the first `most` bytes of a file. Raises `SandboxError` if it is none, or lies out of the
+        home.
+        """
         ...
 
     async def write(self, path: str, data: bytes) -> None:
@@ -90,19 +92,19 @@ class Sandbox(Protocol):
         ...
 
     async def list(self, path: str = "") -> list[HomeEntry]:
-        """What is in a folder, sorted by name. Raises `SandboxError` as `read`."""
+        """Return the entries of a folder, sorted by name. Raises `SandboxError` as `read`."""
         ...
 
     async def snapshot(self) -> str:
-        """Keep all files as they are; the digest of the whole. Raises `SandboxError` over quota."""
+        """Store all files as they are and return the snapshot's digest. Raises `SandboxError` over quota."""
         ...
 
     async def restore(self, digest: str) -> None:
-        """Make the files what they were at that snapshot. Raises `StorageError` if it is damaged or unknown,
-        and leaves the files as they are.
+        """Restore the files of that snapshot. Raises `StorageError` if it is damaged or unknown, and leaves
+        the files as they are.
         """
         ...
 
     async def close(self) -> None:
-        """End it and remove its files; safe to call twice."""
+        """Close it and remove its files. Safe to call twice."""
         ...

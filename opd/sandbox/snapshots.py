@@ -1,9 +1,9 @@
-"""States of sandboxes' homes, by content: each file once, and a list of names whose digest is the state's.
+"""Snapshots of sandboxes' homes, by content: each file once, and a list of names with the snapshot's digest.
 
     objects/ab/abcd...     the bytes whose sha256 is the name
     manifests/ab/abcd...   JSON: every path with its kind, mode, size and object; the name is its sha256
 
-Nothing read from here is believed: names, sizes and digests are checked before a home is touched.
+Stored data is untrusted: names, sizes and digests are checked before a home is touched.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ _MEND = "the state is lost; begin the episode again"
 
 
 class SnapshotStore:
-    """One folder of states, which many sandboxes of one process share. Threads may call it side by side."""
+    """One folder of snapshots, shared by many sandboxes of one process. Threads may call it concurrently."""
 
     def __init__(self, folder: Path, *, durable: bool = False) -> None:
-        """`durable`: what is kept survives a power cut, and not only the process."""
+        """`durable`: stored data survives a power cut, and not only the process."""
         self.folder = folder
         self._durable = durable
         self._lock = threading.RLock()
         self._held: set[str] = set()
-        """States and bytes that were kept by this process, and that nothing names yet."""
+        """Digests stored by this process that no record names yet."""
 
     def keep(self, home: Home, nodes: dict[str, Node]) -> str:
-        """The state that `nodes`, just scanned from `home`, are. Raises `StorageError` if it cannot be
-        written, `SandboxError` if a file is not what was scanned.
+        """Store the snapshot of `nodes`, just scanned from `home`, and return its digest. Raises
+        `StorageError` if it cannot be written, `SandboxError` if a file has changed since the scan.
         """
         document = {"version": 1, "nodes": {path: list(node) for path, node in sorted(nodes.items())}}
         data = json.dumps(document, separators=(",", ":")).encode()
@@ -77,7 +77,7 @@ class SnapshotStore:
             raise self._unwritten(error) from error
 
     def put(self, data: bytes) -> str:
-        """Keep bytes beside the states; their digest. Raises `StorageError`."""
+        """Store bytes next to the snapshots and return their digest. Raises `StorageError`."""
         digest = hashlib.sha256(data).hexdigest()
         with self._lock:
             self._held.add(digest)
@@ -85,11 +85,11 @@ class SnapshotStore:
         return digest
 
     def get(self, digest: str, most: int) -> bytes:
-        """Bytes that were kept. Raises `StorageError` if they are missing, more than `most`, or others."""
+        """Return stored bytes. Raises `StorageError` if they are missing, more than `most`, or changed."""
         return self._read("objects", digest, most)
 
     def nodes(self, digest: str, limits: Limits) -> dict[str, Node]:
-        """What was in the home. Raises `StorageError` for what no snapshot is, or one over `limits`."""
+        """Return a snapshot's nodes. Raises `StorageError` for an invalid snapshot, or one over `limits`."""
         data = self._read("manifests", digest, _MANIFEST_BYTES)
         with decoding(lambda cause: StorageError(f"snapshot {digest} is none ({cause}); {_MEND}")):
             document = read_document(data, _MANIFEST_BYTES)
@@ -106,8 +106,8 @@ class SnapshotStore:
         return nodes
 
     def restore(self, digest: str, home: Home, limits: Limits) -> dict[str, Node]:
-        """Make a home what it was, all at once, and return what is in it. Raises `StorageError` as `nodes`,
-        and for a file that is missing or damaged; the home is then as it was.
+        """Restore a home at once and return its nodes. Raises `StorageError` as `nodes`, and for a file that
+        is missing or damaged. Then the home is unchanged.
         """
         nodes = self.nodes(digest, limits)
         fresh = Path(tempfile.mkdtemp(prefix=".restore-", dir=home.folder.parent))
@@ -148,14 +148,14 @@ class SnapshotStore:
             raise StorageError(f"{source} is damaged: it is not what was kept; {_MEND}")
 
     def release(self, digests: Iterable[str]) -> None:
-        """These are named elsewhere now: `sweep` is told of them."""
+        """Tell that records name `digests` now, so `sweep` will be given them."""
         with self._lock:
             self._held.difference_update(digests)
 
     def sweep(self, states: Iterable[str], objects: Iterable[str], limits: Limits) -> int:
-        """Remove all but these states with their files, these objects, and what is not named yet; how many
-        files went. A state that cannot be read keeps nothing. Nothing goes behind a link, which this does not
-        make.
+        """Remove all but these snapshots with their files, these objects, and digests not named yet. Returns
+        the number of files removed. An unreadable snapshot keeps nothing. Links are never followed, because
+        the store makes none.
         """
         with self._lock:
             kept = set(states) | self._held
@@ -172,7 +172,7 @@ class SnapshotStore:
             return gone
 
     def _files(self, kind: str) -> Iterator[Path]:
-        """What this has put there: in folders that are no links, files by their digests."""
+        """Yield the store's own files: named by digests, in folders that are no links."""
         if _is_folder(self.folder) and _is_folder(self.folder / kind):
             for shelf in filter(_is_folder, sorted((self.folder / kind).glob("??"))):
                 for path in sorted(shelf.iterdir()):
@@ -180,7 +180,7 @@ class SnapshotStore:
                         yield path
 
     def remove(self) -> None:
-        """All of it."""
+        """Remove the store."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _path(self, kind: str, digest: str) -> Path:
@@ -189,7 +189,7 @@ class SnapshotStore:
         return self.folder / kind / digest[:2] / digest
 
     def _has(self, kind: str, digest: str, size: int) -> bool:
-        """Whether it is there; what a power cut left half of is not."""
+        """Return True if it is stored in full. A power cut may leave half a file."""
         try:
             found = self._path(kind, digest).lstat()
         except FileNotFoundError:
@@ -228,7 +228,7 @@ class SnapshotStore:
 
 
 def _is_folder(path: Path) -> bool:
-    """Whether it is one, and no link to one."""
+    """Return True for a folder, False for a link to one."""
     return path.is_dir() and not path.is_symlink()
 
 
@@ -239,7 +239,7 @@ def _unread(path: Path, error: OSError) -> StorageError:
 
 
 def _node(path: Any, said: Any) -> Node:
-    """One entry of a manifest that anybody may have written; `ValueError` for what `keep` does not write."""
+    """Parse one entry of an untrusted manifest. Raises `ValueError` for one that `keep` does not write."""
     kind, mode, size, content = said
     try:
         parts = parts_of(path)

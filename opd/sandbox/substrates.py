@@ -1,10 +1,10 @@
-"""What keeps a command apart: bubblewrap where user namespaces work, else a process within limits; or a
-container, where an image is named (`containers.py`).
+"""Isolation of a command: bubblewrap if user namespaces work, else a process within limits. Or a container,
+if an image is named (`containers.py`).
 
-Each command is a process tree of its own, which begins and ends with it: `warden.py` beside it watches
-over its quotas, kills all of it, and reports. What a command leaves is files. Who is root is exempt from the
-limit of processes: without bubblewrap commands run as a user of their own, and in it a control group counts
-where one can be made, else whoever watches does.
+Each command is a process tree of its own, which begins and ends with it. `warden.py` beside it watches its
+quotas, kills all of it, and reports. Only files outlive a command. Root is exempt from the limit of
+processes. So without bubblewrap, root's commands run as a user of their own. In bubblewrap a control group
+counts processes if one can be made, else the watcher does.
 """
 
 from __future__ import annotations
@@ -47,26 +47,26 @@ KINDS: tuple[Kind, ...] = ("bubblewrap", "process", "container")
 _AUTO: tuple[Kind, ...] = ("bubblewrap", "process")
 _log = logging.getLogger(__name__)
 _PATIENCE = 30.0
-"""Seconds beyond its time in which what watches a command must have ended it."""
+"""Seconds beyond a command's time in which its watcher must have ended it."""
 _REPORT = 1 << 16
 _COMMANDS_KEPT = ("network", "reading", "writing", "signals")
 _WATCHING = 2
-"""Processes beside a command's: bubblewrap, and what watches."""
+"""Processes beside a command's: bubblewrap, and the watcher."""
 
 
 @dataclass(frozen=True, slots=True)
 class Substrate:
-    """One way to keep commands, or the code of answers, apart."""
+    """One means to isolate commands, or the code of answers."""
 
     kind: Kind
     keeps: Mapping[str, bool]
-    """What was tried in it -> whether it was refused: `reading` and `writing` elsewhere; of commands also
-    `network` and `signals` to others, of a container's `privileges`, and whether control groups hold `memory`
-    and `processes`; of answers `processes` and `sockets`.
+    """Attempt -> True if it was refused: `reading` and `writing` elsewhere. For commands also `network`, and
+    `signals` to others. For a container also `privileges`, and whether control groups limit `memory` and
+    `processes`. For answers also `processes` and `sockets`.
     """
     container: Container | None = None
     seccomp: bool = False
-    """Of answers: whether calls are refused."""
+    """For answers: True if calls are refused."""
 
     @property
     def name(self) -> str:
@@ -75,15 +75,15 @@ class Substrate:
 
     @property
     def open(self) -> list[str]:
-        """What it does not keep them from."""
+        """Attempts that it does not refuse."""
         return [what for what, kept in self.keeps.items() if not kept]
 
 
 def run(
     kind: Kind, place: CommandPlace, command: Sequence[str], stdin: bytes, seconds: float, cancelled: Event
 ) -> Outcome:
-    """One command, from its start to the end of all that it has started, or `cancelled`. Without the files it
-    has changed.
+    """Run one command, from its start to the end of all processes that it has started, or `cancelled`.
+    Returns its outcome without the changed files.
 
     Raises `SandboxError` if it cannot be started, and `OSError` as the system does.
     """
@@ -112,19 +112,19 @@ def run(
             most = LENGTH.size + _REPORT + 2 * place.limits.output
             data = read_until(report.fileno(), most, seconds + patience, cancelled)
         finally:
-            hold.close()  # what watches ends everything at once, and then itself
+            hold.close()  # the watcher then ends everything, and itself
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(patience)
             process.kill()
             process.wait()
             if kind == "container" and process.returncode != 0:
-                with contextlib.suppress(SandboxError):  # most often it is gone
+                with contextlib.suppress(SandboxError):  # it is mostly gone by now
                     containers.ask(job["remove"][0], job["remove"][1:])
     return _outcome(data, place)
 
 
 def _outcome(data: bytes, place: CommandPlace) -> Outcome:
-    """What `warden.py` reports; where it does not, that. Raises `SandboxError` where a container's engine
+    """Decode the report of `warden.py`, or report its absence. Raises `SandboxError` if a container's engine
     failed.
     """
     limits = place.limits
@@ -153,7 +153,7 @@ def _outcome(data: bytes, place: CommandPlace) -> Outcome:
 
 @contextlib.contextmanager
 def _user(kind: Kind, place: CommandPlace) -> Iterator[int]:
-    """Who a command of root's is meanwhile; 0 where it need not be another. Raises as `own_user`."""
+    """Yield the user of a command started by root, or 0 if it need not differ. Raises as `own_user`."""
     same = kind == "bubblewrap" or (place.container is not None and place.container.engine.rootless)
     if same or os.getuid():
         yield 0
@@ -163,7 +163,7 @@ def _user(kind: Kind, place: CommandPlace) -> Iterator[int]:
 
 
 def _job(kind: Kind, place: CommandPlace, command: Sequence[str], uid: int) -> dict[str, Any]:
-    """What `warden.py` is told, but for how long. `uid`: whose the command is."""
+    """Return the job of `warden.py`, without its time. `uid`: user of the command."""
     words = [*command]
     if not words or any("\0" in word for word in words):
         raise SandboxError("a command is a program and its arguments, without NUL characters")
@@ -224,12 +224,12 @@ print(json.dumps({
 }))
 open("note", "w").write("written")
 """
-"""What Python can try, told as JSON: each name, and whether it was refused."""
+"""Checks that Python can make. Prints JSON: each name, and True if it was refused."""
 
 
 @contextlib.contextmanager
 def probe_input() -> Iterator[tuple[Path, str]]:
-    """A new folder with a `secret`, and what `PROBE` reads: things of this process's that can be reached."""
+    """Yield a new folder with a `secret`, and the input of `PROBE`: reachable objects of this process."""
     with (
         tempfile.TemporaryDirectory(prefix="opd-sandbox-") as folder,
         socket.create_server(("127.0.0.1", 0)) as server,
@@ -242,10 +242,10 @@ def probe_input() -> Iterator[tuple[Path, str]]:
 
 @functools.cache
 def find_substrate(wanted: Kind | Literal["auto"] = "auto", image: str | None = None) -> Substrate:
-    """The strongest that works here, or the one that is `wanted`; tried once a process. With `auto` and no
-    bubblewrap one warning says what is not kept apart. `image`: of the containers.
+    """Return the strongest substrate that works here, or the `wanted` one. Tried once a process. With `auto`
+    and no bubblewrap one warning lists the missing isolation. `image`: of the containers.
 
-    Raises `SandboxError` where none works, or not that one.
+    Raises `SandboxError` if none works, or the wanted one does not.
     """
     if wanted == "container":
         return _find_container(image)
@@ -273,8 +273,8 @@ def find_substrate(wanted: Kind | Literal["auto"] = "auto", image: str | None = 
 
 
 def _find_container(image: str | None) -> Substrate:
-    """An engine that has the image and runs it; without control groups where it has none to give, and says
-    so. Raises `SandboxError`.
+    """Return an engine that has the image and runs it. If it has no control groups, they are not used, with a
+    warning. Raises `SandboxError`.
     """
     if image is None:
         raise SandboxError("the sandbox container needs an image; name one as its image")
@@ -300,7 +300,7 @@ def _find_container(image: str | None) -> Substrate:
 
 
 def _tried(kind: Kind, container: Container | None = None) -> Substrate:
-    """What this kind keeps a command from, tried. Raises `SandboxError` or `OSError` if it does not work."""
+    """Test the isolation of this kind. Raises `SandboxError` or `OSError` if it does not work."""
     with probe_input() as (base, asked):
         limits = Limits(seconds=60.0)
         place = CommandPlace(base / "home", base / "tmp", limits, container=container)
@@ -334,7 +334,7 @@ def _refusal(outcome: Outcome, container: Container | None) -> str:
 
 
 def _contained(container: Container, said: Mapping[bytes, bytes]) -> Substrate:
-    """What a container was seen to keep. Raises `SandboxError` where that is not enough."""
+    """Return the isolation that a container showed. Raises `SandboxError` if it is not enough."""
     keeps = {name: said.get(name.encode()) == b"1" for name in containers.KEPT}
     engine = container.engine
     keeps["namespaces"] = engine.name != "podman" or engine.profile is not None

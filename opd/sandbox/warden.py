@@ -1,11 +1,11 @@
-"""The program beside a command: starts it within limits, watches what it starts, ends it all, and reports.
+"""The program beside a command: starts it within limits, watches its processes, ends them all, and reports.
 
-In bubblewrap it is process 1 of a namespace of its own: what it starts cannot end it, and its end is the end
-of everything. Without, it adopts what its command leaves behind and ends that too. Of a container it is
-outside: its command is the engine's client, and its last act that the container is removed.
+In bubblewrap it is process 1 of a namespace of its own. The command cannot end it, and its end ends
+everything. Without bubblewrap it adopts the command's orphans and ends them too. With a container it is
+outside: its command is the engine's client, and its last act is to remove the container.
 
-Imports the standard library alone, and runs with `python -I -S`. Its job is JSON in a descriptor; the report
-is JSON of so many bytes as the number before it says, then what was kept of the two standard outputs.
+Imports only the standard library, and runs with `python -I -S`. Its job is JSON in a descriptor. The report
+is a number of bytes, JSON of that size, then the kept parts of the two standard outputs.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-if __name__ == "__main__":  # where it is imported, a folder of opd must not stand before packages of its name
+if __name__ == "__main__":  # if imported, no folder of opd may come before packages of its name
     sys.path.append(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     import lockdown  # pyright: ignore[reportMissingImports]
 
 LENGTH = struct.Struct("<I")
 _TICK = 0.1
-"""Seconds between two looks at memory, processes and disk."""
+"""Seconds between two checks of memory, processes and disk."""
 _DRAINED = 1 << 26
-"""Bytes of output that a command may write beyond what is kept."""
+"""Bytes of output that a command may write beyond the kept ones."""
 _DEEPEST = 128
-"""Folders within folders that are looked into: each is open twice meanwhile."""
+"""Most levels of folders that are counted. Each is open twice meanwhile."""
 _CLIENTS = 16
-"""Processes of a container's engine beside those in the container."""
+"""Processes of a container's engine besides those in the container."""
 _GRACE = 2.0
-"""Seconds in which those end by themselves, once a container is removed."""
+"""Seconds in which the client's processes end by themselves, once a container is removed."""
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class Output:
-    """The first bytes of a stream; of a container those behind the line `begin`, which says that its command
-    starts: what comes before is the engine's.
+    """The first bytes of a stream. For a container, the bytes behind the line `begin`, with which its command
+    starts. Bytes before it are the engine's.
     """
 
     def __init__(self, place: int, most: int, begin: bytes = b"") -> None:
@@ -54,11 +54,11 @@ class Output:
 
     @property
     def begun(self) -> bool:
-        """Whether the command starts."""
+        """True once the command has started."""
         return self.since is not None
 
     def take(self) -> bool:
-        """Read what is there; False at the end."""
+        """Read the available bytes. Returns False at the end."""
         data = os.read(self.place, 1 << 16)
         more = bool(data)
         if not self.begun:
@@ -72,7 +72,7 @@ class Output:
 
 
 def _descendants(most: int | None = None) -> list[int]:
-    """All that this process has started and that has not ended, and what these have; `most` of them."""
+    """Return this process's live descendants, at most `most` of them."""
     found, waiting = [], [os.getpid()]
     while waiting and (most is None or len(found) <= most):
         pid = waiting.pop()
@@ -86,7 +86,7 @@ def _descendants(most: int | None = None) -> list[int]:
 
 
 class CommandUsage:
-    """What a command's processes and files take."""
+    """Memory, processes and disk of a command."""
 
     def __init__(self, job: Mapping[str, Any]) -> None:
         self._job = job
@@ -95,7 +95,7 @@ class CommandUsage:
         self._depth = _namespaces("self") if self._beside else -1
 
     def over(self, begun: bool) -> str | None:
-        """The quota that is used up. `begun`: whether the command has: before, the group is another's."""
+        """Return the exceeded quota, if any. Before `begun` the control group is not the command's."""
         memory = count = 0
         most = self._job["processes"]
         pids = _descendants(most + self._beside)
@@ -118,8 +118,8 @@ class CommandUsage:
         return "disk" if self._too_much() else None
 
     def _too_much(self) -> bool:
-        """Whether the files are more or larger than they may be. No link is followed: a command may put one
-        anywhere at any time.
+        """Return True if the files exceed their number or size. No link is followed, because a command may
+        put one anywhere at any time.
         """
         self._size, self._files = self._deleted(), 0
         for folder in self._job["filled"]:
@@ -152,7 +152,7 @@ class CommandUsage:
 
     @staticmethod
     def _deleted() -> int:
-        """Bytes of files that have no name any more, and that a process still has open."""
+        """Bytes of deleted files that a process still has open."""
         found: dict[tuple[int, int], int] = {}
         for pid in _descendants():
             with contextlib.suppress(OSError):
@@ -165,7 +165,7 @@ class CommandUsage:
 
 
 def _opened(name: str, above: int | None) -> int:
-    """A folder of the one `above`; nothing keeps it from being counted. Raises `OSError`."""
+    """Open a folder of `above`, changing its permissions if needed. Raises `OSError`."""
     try:
         return os.open(name, _FOLDER, dir_fd=above)
     except PermissionError:
@@ -180,7 +180,7 @@ def _opened(name: str, above: int | None) -> int:
 
 
 def _seen(entry: os.DirEntry[str], folder: int) -> os.stat_result:
-    """What an entry of an open folder is, also where the folder was made one that shows its names alone."""
+    """Stat an entry of an open folder, even if the folder's permissions show only its names."""
     try:
         return entry.stat(follow_symlinks=False)
     except PermissionError:
@@ -189,14 +189,14 @@ def _seen(entry: os.DirEntry[str], folder: int) -> os.stat_result:
 
 
 def _namespaces(pid: int | str) -> int:
-    """How many pid namespaces a process is in; 0 once it has ended."""
+    """Number of pid namespaces that a process is in, or 0 once it has ended."""
     with contextlib.suppress(OSError), open(f"/proc/{pid}/status") as file:
         return next((len(line.split()) - 1 for line in file if line.startswith("NSpid:")), 0)
     return 0
 
 
 def _killed_for_memory(pid: int) -> bool:
-    """Whether the kernel has killed a process of this one's control group for its memory."""
+    """Return True if the kernel has killed a process of this one's control group for its memory."""
     with contextlib.suppress(OSError, ValueError), open(f"/proc/{pid}/cgroup") as file:
         for line in file:
             _, controllers, path = line.rstrip("\n").split(":", 2)
@@ -210,7 +210,7 @@ def _killed_for_memory(pid: int) -> bool:
 
 
 def _start(job: Mapping[str, Any], output: int, error: int) -> int:
-    """The command's process, in a session of its own."""
+    """Start the command's process, in a session of its own."""
     child = os.fork()
     if child:
         return child
@@ -252,7 +252,7 @@ def _start_client(job: Mapping[str, Any]) -> None:
 
 
 def _give(folder: str, uid: int) -> None:
-    """Let all of `folder` belong to `uid`."""
+    """Make `uid` the owner of all of `folder`."""
     os.lchown(folder, uid, uid)
     for above, folders, files in os.walk(folder):
         for name in (*folders, *files):
@@ -260,14 +260,14 @@ def _give(folder: str, uid: int) -> None:
 
 
 def _watch(job: dict[str, Any], child: int, outputs: list[Output]) -> str | None:
-    """Read what the command writes until it ends; why it must be ended, if it must."""
+    """Read the command's output until it ends. Returns the quota for which it must be ended, if any."""
     usage, start = CommandUsage(job), time.monotonic()
     ended = os.pidfd_open(child)
     places = {output.place: output for output in outputs}
     waiting = select.poll()
     for place in (ended, *places):
         waiting.register(place, select.POLLIN)
-    waiting.register(job["alive"], 0)  # hung up when who asked has ended
+    waiting.register(job["alive"], 0)  # hung up when the caller has ended
     look = time.monotonic() + _TICK
     while True:
         until = _until(job, outputs[0], start)
@@ -285,26 +285,26 @@ def _watch(job: dict[str, Any], child: int, outputs: list[Output]) -> str | None
         if over:
             return over
         if now >= look:
-            # A look at many files takes time of its own.
+            # Counting many files takes time of its own.
             look = time.monotonic() + _TICK + 2 * (time.monotonic() - now)
 
 
 def _spent(job: Mapping[str, Any], outputs: list[Output], start: float) -> str | None:
-    """Whether there was too much output, or no time is left."""
+    """Return the quota if there is too much output, or if no time is left."""
     if sum(output.lost for output in outputs) > _DRAINED:
         return "output"
     return "wall" if time.monotonic() >= _until(job, outputs[0], start) else None
 
 
 def _until(job: Mapping[str, Any], output: Output, start: float) -> float:
-    """When the command has to have ended; a container's, to have begun."""
+    """Time by which the command must have ended, or a container's must have begun."""
     return start + job["starting"] if output.since is None else output.since + job["seconds"]
 
 
 def _end(job: dict[str, Any], child: int, begun: bool) -> int:
-    """Kill the command and whatever it has started; its status as `os.waitstatus_to_exitcode` has it. A
-    container is removed first, and once more where that failed or its command had not `begun`, as its client
-    may have been making it.
+    """Kill the command and its descendants. Returns its status as `os.waitstatus_to_exitcode` has it. A
+    container is removed first. It is removed once more if that failed or its command had not `begun`, because
+    its client may have been making it.
     """
     if job["kind"] != "container":
         return _kill(child)
@@ -315,7 +315,7 @@ def _end(job: dict[str, Any], child: int, begun: bool) -> int:
 
 
 def _asked(job: Mapping[str, Any], what: str) -> bytes | None:
-    """What the engine says; `None` where it fails or takes too long."""
+    """Return the engine's output, or None if it fails or takes too long."""
     import subprocess
 
     words, given = job[what], {"env": job["environment"], "cwd": "/", "stdin": subprocess.DEVNULL}
@@ -327,10 +327,10 @@ def _asked(job: Mapping[str, Any], what: str) -> bytes | None:
 
 
 def _kill(child: int, grace: float = 0.0) -> int:
-    """Kill it and all descendants, unless they end by themselves within `grace` seconds; its status."""
+    """Kill it and all descendants, unless they end within `grace` seconds. Returns its status."""
     status, until = 0, time.monotonic() + grace
     while True:
-        for number in (signal.SIGSTOP, signal.SIGKILL):  # what is stopped starts no other
+        for number in (signal.SIGSTOP, signal.SIGKILL):  # a stopped process starts no other
             for pid in _descendants() if time.monotonic() >= until else ():
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, number)
@@ -345,7 +345,7 @@ def _kill(child: int, grace: float = 0.0) -> int:
 
 
 def _drain(outputs: list[Output]) -> None:
-    """What is still in the pipes. Nobody writes to them any more."""
+    """Read the rest of the pipes, which have no writers any more."""
     for output in outputs:
         os.set_blocking(output.place, False)
         with contextlib.suppress(BlockingIOError):
@@ -354,7 +354,7 @@ def _drain(outputs: list[Output]) -> None:
 
 
 def _container_end(job: dict[str, Any], killed_by: str | None, outputs: list[Output]) -> str | None:
-    """What ended a container's command, once its engine was asked too."""
+    """Return the reason of the end of a container's command, after asking its engine too."""
     if killed_by is None:
         _drain(outputs)
     if killed_by not in (None, "wall") or not outputs[0].begun:
@@ -367,7 +367,7 @@ def _container_end(job: dict[str, Any], killed_by: str | None, outputs: list[Out
 
 
 def _fault(job: Mapping[str, Any], killed_by: str | None, outputs: list[Output], begun: bool) -> str | None:
-    """Why a container's command did not run, or may still do so: the engine's last words."""
+    """Return the engine's last words if a container's command did not run, or may still run."""
     if begun:
         return "the container cannot be removed" if job["left"] else job.get("unsaid")
     if killed_by is None:
@@ -394,7 +394,7 @@ def main() -> None:
         killed_by = _watch(job, child, outputs)
         if contained:
             killed_by = _container_end(job, killed_by, outputs)
-            begun = outputs[0].begun  # not what is read of it while it is ended
+            begun = outputs[0].begun  # before the reads during its end
     finally:
         status = _end(job, child, begun)
     _drain(outputs)

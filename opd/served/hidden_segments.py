@@ -1,8 +1,9 @@
-"""Last hidden states of a server with our plug-in (`opd/served/plugin`): bytes, read here once and gone then.
+"""Last hidden states of a server with our plug-in (`opd/served/plugin`): bytes that are read once and then
+gone.
 
-The name of a segment is drawn here, so that nothing a server says leads to a file: of its folder it tells the
-name alone, which counts only below shared memory, if this user owns it and it holds what the server says it
-does. Where it is not there, as with a server on another machine, the same bytes come over HTTP.
+This side draws the name of a segment, so no answer of a server leads to a file. The server gives only the
+name of its folder. The folder counts only in shared memory, if this user owns it and its proof is the
+server's. Otherwise, as with a server on another machine, the same bytes come over HTTP.
 """
 
 from __future__ import annotations
@@ -42,14 +43,14 @@ _WIDEST = max(DTYPES.values())
 
 @dataclass(frozen=True, slots=True)
 class Plugin:
-    """What a server's plug-in offers."""
+    """The plug-in of a server."""
 
     folder: Path | None
-    """Where this process finds its segments; `None` if it has to ask for them."""
+    """Folder in which this process finds its segments, or `None` if it has to request them."""
 
 
 async def plugin_of(pool: HTTPClient, server: Server) -> Plugin | None:
-    """The plug-in of `server`, `None` if it has none that is understood here. Raises `UnavailableError`."""
+    """Return the plug-in of `server`, or `None` if it has none in a known form. Raises `UnavailableError`."""
     try:
         said = await pool.ask(server, "GET", _PATH)
     except RefusedError:
@@ -60,7 +61,7 @@ async def plugin_of(pool: HTTPClient, server: Server) -> Plugin | None:
 
 
 def _seen(name: Any, proof: Any) -> Path | None:
-    """The folder of that name in this machine's shared memory, if it is the server's."""
+    """Return the folder of that name in this machine's shared memory, if it is the server's."""
     if not (isinstance(name, str) and FOLDER_NAME.fullmatch(name) and isinstance(proof, str)):
         return None
     path = Path(SHARED, name)
@@ -74,8 +75,9 @@ def _seen(name: Any, proof: Any) -> Path | None:
 
 
 def segment_body(question: Question, name: str, logprobs: bool) -> dict[str, Any]:
-    """`hidden_body` for a server with the plug-in, which leaves the rows in the segment `name`. It computes
-    them where a cached prefix covers them, so that log-probabilities are only asked for if they are wanted.
+    """Build `hidden_body` for a server with the plug-in, which leaves the rows in the segment `name`. It
+    computes them even if a cached prefix covers them. So log-probabilities are requested only if they are
+    wanted.
     """
     body = hidden_body(question)
     body["sampling_params"]["custom_params"] = {KEY: {"segment": name, "start": question.start}}
@@ -85,12 +87,12 @@ def segment_body(question: Question, name: str, logprobs: bool) -> dict[str, Any
 
 
 class HiddenSegment:
-    """One segment, from its name to its last byte; use it in a `with` block.
+    """One segment, from its name to its last byte. Use it in a `with` block.
 
     Args:
-        plugin: Of the server that is asked.
-        question: What it is asked about.
-        width: Of the hidden states that are due.
+        plugin: Of the server.
+        question: Tokens to score.
+        width: Expected width of the hidden states.
     """
 
     def __init__(self, plugin: Plugin, question: Question, width: int) -> None:
@@ -101,17 +103,17 @@ class HiddenSegment:
         return self
 
     def __exit__(self, *_: object) -> None:
-        # Also of a request that was given up, whose answer may have been on its way.
+        # Also after an abandoned request, whose answer may have been on its way.
         if self._plugin.folder is not None:
             with contextlib.suppress(OSError):
                 os.unlink(self._plugin.folder / self.name)
 
     def body(self, *, logprobs: bool = False) -> dict[str, Any]:
-        """The request."""
+        """Return the request."""
         return segment_body(self._question, self.name, logprobs)
 
     async def rows(self, pool: HTTPClient, server: Server, answer: dict[str, Any]) -> np.ndarray:
-        """[count, D] float32: what the answer to `body` refers to. Raises `UnavailableError`."""
+        """Return [count, D] float32: the rows behind the answer to `body`. Raises `UnavailableError`."""
         check_reference(answer)
         most = HEADER_BYTES + self._question.count * self._width * _WIDEST
         folder = self._plugin.folder
@@ -146,7 +148,7 @@ def _unreadable(cause: str) -> UnavailableError:
 
 @decoding(_unreadable)
 def check_reference(answer: dict[str, Any]) -> dict[str, Any]:
-    """What an answer says of its segment. Raises `UnavailableError` if there is none."""
+    """Return an answer's reference to its segment. Raises `UnavailableError` if there is none."""
     said = answer["meta_info"].get(KEY)
     if not isinstance(said, list) or not said:
         raise UnavailableError("the answer refers to no hidden states", answered=True)
@@ -157,7 +159,7 @@ def check_reference(answer: dict[str, Any]) -> dict[str, Any]:
 
 
 def rows_of(content: bytes | bytearray, name: str, question: Question, width: int) -> np.ndarray:
-    """[count, D] float32: numbers of a segment. Raises `ValueError` unless it is whole, and the one due."""
+    """Return [count, D] float32: the numbers of a segment. `ValueError` unless complete and the right one."""
     header = Header.read(content)
     due = (question.count, width)
     if header.name != name or header.tokens != tokens_digest(question.tokens[:-1].tolist(), question.start):
@@ -176,14 +178,14 @@ def rows_of(content: bytes | bytearray, name: str, question: Question, width: in
 
 
 def floats_of(numbers: memoryview, dtype: str) -> np.ndarray:
-    """Numbers of one of `DTYPES`, the lowest byte first, as float32."""
+    """Convert little-endian numbers of one of `DTYPES` to float32."""
     if dtype == "bfloat16":
         return (np.frombuffer(numbers, "<u2").astype(np.uint32) << 16).view(np.float32)
     return np.frombuffer(numbers, "<f4" if dtype == "float32" else "<f2").astype(np.float32)
 
 
 def _content(folder: Path, name: str, most: int) -> bytearray:
-    """A file of `folder`, by its name alone: at most `most` bytes. Raises `OSError`."""
+    """Read a file of `folder`, by its name alone: at most `most` bytes. Raises `OSError`."""
     inside = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=inside)
@@ -201,12 +203,12 @@ def _content(folder: Path, name: str, most: int) -> bytearray:
 
 
 def most_answered(body: dict[str, Any]) -> int:
-    """Most bytes of a good answer to `body`, whose hidden states lie elsewhere."""
+    """Return the most bytes of a good answer to `body` whose hidden states lie elsewhere."""
     return most_bytes({**body, "return_hidden_states": False})
 
 
 def width_of(answer: dict[str, Any]) -> int | None:
-    """What an answer that refers to a segment says of its width; `None` if it refers to none."""
+    """Return the width that an answer gives for its segment, or `None` if it refers to none."""
     if answer["meta_info"].get(KEY) is None:
         return None
     return whole(check_reference(answer)["width"], 0, 2**31, "the width of hidden states")

@@ -1,6 +1,6 @@
-"""Requests to one server: JSON over pooled connections, and what can go wrong there.
+"""Requests to one server: JSON over pooled connections, and their errors.
 
-By an asyncio loop. Which server and how often is the pool's question (`http_pool.py`).
+Runs in an asyncio loop. The pool (`http_pool.py`) chooses the server and the number of tries.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ _log = logging.getLogger(__name__)
 
 
 class UnavailableError(Exception):
-    """No usable answer this time: another attempt, or another server, may give one."""
+    """No usable answer this time. Another attempt, or another server, may give one."""
 
     def __init__(self, reason: str, *, answered: bool) -> None:
         super().__init__(reason)
         self.answered = answered
-        """Whether the server was there and answered something: it is asked only so often."""
+        """Whether the server answered something. Such failures have a limit of their own."""
 
 
 class RefusedError(Exception):
-    """The server understood and declined: asking again changes nothing."""
+    """The server understood and declined. A retry changes nothing."""
 
     def __init__(self, reason: str, status: int) -> None:
         super().__init__(reason)
@@ -46,7 +46,7 @@ class RefusedError(Exception):
 
 
 def advice(refusal: RefusedError, otherwise: str) -> str:
-    """What to do about a refusal; of a page that is not there something else than `otherwise`."""
+    """Return the fix for a refusal: for a redirect or a missing page a special one, else `otherwise`."""
     if 300 <= refusal.status < 400:
         return "give the URL of the server itself, since a redirect is never followed"
     router = "give the URL of a server of this kind itself, not of a router before some"
@@ -58,58 +58,58 @@ SERVERS = Retry(attempts=5, pause=0.25, longest=8.0)
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """How long a request is tried."""
+    """Time limits of a request."""
 
     timeout: float = 300.0
     """Seconds one attempt may take, from the first byte sent to the last received."""
     connect_timeout: float = 5.0
     unreachable: float = 180.0
-    """Seconds without any answer after which a request is given up: a server that is restarted needs a
-    minute or more."""
+    """Seconds without any answer after which a request fails. A restarted server needs a minute or more."""
     retry: Retry = SERVERS
-    """Bad answers (status 5xx, not JSON, incomplete) to one request before it is given up, and how long a
-    server that failed is left alone."""
+    """Limit of bad answers (5xx, not JSON, incomplete) to a request, and the rest of a failed server."""
     hedge_after: float | None = None
-    """Seconds without an answer after which a copy goes to another server; the first answer counts."""
+    """Seconds without an answer after which a copy goes to another server. The first answer counts."""
 
 
 IDENTITY = ("host", "port", "startup_time")
-"""What a server alone says of it: `startup_time`, how long each part of its start took, to many digits."""
+"""Facts that identify a server: `startup_time` is the time of each part of its start, to many digits."""
 _STARTED = re.compile(rb"^process_start_time_seconds (\S+)$", re.MULTILINE)
-"""Among the metrics of a server that says no more of itself."""
+"""In the metrics of a server that gives no other identity."""
 CONTROL_BYTES = 8 * 2**20
 """Most bytes of an answer that is about a server and not about tokens."""
 _READ = 2**16
-"""Bytes of an answer of which an error may show some: more, so that no secret is cut before it is known."""
+"""Bytes of an answer of which an error may show some. They are more, so that no secret is cut before it is
+known.
+"""
 SAID_IN_JSON = ("/generate", "/v1/completions", "/weights_checker", "/weight_checker")
-"""What is posted to be told something; other posted requests may be answered by a line of text."""
+"""Paths that must answer with JSON. Other POST requests may be answered by a line of text."""
 RETRIED = (408, 425, 429, 500, 502, 503, 504)
-"""Statuses that a later attempt may not meet."""
+"""Statuses after which a later attempt may succeed."""
 
 
 @dataclass(slots=True, eq=False)
 class Server:
-    """One URL and what is known of it."""
+    """One URL and the state of its server."""
 
     url: str
     in_flight: int = 0
     """Tokens of the requests it works on."""
     failures: int = 0
-    """In a row."""
+    """Failures in a row."""
     bad_answers: int = 0
-    """Those of the failures that were answers."""
+    """Failures of these that were answers."""
     resting_until: float = 0.0
     """On the monotonic clock."""
     admitted: bool = False
     """Whether it was checked since it was last away."""
     process: str | None = None
-    """Which process it was when it was checked, if it tells."""
+    """Identity of the process that was checked, if the server gives one."""
     doubted: bool = False
     """Whether it may be another process since then: there is a new connection to it, or it was quiet."""
     answered: float = 0.0
-    """When it last answered well, on the monotonic clock."""
+    """Time of its last good answer, on the monotonic clock."""
     late: bool = False
-    """Whether it came while others worked, and must prove to be another one than they."""
+    """Whether it came while others worked. Then it must prove to be another one than they."""
     last_error: str = ""
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while it is checked."""
@@ -117,29 +117,29 @@ class Server:
 
 @dataclass(frozen=True, slots=True)
 class PoolOptions:
-    """Who is asked, and how much at once."""
+    """Servers and limits of a pool."""
 
     urls: Sequence[str]
     api_key_env: str | None = None
     """Environment variable that holds the key. The key itself is never logged or shown."""
     max_in_flight_tokens: int = 65_536
-    """Per server; more wait here, so that a server's queue stays short."""
+    """Limit per server. More wait here, so that a server's queue stays short."""
     patience: Patience = field(default_factory=Patience)
     more: Callable[[], list[str]] = list
-    """URLs of servers that have come since it was asked last; asked whenever a server is chosen."""
+    """Returns URLs of servers that have come since the last call. Called whenever a server is chosen."""
     given_up: Callable[[], OpdError | None] = lambda: None
-    """Why whoever has started the servers will not start them again; asked when one fails."""
+    """Returns the reason why the servers will not be started again, or `None`. Called when one fails."""
     look_at: str = "its URL and key"
-    """Where the cause is when a server is not the one that is meant."""
+    """Settings to check when a server is not the expected one."""
     revive: str = "mend or start it and continue with --resume"
-    """What to do about servers that do not answer."""
+    """Fix for servers that do not answer."""
     api_key: str = field(default="", repr=False)
-    """The key of servers that the run has started, in place of that of `api_key_env`."""
+    """The key of servers that the run has started. It replaces that of `api_key_env`."""
 
 
 @dataclass(slots=True)
 class PoolCounters:
-    """What happened so far."""
+    """Events so far."""
 
     requests: int = 0
     retries: int = 0
@@ -168,8 +168,8 @@ class HTTPClient:
         body: dict[str, Any] | None = None,
         most: int = CONTROL_BYTES,
     ) -> Any:
-        """One attempt at one server: a JSON object of at most `most` bytes, or `None` for another answer to a
-        control request. Raises `UnavailableError` or `RefusedError`.
+        """Make one attempt at one server. Return a JSON object of at most `most` bytes, or `None` for another
+        answer to a control request. Raises `UnavailableError` or `RefusedError`.
         """
         where, content = await self.fetch(server, method, path, body, most)
         due = method == "GET" or path in SAID_IN_JSON
@@ -191,8 +191,8 @@ class HTTPClient:
     async def fetch(
         self, server: Server, method: str, path: str, body: dict[str, Any] | None, most: int
     ) -> tuple[str, bytes]:
-        """One attempt at one server: what answered, for errors, and at most `most` bytes. Raises
-        `UnavailableError` or `RefusedError`.
+        """Make one attempt at one server. Return its URL and status, for errors, and at most `most` bytes.
+        Raises `UnavailableError` or `RefusedError`.
         """
         import aiohttp
 
@@ -218,7 +218,7 @@ class HTTPClient:
     async def stream(
         self, server: Server, path: str, body: dict[str, Any], most: int, lines: int
     ) -> AsyncIterator[AsyncIterator[bytes]]:
-        """The lines of a streaming answer: `lines` of `most` bytes, at most.
+        """Yield the lines of a streaming answer: `lines` of `most` bytes, at most.
 
         Raises `UnavailableError` or `RefusedError`, in the block too.
         """
@@ -244,14 +244,14 @@ class HTTPClient:
             raise UnavailableError(f"{where} {_broken(trouble, limits.timeout)}", answered=False) from None
 
     async def identity(self, server: Server) -> str:
-        """The same for two URLs of one server; the URL where it does not answer, or is too old to tell."""
+        """Return the same string for two URLs of one server, or the URL if it does not tell."""
         try:
             return await self._said(server) or server.url
         except UnavailableError:
             return server.url
 
     async def process(self, server: Server) -> str | None:
-        """Another one after each start of the server; `None` if it does not tell. Raises
+        """Return another string after each start of the server, or `None` if it gives none. Raises
         `UnavailableError`.
         """
         said = await self._said(server)
@@ -296,7 +296,7 @@ class HTTPClient:
 
 
 def _watching() -> aiohttp.TraceConfig:
-    """Notes new connections: those to a process that is gone are gone with it."""
+    """Return a trace that notes new connections: those to a process that is gone are gone with it."""
     import aiohttp
 
     async def connected(session: Any, context: Any, made: Any) -> None:
@@ -328,8 +328,8 @@ def _headers(owner: str, options: PoolOptions) -> dict[str, str]:
 
 
 def parsed(content: bytes) -> Any:
-    """The JSON in it; `ValueError` if it is none, or nested deeper than what is walked through may be. Hidden
-    states are larger and are not walked through: where their numbers are due lies nothing else.
+    """Parse JSON. Raises `ValueError` if it is none, or nested too deep to be walked through. Hidden states
+    are larger and are not walked through, because nothing but their numbers is read from there.
     """
     import orjson
 
@@ -352,13 +352,13 @@ def _excerpt(content: bytes) -> str:
 def _refused(where: str, answer: aiohttp.ClientResponse, content: bytes) -> RefusedError:
     leads = answer.headers.get("Location")
     if answer.status < 400 and leads is not None:
-        # Never followed: what is asked, and the key, are meant for the URL of the recipe alone.
+        # Never followed: the request and the key are meant for the URL of the recipe alone.
         return RefusedError(f"{where}, a redirect to {shown(leads, 300)}", answer.status)
     return RefusedError(f"{where} {_excerpt(content)}".rstrip(), answer.status)
 
 
 async def _content(answer: aiohttp.ClientResponse, most: int) -> bytes:
-    """The body, or its beginning: little more than `most` bytes, whatever is sent."""
+    """Return the body, or its beginning: little more than `most` bytes, whatever the server sends."""
     parts: list[bytes] = []
     size = 0
     async for part in answer.content.iter_any():
@@ -372,15 +372,15 @@ async def _content(answer: aiohttp.ClientResponse, most: int) -> bytes:
 def _broken(trouble: Exception, timeout: float) -> str:
     if isinstance(trouble, TimeoutError):
         return f"timed out: `timeout` is {timeout:g} s"
-    said = shown(trouble, 300).replace(" ssl:default", "")  # which aiohttp says of plain HTTP too
-    return f"failed ({type(trouble).__name__}: {said})"  # a server's own bytes may be in it
+    said = shown(trouble, 300).replace(" ssl:default", "")  # aiohttp adds it for plain HTTP too
+    return f"failed ({type(trouble).__name__}: {said})"  # it may contain a server's own bytes
 
 
 async def _lines(
     answer: aiohttp.ClientResponse, most: int, lines: int, seconds: float
 ) -> AsyncIterator[bytes]:
-    """Of any length up to `most`: cumulative messages grow with the response. One that says something comes
-    every so many `seconds`: single bytes could for ever.
+    """Yield lines of any length up to `most`, because cumulative messages grow with the response. A line with
+    content must come within each `seconds`: otherwise single bytes could go on for ever.
     """
     rest, where, until = b"", str(answer.url), time.monotonic() + seconds
     async for content in answer.content.iter_any():

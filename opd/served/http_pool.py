@@ -1,7 +1,7 @@
 """Send requests to several servers of one model: balanced, bounded, retried.
 
-Whether two URLs lead to one server is asked here too, and `UrlsFile` reads the URLs of servers that come
-while a run works: a file with one on a line, which is read again and again.
+This module also finds URLs that lead to one server. `UrlsFile` reads the URLs of servers that come while a
+run works: a file with one on a line, which is read again and again.
 """
 
 from __future__ import annotations
@@ -26,24 +26,25 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 NEAR = 0.25
-"""Of a server's `max_in_flight_tokens`: with so many more than the least loaded has, the one that has a
-request's beginning in its cache is still the better one."""
+"""Fraction of a server's `max_in_flight_tokens`. A server whose cache has the beginning of a request is
+preferred while its load exceeds the least load by no more than this.
+"""
 QUIET = 1.0
 """Seconds without an answer in which a server may have been exchanged behind a proxy's open connection."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Trouble:
-    """How often one request has failed."""
+    """Failures of one request."""
 
     bad_answers: int = 0
     since: float | None = None
-    """When it failed first."""
+    """Time of its first failure."""
 
 
 @dataclass(slots=True)
 class _Call(Trouble):
-    """One request, however often it is tried."""
+    """One request with all its attempts."""
 
     tokens: int
     attempt: Callable[[Server], Awaitable[Any]]
@@ -52,7 +53,7 @@ class _Call(Trouble):
 
 
 class HTTPPool(HTTPClient):
-    """JSON over pooled connections. Everything but the constructor belongs to one event loop.
+    """A pool of servers of one model. Everything but the constructor belongs to one event loop.
 
     A server that fails rests for a while, longer each time, and is checked by `admit` before it works again.
     A request goes to the server with the fewest tokens in flight and moves on when that one fails.
@@ -61,7 +62,7 @@ class HTTPPool(HTTPClient):
         owner: Begins every error, such as "teacher math".
         options: Servers and limits.
         error: Class of the errors raised.
-        admit: Checks a server; raises an `OpdError` if it must never be used.
+        admit: Checks a server. Raises an `OpdError` if it must never be used.
         watch: Use no answer of `call` that may be of another process than the one that was checked.
     """
 
@@ -79,10 +80,10 @@ class HTTPPool(HTTPClient):
         self._rng = random.Random()
         self._freed = asyncio.Condition()
         self._trouble_since: float | None = None
-        """When a server failed first since one last answered well."""
+        """Time of the first failure since the last good answer."""
 
     def add(self, url: str) -> None:
-        """A server that has come, if it is another: it is used once it was checked as every other was."""
+        """Add a new server, if it is another. It is checked like every other before it is used."""
         if all(server.url != url.rstrip("/") for server in self.servers):
             self.servers = [*self.servers, Server(url.rstrip("/"), late=True)]
             _log.info("%s: %s has come", self.owner, url)
@@ -94,15 +95,15 @@ class HTTPPool(HTTPClient):
 
     @property
     def trouble(self) -> str:
-        """What is wrong with the servers that failed last; empty if none did."""
+        """Errors of the servers that failed last, empty if none did."""
         return "; ".join(f"{s.url}: {s.last_error}" for s in self.servers if s.failures and s.last_error)
 
     async def post(
         self, path: str, body: dict[str, Any], tokens: int, check: Callable[[dict[str, Any]], Any], most: int
     ) -> Any:
-        """`check(answer)` of the first server that answers well, with at most `most` bytes.
+        """Return `check(answer)` of the first server that answers well, with at most `most` bytes.
 
-        `check` raises `UnavailableError` for an answer that another attempt may mend, and an `OpdError` for
+        `check` raises `UnavailableError` for an answer that another attempt may fix, and an `OpdError` for
         one that must stop the run. Raises the pool's error when patience is over or the request is refused.
         """
 
@@ -112,7 +113,7 @@ class HTTPPool(HTTPClient):
         return await self.call(tokens, attempt)
 
     async def call(self, tokens: int, attempt: Callable[[Server], Awaitable[T]]) -> T:
-        """What `attempt` makes of the first server with which it ends well; see `post` for what it raises."""
+        """Return the result of `attempt` with the first server that succeeds. Raises as `post` does."""
         self.counters.requests += 1
         call = _Call(tokens, attempt)
         while True:
@@ -124,15 +125,15 @@ class HTTPPool(HTTPClient):
                 self.bear(call, trouble)
 
     def bear(self, call: Trouble, trouble: UnavailableError) -> None:
-        """Note a failed attempt. Raises the pool's error when it was one too many, and at once what the
-        servers were given up for.
+        """Note a failed attempt. Raises the pool's error if it was one too many, and at once the reason if
+        the servers were given up.
         """
         if (reason := self.options.given_up()) is not None:
             raise reason
         limits, now = self.options.patience, time.monotonic()
         call.bad_answers += trouble.answered
         call.since = call.since or now
-        # Servers that always fail are tried by one request after another: their failures count together.
+        # Servers that always fail are tried by one request after another: their failures are added up.
         since = min(call.since, self._trouble_since or now)
         all_bad = all(server.bad_answers >= limits.retry.attempts for server in self.servers)
         if all_bad or call.bad_answers >= limits.retry.attempts or now - since > limits.unreachable:
@@ -165,9 +166,9 @@ class HTTPPool(HTTPClient):
             return found
 
     async def _confirm(self, server: Server, checked: str | None) -> None:
-        """After an answer of the process `checked`: raises `UnavailableError` if it may be another's.
+        """After an answer of the process `checked`, raise `UnavailableError` if it may be another's.
 
-        One question answers for all connections that are there when it is asked.
+        One request confirms all connections that exist when it is sent.
         """
         if server.doubted:
             async with server.lock:
@@ -175,7 +176,7 @@ class HTTPPool(HTTPClient):
                     found = await self.process(server)
                     if found != server.process:
                         raise _exchanged(server)
-                    if found is None:  # it does not tell who it is, so it has to prove what it holds
+                    if found is None:  # without an identity it must prove its weights
                         await self._prove(server)
                     server.doubted = False
         if server.process != checked:
@@ -185,7 +186,7 @@ class HTTPPool(HTTPClient):
     async def lease(
         self, tokens: int, asked: list[Server], preferred: Server | None = None
     ) -> AsyncIterator[Server]:
-        """A server to give `tokens` to, once one has room; it is added to `asked`. An `UnavailableError` of
+        """Lease a server for `tokens` once one has capacity, and add it to `asked`. An `UnavailableError` of
         the block counts as its failure, a block that ends well as its success.
         """
         server = await self._take(tokens, asked, preferred)
@@ -207,8 +208,8 @@ class HTTPPool(HTTPClient):
                 self._freed.notify_all()
 
     async def _take(self, tokens: int, asked: list[Server], preferred: Server | None) -> Server:
-        """The server with the fewest tokens in flight, or `preferred` where that has hardly more, that is not
-        resting and has room; waits for one. One that was asked already comes last.
+        """Wait for a server that is not resting and has capacity. Take the one with the fewest tokens in
+        flight, or `preferred` if it has hardly more. A server in `asked` comes last.
         """
         while True:
             for url in self.options.more():
@@ -231,7 +232,7 @@ class HTTPPool(HTTPClient):
                     continue
 
     def _has_room(self, server: Server, tokens: int) -> bool:
-        # A request above the limit runs alone rather than never; so does the trial of one that came back.
+        # A request above the limit runs alone rather than never, and so does the trial of one that came back.
         if server.failures and server.in_flight:
             return False
         return not server.in_flight or server.in_flight + tokens <= self.options.max_in_flight_tokens
@@ -257,13 +258,13 @@ class HTTPPool(HTTPClient):
             raise self._error(f"{self.owner}: {refusal}; {mend}.") from None
 
     async def _meet(self, server: Server) -> None:
-        """Who it is, before it is checked: what is exchanged meanwhile is found by the next answer."""
+        """Read its identity before it is checked: an exchange meanwhile shows in the next answer."""
         try:
             server.process = await self.process(server)
         except UnavailableError as trouble:
             if not trouble.answered:
                 raise
-            server.process = None  # what is wrong with it, `admit` says
+            server.process = None  # `admit` reports the fault
         server.doubted = False
 
     async def _require_other(self, server: Server) -> None:
@@ -301,7 +302,7 @@ async def _wait(tasks: list[asyncio.Future], seconds: float | None) -> tuple[set
 
 
 async def _first_success(copies: list[asyncio.Future]) -> Any:
-    """The result of the first copy that has one; the other is cancelled, so that it is answered once."""
+    """Return the result of the first copy that succeeds. Cancel the other: it is answered once."""
     pending = set(copies)
     try:
         while True:
@@ -318,14 +319,15 @@ async def _first_success(copies: list[asyncio.Future]) -> Any:
 def check_distinct(
     wanted: Mapping[str, PoolOptions], error: type[OpdError], models: Mapping[str, str] | None = None
 ) -> None:
-    """Ask every server who it is, once. One that does not answer, or is too old to tell when it started,
-    counts as another.
+    """Check that no two URLs lead to one server. A server that does not answer, or is too old to tell its
+    start time, counts as another.
 
     Args:
         wanted: Servers by the field that names them, such as `rollout.engine.urls`.
-        error: Raised if two URLs lead to one server: the student's weights or another teacher's in place of a
-            teacher's, or verbs of two clients at once, which end it.
-        models: By field, what is only asked and never told: two fields of one model may share servers.
+        error: Raised if two URLs lead to one server. It would have the student's weights or another teacher's
+            in place of a teacher's, or get verbs of two clients at once, which end it.
+        models: Model by field, for servers that are only queried and never updated. Two fields of one model
+            may share servers.
     """
     if sum(len(options.urls) for options in wanted.values()) < 2:
         return
@@ -365,17 +367,17 @@ async def _ask_all(servers: list[tuple[str, HTTPPool, Server]]) -> list[str]:
 
 
 LOOK = 5.0
-"""Seconds between two looks at the file."""
+"""Seconds between two reads of the file."""
 MOST_BYTES, MOST_LINES = 1 << 20, 10_000
 
 
 class UrlsFile:
-    """What has come into the file since it was asked last. Lines that begin with `#` are passed over.
+    """New lines of a file of URLs since the last read. Lines that begin with `#` are ignored.
 
     Args:
         path: It may be written later.
         known: URLs that are in use already.
-        rank, ranks: Of those that come, this one of so many takes its share, by their lines.
+        rank, ranks: This rank of so many takes its share of new URLs, by their lines.
     """
 
     def __init__(self, path: str | Path, known: Sequence[str] = (), rank: int = 0, ranks: int = 1) -> None:
@@ -385,7 +387,9 @@ class UrlsFile:
         self._said = ""
 
     def fresh(self) -> list[str]:
-        """New URLs, each once; none while it is not yet time to look. What is no URL is said and left out."""
+        """Return new URLs, each once, or none before the next read is due. A line that is no URL is logged
+        and left out.
+        """
         now = time.monotonic()
         if now < self._due:
             return []
@@ -413,7 +417,7 @@ class UrlsFile:
         lines = content.decode("utf-8", "replace").split("\n")
         if len(content) > MOST_BYTES or len(lines) > MOST_LINES:
             return self._useless(f"it has more than {MOST_LINES} lines or {MOST_BYTES} bytes")
-        return lines[:-1]  # the last may be in the middle of being written
+        return lines[:-1]  # the last line may still be being written
 
     def _useless(self, reason: str) -> list[str]:
         if reason != self._said:

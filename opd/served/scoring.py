@@ -1,4 +1,4 @@
-"""Questions about given tokens that any server program is asked, the probe, and signs of lost weights."""
+"""Scoring questions for any server program, the probe, and signs of lost weights."""
 
 from __future__ import annotations
 
@@ -17,40 +17,41 @@ PROBE = np.array([3, 1, 4, 1, 5, 2, 6, 5, 3, 5, 0, 7, 2, 3], dtype=np.int32)
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """Score `tokens[start + 1:]`, each given those before it."""
+    """Score `tokens[start + 1:]`, each given the tokens before it."""
 
     uid: str
     tokens: np.ndarray
     """[T] int32."""
     start: int
-    """The first position whose prediction is wanted: that of token `start + 1`."""
+    """The first position whose prediction is wanted: the prediction of token `start + 1`."""
 
     @property
     def count(self) -> int:
-        """How many tokens are scored."""
+        """Number of scored tokens."""
         return len(self.tokens) - 1 - self.start
 
 
 def unreadable(cause: str) -> UnavailableError:
-    """For an answer that cannot be decoded because of `cause`."""
+    """Return the error for an answer that cannot be decoded because of `cause`."""
     return UnavailableError(f"the answer has another form than it should have ({cause})", answered=True)
 
 
 def tolerance(settings: dict[str, Any] | None) -> float:
-    """Nats by which the probe's log-probabilities may differ from the weights' own."""
+    """Return the nats by which the probe's log-probabilities may differ from the weights' own."""
     return EXACT if "float32" in str((settings or {}).get("dtype")) else HALF
 
 
 SAME = 1e-4
-"""Nats by which log-probabilities may differ from those of a uniform distribution and still be its."""
+"""Nats by which log-probabilities may differ from those of a uniform distribution and count as uniform."""
 
 
 def says_nothing(hidden: np.ndarray, read: np.ndarray) -> bool:
-    """Whether `hidden` [N, D] are of a model that has lost its weights: the same after different tokens.
+    """Return whether `hidden` [N, D] are of a model that has lost its weights: the same after different
+    tokens.
 
     Args:
-        read: [T] token ids; the rows are those at the last N. Where all are one token a row may be any, also
-            zero: that of a padding token alone is.
+        read: [T] token ids. The rows are those at the last N. If all are one token a row may be any, also
+            zero, as that of a padding token alone is.
     """
     if not len(hidden) or (hidden != hidden[0]).any():
         return False
@@ -59,7 +60,7 @@ def says_nothing(hidden: np.ndarray, read: np.ndarray) -> bool:
 
 
 def is_uniform(logprobs: np.ndarray, rows: int) -> bool:
-    """Whether `logprobs`, of two tokens at least, are those of a model that has lost its weights: all `rows`
+    """Return whether `logprobs`, of at least two tokens, are of a model that has lost its weights: all `rows`
     of its head are equally likely.
     """
     return logprobs.size > 1 and bool((np.abs(logprobs + np.log(rows)) <= SAME).all())

@@ -1,8 +1,8 @@
 """Build scoring requests to SGLang servers, and read and check their answers.
 
-Token ids are sent and come back with the log-probabilities: an answer of another length, in another order or
-for other tokens is never taken for the right one. Temperatures are not sent: a server scores given tokens at
-temperature 1 whatever it is told.
+Token ids are sent and come back with the log-probabilities. So an answer of another length, in another order
+or for other tokens is always rejected. Temperatures are not sent: a server scores given tokens at temperature
+1 in any case.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _OTHER_BYTES = 2**20
 
 
 def logprob_body(question: Question, top_k: int = 0) -> dict[str, Any]:
-    """Log-probabilities of the tokens and, with `top_k`, of the most likely ones, at temperature 1."""
+    """Request log-probabilities of the tokens and, with `top_k`, of the likeliest ones, at temperature 1."""
     body: dict[str, Any] = {
         "input_ids": question.tokens.tolist(),
         "sampling_params": {"max_new_tokens": 0, "temperature": 0.0},
@@ -37,11 +37,11 @@ def logprob_body(question: Question, top_k: int = 0) -> dict[str, Any]:
 
 
 def hidden_body(question: Question) -> dict[str, Any]:
-    """Last hidden states at the positions `start ... T - 2`.
+    """Request last hidden states at the positions `start ... T - 2`.
 
-    The last token predicts nothing that is wanted, so it is left out; one token is generated, since a server
-    returns no hidden states otherwise. Asking for log-probabilities from `start` on makes it compute those
-    positions even where a cached prefix covers them.
+    The last token predicts nothing that is wanted, so it is left out. One token is generated, because
+    otherwise a server returns no hidden states. Requesting log-probabilities from `start` on makes it compute
+    those positions even if a cached prefix covers them.
     """
     return {
         "input_ids": question.tokens[:-1].tolist(),
@@ -53,15 +53,15 @@ def hidden_body(question: Question) -> dict[str, Any]:
 
 
 def most_tokens(told: Mapping[str, Any]) -> int | None:
-    """Prompt plus response tokens of a request that a server takes, as its `/server_info` says, with those it
-    keeps; `None` if it does not. May raise what `decoding` decodes.
+    """Return the most prompt plus response tokens of a request, by `/server_info`, or `None` if it gives no
+    limit. The server's cache counts as a limit too. May raise any error that `decoding` converts.
     """
     limits = [told.get("context_length"), told.get("max_total_num_tokens")]
     return min((int(limit) for limit in limits if limit), default=None)
 
 
 def most_bytes(body: dict[str, Any], width: int = 0) -> int:
-    """Most bytes of a good answer to `body`, by a model whose hidden states have `width` numbers."""
+    """Return the most bytes of a good answer to `body` by a model whose hidden states are `width` wide."""
     tokens = len(body["input_ids"]) + body["sampling_params"]["max_new_tokens"]
     each = _ENTRY_BYTES * (1 + body.get("top_logprobs_num", 0))
     if body.get("return_hidden_states"):
@@ -71,9 +71,9 @@ def most_bytes(body: dict[str, Any], width: int = 0) -> int:
 
 @decoding(unreadable)
 def logprobs_of(answer: dict[str, Any], tokens: np.ndarray, start: int, rows: int) -> np.ndarray:
-    """[T - 1 - start] float32: log-probabilities of `tokens[start + 1:]`. Raises `UnavailableError`.
+    """Return [T - 1 - start] float32: log-probabilities of `tokens[start + 1:]`. Raises `UnavailableError`.
 
-    `rows`: rows of the model's head. A server shows the last of its ids as 0, and scores it as what it is.
+    `rows`: rows of the model's head. A server shows the last of its ids as 0, but scores the real one.
     """
     entries = _meta(answer).get("input_token_logprobs")
     count = len(tokens) - 1 - start
@@ -93,7 +93,7 @@ def logprobs_of(answer: dict[str, Any], tokens: np.ndarray, start: int, rows: in
 def top_logprobs_of(
     answer: dict[str, Any], count: int, top_k: int, vocabulary: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """ids [count, K] int64 and log-probabilities [count, K] float32. Raises `UnavailableError`."""
+    """Return ids [count, K] int64 and log-probabilities [count, K] float32. Raises `UnavailableError`."""
     meta = _meta(answer)
     if "input_top_logprobs_val_flat_b64" in meta:
         values = _decoded(meta["input_top_logprobs_val_flat_b64"], "<f4", (count, top_k))
@@ -115,7 +115,7 @@ def top_logprobs_of(
 
 @decoding(unreadable)
 def hidden_of(answer: dict[str, Any], question: Question, width: int, rows: int) -> np.ndarray:
-    """[count, D] float32: the answer to `hidden_body` of a model whose head is [rows, D]. Raises
+    """Return [count, D] float32: the answer to `hidden_body` of a model whose head is [rows, D]. Raises
     `UnavailableError`.
     """
     logprobs_of(answer, question.tokens[:-1], question.start, rows)
@@ -142,7 +142,7 @@ def hidden_of(answer: dict[str, Any], question: Question, width: int, rows: int)
 
 @decoding(unreadable)
 def versions_of(answer: dict[str, Any]) -> set[str]:
-    """The weight versions an answer was computed with."""
+    """Return the weight versions an answer was computed with."""
     meta = _meta(answer)
     spans = meta.get("weight_versions") or [{"version": meta.get("weight_version")}]
     return {shown(span.get("version")) for span in spans}
@@ -150,7 +150,7 @@ def versions_of(answer: dict[str, Any]) -> set[str]:
 
 @decoding(unreadable)
 def ranks_of(answer: dict[str, Any] | None) -> list[dict[str, Any]]:
-    """What each rank of a server says of its weights."""
+    """Return the weight report of each rank of a server."""
     ranks = (answer or {}).get("ranks") or []
     if not all(isinstance(rank, dict) for rank in ranks):
         raise ValueError("ranks are no objects")
@@ -159,7 +159,7 @@ def ranks_of(answer: dict[str, Any] | None) -> list[dict[str, Any]]:
 
 @decoding(unreadable)
 def check_finished(answer: dict[str, Any]) -> None:
-    """`UnavailableError` if the server gave the request up."""
+    """Raise `UnavailableError` if the server aborted the request."""
     reason = _meta(answer).get("finish_reason") or {}
     if reason.get("type") == "abort":
         raise UnavailableError(

@@ -1,10 +1,10 @@
 """Build requests to vLLM servers, and read and check their answers.
 
-Token ids are sent, and come back as the keys of the log-probabilities at each position: an answer of another
-length or for other tokens is never taken for the right one. A server scores prompts at temperature 1 whatever
-it is told, and tells of the whole prompt. One that pools instead of writing gives each token's last hidden
-state, after the final norm: as bytes, without a word of which tokens they are of. It tells its settings,
-checksums and versions in the developers' mode alone (VLLM_SERVER_DEV_MODE=1).
+Token ids are sent, and come back as the keys of the log-probabilities at each position. So an answer of
+another length or for other tokens is always rejected. A server scores prompts at temperature 1 in any case,
+and returns the whole prompt. A pooling server returns each token's last hidden state, after the final norm:
+as bytes, without the tokens. A server gives its settings, checksums and versions in the developers' mode
+alone (VLLM_SERVER_DEV_MODE=1).
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from opd.served.scoring import PROBE, Question, unreadable
 
 SCORE, POOL = "/v1/completions", "/pooling"
 TASK = "token_embed"
-"""What vLLM calls it to give every token's hidden state."""
+"""vLLM's name of the task that returns every token's hidden state."""
 _ENTRY_BYTES = 256
 """Most bytes of JSON for a token with its id, log-probability, rank and text."""
 _OTHER_BYTES = 2**20
 
 
 def scoring_body(question: Question, top_k: int = 0) -> dict[str, Any]:
-    """Log-probabilities of the tokens and of the `top_k` most likely ones, at temperature 1. One token is
-    written, which is the least a server writes.
+    """Request log-probabilities of the tokens and of the `top_k` most likely ones, at temperature 1. One
+    token is generated, the least a server generates.
     """
     return {
         "prompt": question.tokens.tolist(),
@@ -43,12 +43,12 @@ def scoring_body(question: Question, top_k: int = 0) -> dict[str, Any]:
 
 
 def most_bytes(question: Question, top_k: int = 0) -> int:
-    """Most bytes of a good answer to `scoring_body`."""
+    """Return the most bytes of a good answer to `scoring_body`."""
     return _OTHER_BYTES + len(question.tokens) * (1 + top_k) * _ENTRY_BYTES
 
 
 def hidden_body(question: Question, dtype: str) -> dict[str, Any]:
-    """Last hidden states of all tokens but the last one, which predicts nothing that is wanted."""
+    """Request last hidden states of all tokens but the last one, which predicts nothing that is wanted."""
     return {
         "input": question.tokens[:-1].tolist(),
         "task": TASK,
@@ -61,12 +61,12 @@ def hidden_body(question: Question, dtype: str) -> dict[str, Any]:
 
 
 def hidden_bytes(question: Question, width: int, dtype: str) -> int:
-    """Bytes of a good answer to `hidden_body`: the prompt's rows are among them."""
+    """Return the bytes of a good answer to `hidden_body`. They include the prompt's rows."""
     return (len(question.tokens) - 1) * width * DTYPES[dtype]
 
 
 def hidden_of(content: bytes, question: Question, width: int, dtype: str) -> np.ndarray:
-    """[count, D] float32: the rows of an answer to `hidden_body` that are wanted.
+    """Return [count, D] float32: the wanted rows of an answer to `hidden_body`.
 
     Raises `UnavailableError`.
     """
@@ -84,8 +84,8 @@ def hidden_of(content: bytes, question: Question, width: int, dtype: str) -> np.
 def scores_of(
     answer: Any, question: Question, top_k: int, vocabulary: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """ids [count, K] int64 and log-probabilities [count, K] float32 of the `top_k` = K most likely tokens,
-    the first the most likely, and those of the tokens of `question` [count] float32. Raises
+    """Return ids [count, K] int64 and log-probabilities [count, K] float32 of the `top_k` = K most likely
+    tokens, the most likely first, and those of the tokens of `question` [count] float32. Raises
     `UnavailableError`.
     """
     if not isinstance(answer, dict):
@@ -112,7 +112,7 @@ def scores_of(
 
 @decoding(unreadable)
 def model_of(answer: Any) -> tuple[str, int | None]:
-    """The base model that `/v1/models` tells of, and the most tokens of a request."""
+    """Return the base model in `/v1/models`, and the most tokens of a request."""
     entries = [entry for entry in answer["data"] if entry.get("parent") is None]
     limit = entries[0].get("max_model_len")
     return shown(entries[0].get("root") or entries[0]["id"]), None if limit is None else int(limit)
@@ -125,13 +125,13 @@ def _choice(answer: dict[str, Any]) -> dict[str, Any]:
 
 
 def _row(row: Any, token: int, top_k: int) -> tuple[list[int], list[float], float]:
-    """The `top_k` most likely tokens of one position, their log-probabilities, and that of `token`."""
+    """Return the `top_k` most likely tokens of one position, their log-probabilities, and that of `token`."""
     found = {int(key): float(entry["logprob"]) for key, entry in row.items()}
     if token not in found:
         raise UnavailableError("log-probabilities came for other tokens than were sent", answered=True)
     own = found[token]
     if len(found) > top_k:
-        del found[token]  # it is told beside the most likely ones where it is none of them
+        del found[token]  # vLLM adds it to the most likely ones if it is none of them
     if len(found) != top_k:
         raise UnavailableError(f"{len(found)} top-k tokens came where {top_k} were due", answered=True)
     best = sorted(found, key=lambda key: (-found[key], key))
@@ -139,11 +139,11 @@ def _row(row: Any, token: int, top_k: int) -> tuple[list[int], list[float], floa
 
 
 OF_NOTHING = hashlib.sha256(b"").hexdigest()
-"""What a server on a CPU tells of a tensor that it has packed away."""
+"""The checksum that a server on a CPU gives for a tensor it has packed away."""
 
 
 async def server_settings(pool: HTTPClient, server: Server) -> dict[str, Any] | None:
-    """All that it tells of itself, in its own words, `model_config` in it; `None` if it does not tell. Raises
+    """Return a server's settings, in its own words, with `model_config`, or `None` if it gives none. Raises
     `UnavailableError`, and `RefusedError` for a server of another kind.
     """
     try:
@@ -159,14 +159,14 @@ async def server_settings(pool: HTTPClient, server: Server) -> dict[str, Any] | 
 
 
 async def model_settings(pool: HTTPClient, server: Server) -> dict[str, Any] | None:
-    """How it serves its model, as it calls that; `None` if it does not tell. Raises `UnavailableError`."""
+    """Return the server's `model_config`, or `None` if it gives none. Raises `UnavailableError`."""
     told = await server_settings(pool, server)
     return None if told is None else told["model_config"]
 
 
 async def checksums(pool: HTTPClient, server: Server) -> dict[str, str] | None:
-    """sha256 of each tensor by the server's name for it, which begins with its rank; `None` if it does not
-    tell. Raises `UnavailableError`.
+    """Return sha256 of each tensor by the server's name for it, which begins with its rank, or `None` if it
+    gives none. Raises `UnavailableError`.
     """
     try:
         answer = await pool.ask(server, "POST", "/weight_checker", {"action": "checksum"})
@@ -179,8 +179,8 @@ async def checksums(pool: HTTPClient, server: Server) -> dict[str, str] | None:
 async def probe(
     pool: HTTPClient, server: Server, top_k: int, vocabulary: int, model: str | None = None
 ) -> np.ndarray:
-    """[len(PROBE) - 1] float32: log-probabilities of the probe's tokens, asked for with the `top_k` most
-    likely ones, by the adapter `model` or without one. Raises `UnavailableError` and `RefusedError`.
+    """Return [len(PROBE) - 1] float32: log-probabilities of the probe's tokens, requested with the `top_k`
+    most likely ones, by the adapter `model` or without one. Raises `UnavailableError` and `RefusedError`.
     """
     question = Question("probe", PROBE, 0)
     body, most = scoring_body(question, top_k), most_bytes(question, top_k)

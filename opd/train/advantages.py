@@ -1,11 +1,11 @@
 """Turn rewards and log-probabilities into per-token advantages.
 
-**Shaping.** What a reward function says becomes what advantages are made of: weights, bounds, penalties,
-scale. Every rank has all rewards and lengths of a step, and shapes them alike. What runs over the stage (the
-scale) is in counters that survive a resume.
+**Shaping.** Weights, bounds, penalties and scale turn a reward function's result into the reward that
+advantages use. Every rank has all rewards and lengths of a step, and shapes them alike. Counters hold the
+running scale over the stage and survive a resume.
 
-**Group-relative.** The rewards of `G` responses to one prompt become advantages; which groups a policy
-gradient can learn from is decided before. Over the whole step they may be whitened.
+**Group-relative.** The rewards of `G` responses to one prompt become advantages. Groups without a signal for
+a policy gradient are dropped before. Advantages may be whitened over the whole step.
 
 **On-policy distillation as an advantage**, `adv' = adv - coef * (log p_student - log p_teacher)`. The
 log-ratio of the sampled token, `r = log p - log t`, is the k1 estimate of KL(p || t). Times the score
@@ -46,11 +46,11 @@ from opd.rollout.rewards import LARGEST
 from opd.types import Sample, SampleGroup, Status
 
 RIGHT = 0.5
-"""A larger reward is that of a right answer."""
+"""Rewards above this count as right answers."""
 
 
 def changes_rewards(config: ShapingConfig) -> bool:
-    """Whether `shape` has anything to do."""
+    """Return True if `shape` changes any reward."""
     return config != ShapingConfig(mask_truncated=config.mask_truncated)
 
 
@@ -60,13 +60,13 @@ def shape(
     limit: Callable[[str], int],
     counters: MutableMapping[str, float],
 ) -> dict[str, float]:
-    """Put the shaped reward in the place of every sample's; returns metrics.
+    """Replace every sample's reward by the shaped one. Return metrics.
 
     Args:
-        groups: All of a step, rewarded.
-        config: Of the stage.
-        limit: Most tokens of a response in a domain.
-        counters: Survive a resume; the running scale is in them.
+        groups: All groups of a step, rewarded.
+        config: Shaping settings of the stage.
+        limit: Maximum response tokens of a domain.
+        counters: Running scale; survives a resume.
 
     Raises `RewardError` if a reward lacks a part that has a weight.
     """
@@ -104,7 +104,7 @@ def shape(
 
 
 def weighted(sample: Sample, weights: Mapping[str, float]) -> float:
-    """The weighted sum of the reward's parts; the reward itself without weights."""
+    """Return the weighted sum of the reward's parts, or the reward itself without weights."""
     if not weights:
         return _reward(sample)
     missing = [name for name in weights if name not in sample.reward_parts]
@@ -123,9 +123,9 @@ def overlong(length: int, limit: int, buffer: int) -> float:
 
 
 def shorter(group: SampleGroup, right: Mapping[str, bool]) -> list[float]:
-    """For each of the group's samples `0.5 - (length - shortest) / (longest - shortest)`, at most 0 for one
-    that is not `right`; 0 where all are of one length (Kimi k1.5, section 2.3.3). A length is what the model
-    wrote: what an agent's environment answered is not its doing.
+    """Return `0.5 - (length - shortest) / (longest - shortest)` for each sample of the group. The value is at
+    most 0 for a sample that is not `right`, and 0 if all lengths are equal (Kimi k1.5, section 2.3.3).
+    Lengths count generated tokens only, not an environment's answers.
     """
     lengths = [sample.trainable_tokens for sample in group.samples]
     low, high = min(lengths), max(lengths)
@@ -136,7 +136,7 @@ def shorter(group: SampleGroup, right: Mapping[str, bool]) -> list[float]:
 
 
 def _scale(samples: Sequence[Sample], counters: MutableMapping[str, float]) -> None:
-    """Divide by each domain's standard deviation so far."""
+    """Divide rewards by their domain's running standard deviation."""
     for domain in dict.fromkeys(sample.domain for sample in samples):
         own = [sample for sample in samples if sample.domain == domain]
         new = np.array([sample.reward for sample in own], np.float64)
@@ -150,7 +150,7 @@ def _scale(samples: Sequence[Sample], counters: MutableMapping[str, float]) -> N
 
 
 def _set(samples: Sequence[Sample], rewards: Sequence[float]) -> float:
-    """Returns the share that changed."""
+    """Set `rewards`. Return the share that changed."""
     changed = 0
     for sample, reward in zip(samples, rewards, strict=True):
         changed += sample.reward != reward
@@ -171,8 +171,8 @@ def _truncated(sample: Sample) -> bool:
 class GroupNormalised:
     """`(reward - group mean) / (group standard deviation + eps)` (GRPO: DeepSeekMath 2402.03300, 4.1).
 
-    The standard deviation is the sample one (divisor `G - 1`). A group whose rewards are all equal, and a
-    group of one, gets advantages of 0.
+    The standard deviation is the sample one (divisor `G - 1`). Advantages are 0 if all rewards of the group
+    are equal or the group has one sample.
     """
 
     eps: float = 1e-4
@@ -199,8 +199,8 @@ class DrGRPO:
 class RLOO:
     """`reward - mean of the other rewards` of the group (Ahmadian et al. 2024, 2402.14740).
 
-    The baseline does not depend on the response it is subtracted from, so the estimate is unbiased; it is
-    Dr. GRPO's times `G / (G - 1)`. A group of one has no others and gets an advantage of 0.
+    The baseline does not depend on the response it is subtracted from, so the estimate is unbiased. It is Dr.
+    GRPO's times `G / (G - 1)`. A group of one has no others and gets an advantage of 0.
     """
 
     def __call__(self, group: SampleGroup) -> list[np.ndarray]:
@@ -213,7 +213,7 @@ class RLOO:
 @dataclass(frozen=True, slots=True)
 class Reinforce:
     """The reward itself (Williams 1992). Whitened over the step it is REINFORCE++ (Hu et al. 2025,
-    2501.03262), whose baseline is then the mean over all prompts.
+    2501.03262), with the mean over all prompts as its baseline.
     """
 
     def __call__(self, group: SampleGroup) -> list[np.ndarray]:
@@ -222,14 +222,15 @@ class Reinforce:
 
 
 ROUNDING = 1e-12
-"""Share of their mean by which equal numbers may seem to differ: float64, and means of very many."""
+"""Relative difference of equal numbers from their mean that rounding explains (float64, very many
+numbers)."""
 
 
 @dataclass(slots=True)
 class Moments:
-    """How many numbers there are, their mean and the sum of their squared deviations from it.
+    """Count, mean and sum of squared deviations of some numbers.
 
-    They are added in one order, so that all ranks come to the same bits, whichever has a sample.
+    Numbers are added in one order. All ranks then get the same bits, whichever rank has a sample.
     """
 
     count: int = 0
@@ -238,7 +239,7 @@ class Moments:
 
     @classmethod
     def of(cls, values: np.ndarray, mask: np.ndarray) -> Moments:
-        """Those of `values`, `[R]` as `mask`, which says what counts."""
+        """Moments of `values` `[R]` where `mask` `[R]` is True."""
         values = values[mask].astype(np.float64)
         if not len(values):
             return cls()
@@ -257,15 +258,15 @@ class Moments:
 
     @property
     def deviation(self) -> float:
-        """The standard deviation (divisor `N`); 0 without numbers, and where they differ by rounding alone:
-        the mean of equal numbers need not be that number.
+        """The standard deviation (divisor `N`). It is 0 without numbers, and if they differ by rounding only,
+        because the mean of equal numbers need not be that number.
         """
         found = (self.squares / max(self.count, 1)) ** 0.5
         return found if found > ROUNDING * abs(self.mean) else 0.0
 
     def whitened(self, advantages: np.ndarray, mask: np.ndarray) -> np.ndarray:
-        """`[R]` float32: less the mean, over the standard deviation (at least 1e-8), 0 where `mask` is
-        False. Over the numbers that were added the mean is 0 and the variance 1, or all are 0.
+        """Return `[R]` float32, `(advantages - mean) / deviation` (at least 1e-8), 0 where `mask` is False.
+        Over the added numbers the mean is 0 and the variance 1, or all are 0.
         """
         if not self.deviation:
             return np.zeros(len(mask), np.float32)
@@ -274,7 +275,7 @@ class Moments:
 
 
 def finite_rewards(group: SampleGroup) -> np.ndarray:
-    """[G] float64 rewards of `group`. Raises `RewardError` naming the sample without a finite one."""
+    """`[G]` float64 rewards of `group`. Raises `RewardError` naming a sample without a finite reward."""
     for sample in group.samples:
         if sample.reward is None or not np.isfinite(sample.reward):
             raise RewardError(
@@ -285,7 +286,7 @@ def finite_rewards(group: SampleGroup) -> np.ndarray:
 
 
 def broadcast(values: np.ndarray, group: SampleGroup) -> list[np.ndarray]:
-    """One value a sample ([G]) to one a token ([R] float32 each), 0 where `loss_mask` is False."""
+    """Expand one value per sample `[G]` to one per token `[R]` float32, 0 where `loss_mask` is False."""
     return [
         np.where(sample.loss_mask, value, 0.0).astype(np.float32)
         for sample, value in zip(group.samples, values, strict=True)
@@ -293,7 +294,7 @@ def broadcast(values: np.ndarray, group: SampleGroup) -> list[np.ndarray]:
 
 
 def build_advantage(config: AdvantageConfig) -> AdvantageEstimator:
-    """The estimator a recipe asks for. Raises `ConfigError` if a custom one cannot be loaded."""
+    """Build the recipe's estimator. Raises `ConfigError` if a custom one cannot be loaded."""
     if isinstance(config, GRPOAdvantage):
         return GroupNormalised(eps=config.eps)
     if isinstance(config, CustomAdvantage):
@@ -307,11 +308,11 @@ BUILT_IN: dict[type, Callable[[], AdvantageEstimator]] = {
     ReinforcePlusPlusAdvantage: Reinforce,
     ReinforcePlusPlusBaselineAdvantage: DrGRPO,
 }
-"""Estimators without settings of their own; `whiten` is the step's (`Moments`)."""
+"""Estimators without settings. The step applies `whiten` (`Moments`)."""
 
 
 class OwnAdvantage:
-    """The user's own estimator at `package.module:name`, its results checked; a class is instantiated without
+    """The user's estimator at `package.module:name`, with checked results. A class is instantiated without
     arguments. Raises `ConfigError` if it cannot be loaded or called with one group.
     """
 
@@ -356,16 +357,16 @@ class OwnAdvantage:
 
 
 def has_signal(group: SampleGroup) -> bool:
-    """Whether the rewards of `group` differ: only then is a group-relative advantage other than 0."""
+    """Return True if the rewards of `group` differ. Only then is a group-relative advantage other than 0."""
     rewards = finite_rewards(group)
     return bool((rewards != rewards[0]).any()) if len(rewards) else False
 
 
 def drop_zero_variance(groups: Sequence[SampleGroup]) -> tuple[list[SampleGroup], list[SampleGroup]]:
-    """Split `groups` into (kept, dropped): those with different rewards and those with all rewards equal.
+    """Split `groups` into (kept, dropped). Groups with all rewards equal are dropped.
 
-    DAPO's dynamic filter (Yu et al. 2025, 2503.14476, section 3.2). For reward-driven samples only: a
-    distillation loss has a gradient whatever the rewards are, so pure-distillation samples never pass here.
+    DAPO's dynamic filter (Yu et al. 2025, 2503.14476, section 3.2). It is for reward-driven samples only,
+    because a distillation loss has a gradient whatever the rewards are.
     """
     kept: list[SampleGroup] = []
     dropped: list[SampleGroup] = []
@@ -381,9 +382,9 @@ def keep_groups(
     zero_variance: bool,
     whole: Callable[[SampleGroup], AbstractContextManager[SampleGroup]] = nullcontext,
 ) -> list[SampleGroup]:
-    """The groups to learn from: with different rewards unless `zero_variance` may stay, and those that the
-    function at the dotted path `keep`, `keep(group) -> bool`, does not refuse; it is given the group with its
-    tokens, which is what `whole` makes of it.
+    """Return the groups to learn from. Groups with equal rewards stay only if `zero_variance`. The function
+    at the dotted path `keep`, `keep(group) -> bool`, may refuse more; it gets `whole(group)`, which has the
+    tokens.
 
     Raises `ConfigError` if the function cannot be loaded, or returns something other than a truth value.
     """
@@ -412,13 +413,14 @@ def zero_variance_fraction(groups: Sequence[SampleGroup]) -> float:
 def opd_returns(
     student: np.ndarray, teacher: np.ndarray, mask: np.ndarray, discount: float, where: str
 ) -> np.ndarray:
-    """[M] float64: the term of one sample at the tokens that `mask` `[R]` counts, without coefficient and
-    baseline.
+    """Return `[M]` float64, the OPD term of one sample at the tokens that `mask` `[R]` counts, without
+    coefficient and baseline.
 
-    `student` are the trainer's own log-probabilities `[R]`, at the sampling temperature; the engine's would
-    turn the objective into KL(engine || teacher). `discount` 0 credits a token with its own log-ratio, which
-    leaves out its effect on later states; 1 gives the gradient of the KL between whole responses. `where`
-    names the sample: raises `TeacherError` for log-probabilities that are missing or not finite.
+    `student` are the trainer's log-probabilities `[R]` at the sampling temperature, because the engine's
+    would turn the objective into KL(engine || teacher). `discount` 0 credits a token with its own log-ratio
+    only and ignores its effect on later states. `discount` 1 gives the gradient of the KL between whole
+    responses. Raises `TeacherError`, with `where` as the sample's name, if log-probabilities are missing or
+    not finite.
     """
     return discounted_returns(_log_ratio(student, teacher, mask, where), discount)
 
@@ -426,11 +428,11 @@ def opd_returns(
 def with_opd_term(
     base: np.ndarray, returns: np.ndarray, mask: np.ndarray, coef: float, mean: float = 0.0
 ) -> np.ndarray:
-    """[R] advantages of one sample (dtype of `base`): less `coef` times its `returns`, of which `mean` is the
-    baseline; 0 where `mask` is False.
+    """Return `[R]` advantages of one sample, `base - coef * (returns - mean)` in the dtype of `base`, 0 where
+    `mask` is False.
 
-    The baseline is taken off the return, never off each token's log-ratio: a constant per token, summed over
-    the rest of the response, would reward length.
+    The baseline `mean` is subtracted from the return and not from each token's log-ratio. A constant per
+    token, summed over the rest of the response, would reward length.
     """
     adjusted = np.where(mask, base, 0.0)
     adjusted[mask] -= coef * (returns - mean)
@@ -438,9 +440,8 @@ def with_opd_term(
 
 
 def teacher_means(returns: Iterable[tuple[str | None, float, int]]) -> dict[str | None, float]:
-    """The mean of each teacher's returns over a step, from every sample's teacher, their sum and number.
-
-    As a baseline it scales the expected gradient by `1 - 1/N` for `N` independent tokens.
+    """Return the mean of each teacher's returns over a step. `returns` has every sample's teacher, sum and
+    count. As a baseline it scales the expected gradient by `1 - 1/N` for `N` independent tokens.
     """
     sums: dict[str | None, float] = {}
     counts: dict[str | None, int] = {}
@@ -461,7 +462,7 @@ def discounted_returns(values: np.ndarray, discount: float) -> np.ndarray:
 
 
 def _log_ratio(student: np.ndarray, teacher: np.ndarray, mask: np.ndarray, where: str) -> np.ndarray:
-    """Log-ratio of the masked-in tokens only: environment tokens are no steps of the policy."""
+    """Return the log-ratio of unmasked tokens only, because environment tokens are no steps of the policy."""
     if not len(student) == len(teacher) == len(mask):
         raise TeacherError(
             f"{where}: {len(teacher)} teacher and {len(student)} student log-probabilities for"

@@ -1,7 +1,7 @@
-"""What every back end does alike: shares, packing, lock step, metrics; and the one of a single process.
+"""Shares, packing, lock step and metrics of every back end, and the back end of a single process.
 
-The learning rate, the optimiser that all share, its update after clipping, its state on disk. Where weights
-lie is a subclass's: here, in a Hugging Face model of this process; others beside (`backends.py` says which).
+Also the learning rate, the shared optimiser, its update after clipping, and its state on disk. A subclass
+decides where weights lie: here in a Hugging Face model of this process (`backends.py` lists the others).
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ from opd.types import MicroBatch, RolloutBatch, Sample
 def learning_rate(config: OptimConfig, step: int, progress: float) -> float:
     """Learning rate of step `step` (from 0) at `progress` in [0, 1] of the stage.
 
-    The warm-up counts steps; the decay follows `progress`, so that a stage with a token budget instead of a
-    number of steps has the same shape.
+    The warm-up counts steps. The decay follows `progress`, so a stage with a token budget has the same shape
+    as one with a number of steps.
     """
     warmup = min(1.0, (step + 1) / (config.warmup_steps + 1))
     progress = min(max(progress, 0.0), 1.0)
@@ -67,7 +67,7 @@ def learning_rate(config: OptimConfig, step: int, progress: float) -> float:
 
 
 def adamw(parameters: Mapping[str, Tensor], optim: OptimConfig, *, fused: bool = True) -> torch.optim.AdamW:
-    """AdamW over `parameters` as the recipe asks for it; the learning rate comes with every step."""
+    """Build the recipe's AdamW over `parameters`. The learning rate is set at every step."""
     return torch.optim.AdamW(
         list(parameters.values()),
         lr=optim.lr,
@@ -79,8 +79,7 @@ def adamw(parameters: Mapping[str, Tensor], optim: OptimConfig, *, fused: bool =
 
 
 def update(backend: Backend, optimizer: torch.optim.Optimizer, norm: float, lr: float) -> dict[str, float]:
-    """Take the step for a clipped gradient, whose norm was `norm`, and zero it; returns the step's metrics.
-
+    """Take the step for a clipped gradient of norm `norm`, then zero the gradient. Return the step's metrics.
     Raises `TrainingError` if `norm` is not finite; the weights are untouched then.
     """
     if not math.isfinite(norm):
@@ -89,13 +88,13 @@ def update(backend: Backend, optimizer: torch.optim.Optimizer, norm: float, lr: 
     for group in optimizer.param_groups:
         group["lr"] = lr
     optimizer.step()
-    backend.measured()  # all there is to a step
+    backend.measured()  # the peak of the step's memory
     backend.zero_grad()
     return {"lr": lr, "grad_norm": norm}
 
 
 def not_finite(norm: float) -> TrainingError:
-    """The error for a gradient of this norm."""
+    """Return the error for a gradient of this norm."""
     return TrainingError(f"the gradient norm is {norm}; lower the learning rate or resume from a checkpoint.")
 
 
@@ -104,8 +103,8 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def state_of(parameter: Tensor, fields: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """AdamW's state of `parameter` from `fields` of a checkpoint, perhaps written in another precision."""
-    # The fused AdamW keeps its step count, in its own dtype, where the parameter is, too.
+    """Return AdamW's state of `parameter` from a checkpoint's `fields`, which may have another precision."""
+    # The fused AdamW keeps its step count on the parameter's device too, in its own dtype.
     return {
         key: value.to(parameter.device, parameter.dtype if key in MOMENTS else value.dtype)
         for key, value in fields.items()
@@ -113,18 +112,18 @@ def state_of(parameter: Tensor, fields: Mapping[str, Tensor]) -> dict[str, Tenso
 
 
 def moments_of(shapes: Mapping[str, Sequence[int]]) -> dict[str, Sequence[int]]:
-    """The shapes of what AdamW keeps of parameters of these `shapes`, all of which have been updated."""
+    """Return the shapes of AdamW's state for updated parameters of these `shapes`."""
     fields = {f"{name}/{key}": shape for name, shape in shapes.items() for key in MOMENTS}
     return fields | {f"{name}/step": () for name in shapes}
 
 
 Read = Callable[[Sequence[Sequence[int]]], Iterable[RolloutBatch]]
-"""Hands out the samples at some places, with their terms, one list of places after another."""
+"""Yields the samples, with their terms, at each list of indices."""
 
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """How a student is trained, whatever the back end."""
+    """Training settings of a student, for every back end."""
 
     optim: OptimConfig
     """AdamW; the learning rate comes with every step."""
@@ -135,35 +134,35 @@ class Training:
     terms: Sequence[LossTerm]
     """The streams of the loss."""
     shelf: Shelf | None = None
-    """Where what learns is put while others use the device; `None`: it stays."""
+    """Storage for offloaded tensors while others use the device. `None`: they stay."""
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What a back end has in memory on this rank, whichever of it is there now."""
+    """Tensors of a back end on this rank, resident or offloaded."""
 
     weights: Iterable[Tensor]
-    """What layers compute with, and copies of it in the optimiser's precision."""
+    """The layers' weights, and their copies in the optimiser's precision."""
     gradients: Iterable[Tensor]
     moments: Iterable[Tensor]
-    """What the optimiser keeps beside weights, which a step alone needs."""
+    """The optimiser's state other than weights. Only a step needs it."""
     stays: Iterable[Tensor] = ()
-    """What belongs to the model and never leaves."""
+    """Tensors of the model that are never offloaded."""
 
 
 def cost_of(model: CausalLM) -> CostModel:
-    """What a sample costs to train `model` on."""
+    """Return the cost of training `model` on a sample."""
     config = model.config
     return CostModel.of_model(model.parameter_count, config.hidden_size, layer_windows(config))
 
 
 TRIMMED = 64 << 20
-"""Bytes of a model's weights from which freed memory is given back within a step: smaller ones free little,
-and steps are so short that asking for it again would be seen."""
+"""Minimum bytes of weights for returning freed memory to the system within a step. Smaller models free
+little, and their steps are so short that allocating again would show."""
 
 
 def resident_bytes() -> int:
-    """Of this process, where the system says so; else 0."""
+    """Resident bytes of this process, or 0 if the system does not report them."""
     try:
         return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * mmap.PAGESIZE
     except (OSError, ValueError):
@@ -171,51 +170,51 @@ def resident_bytes() -> int:
 
 
 def model_bytes(model: CausalLM) -> int:
-    """Bytes of its parameters; of those that are sharded, all."""
+    """Bytes of the model's parameters, counting all shards."""
     return sum(parameter.nbytes for parameter in model.module.parameters())
 
 
 class Backend(ABC):
-    """The student's weights and optimiser state, whose model is reached through `hidden` and `head`.
+    """The student's weights and optimiser state; `hidden` and `head` run its model.
 
-    With several ranks each makes the whole call and computes its share. Where `lockstep` says that a pass of
-    the model is itself communication, a rank with fewer micro-batches makes empty passes.
+    With several ranks each makes the whole call and computes its share. If `lockstep`, a pass of the model
+    communicates, and a rank with fewer micro-batches makes empty passes.
 
     Args:
-        training: How it is trained.
-        data: The ranks that share the samples; those of one tensor-parallel group are one of them.
-        model: The student, by whose cost samples are dealt out.
+        training: Training settings.
+        data: The ranks that share the samples. A tensor-parallel group counts as one.
+        model: The student. Its cost decides which rank gets a sample.
     """
 
     lockstep = False
     empty_buffers = False
-    """Whether the memory of gradients is there between steps, too, with nothing in it."""
+    """Gradients keep their memory between steps, with nothing in it."""
     lent = False
-    """Whether an engine writes with these very weights: they stay then."""
+    """An engine generates with these very weights, so they are never offloaded."""
 
     def __init__(self, training: Training, data: Ranks | None = None, model: CausalLM | None = None) -> None:
         self.terms = list(training.terms)
         self.temperature = training.temperature
         self.data = Ranks() if data is None else data
         self.together = self.data
-        """All ranks that pass through the model together; by default those."""
+        """All ranks of one pass through the model; by default the data-parallel ranks."""
         self.shares = Shares(self.data, None if model is None else cost_of(model))
         self._trims = model is not None and model_bytes(model) >= TRIMMED
         self._trimmed = 0
-        """Resident bytes when freed memory was last given back."""
+        """Resident bytes after freed memory was last returned."""
         asked = training.batch.max_tokens
         self.max_tokens = PLAIN if asked == "auto" else asked
-        """Packed tokens of a micro-batch, at most, but for one sample that has more; see `choose_tokens`."""
+        """Maximum packed tokens of a micro-batch, except for one longer sample; see `choose_tokens`."""
         self._most_tokens: int | None = None
-        """What `max_tokens` is at most, whatever is chosen or was begun with."""
+        """Upper limit of `max_tokens`, for chosen and resumed sizes too."""
         self.layers = 0 if model is None else len(layer_windows(model.config))
         self.vocabulary = 0 if model is None else model.vocabulary or model.vocab_size
         self._batch = training.batch
         self._shelf = training.shelf
         self._total: Tensor | None = None
-        """During a step's passes, what `gathered` says."""
+        """The value of `gathered` during a step's passes."""
         self.measured: Callable[[], object] = lambda: None
-        """Called when most of the memory of a step is held."""
+        """Called at the peak of a step's memory."""
 
     @property
     @abstractmethod
@@ -224,31 +223,31 @@ class Backend(ABC):
     @property
     @abstractmethod
     def hidden_size(self) -> int:
-        """Of the student's last hidden states."""
+        """Size of the student's last hidden states."""
 
     @abstractmethod
     def hidden(self, input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor) -> Tensor:
-        """Last hidden states [T, D] of packed sequences, inside `run`."""
+        """Return the last hidden states `[T, D]` of packed sequences. Valid inside `run`."""
 
     @abstractmethod
     def head(self) -> Head | HeadShard:
-        """The head as it is inside `run`, live."""
+        """Return the live head. Valid inside `run`."""
 
     def run(self, compute: Callable[[], Tensor]) -> Tensor:
-        """`compute()`, which uses `hidden` and `head`, with their weights in place."""
+        """Return `compute()`, which uses `hidden` and `head`, with their weights in place."""
         return compute()
 
     def backward(self, loss: Tensor, last: bool) -> None:
-        """Add the gradient of `loss`; `last` of this step's."""
+        """Add the gradient of `loss`. `last` marks the last one of the step."""
         del last
         loss.backward()
 
     def gathered(self) -> AbstractContextManager[Tensor | None]:
-        """During a step's passes: where kernels add the gradient of the head's weight; `None`: autograd."""
+        """Yield the tensor in which kernels sum the gradient of the head's weight; `None`: autograd."""
         return nullcontext(None)
 
     def reduce(self) -> None:
-        """Sum the gradient over the data-parallel ranks, where `backward` has not done so."""
+        """Sum the gradient over the data-parallel ranks, unless `backward` has done so."""
         return
 
     @abstractmethod
@@ -261,36 +260,36 @@ class Backend(ABC):
     def weights(self) -> Iterator[tuple[str, Tensor]]: ...
 
     def plain_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """`weights` of the model with its adapters merged, for engines that know of none."""
+        """Yield `weights` with the adapters merged, for engines without adapters."""
         return self.weights()
 
     @abstractmethod
     def state(self) -> State:
-        """A copy in the host's memory of what this rank has of the files `model` and `optimizer`: everything
-        that `load_state` needs to continue bit for bit, whatever the number of ranks and the back end.
+        """Return a host copy of this rank's part of the files `model` and `optimizer`. `load_state` continues
+        from all parts bit for bit, with any number of ranks and any back end.
         """
 
     @abstractmethod
     def load_state(self, state: Saved) -> None:
-        """Continue from what `state` has returned on all ranks. Raises `CheckpointError` or `ModelError` if
-        it belongs to another model.
+        """Continue from the parts that `state` returned on all ranks. Raises `CheckpointError` or
+        `ModelError` if they belong to another model.
         """
 
     def digest(self) -> str:
-        """sha256 of the student's weights; all ranks take part."""
+        """Return the sha256 of the student's weights. All ranks call it."""
         return weights_digest(self.weights())
 
     def close(self) -> None:
-        """Give back what outlives the object."""
+        """Release resources that outlive the object."""
         if self._shelf is not None:
             self._shelf.close()
 
     @abstractmethod
     def held(self) -> Held:
-        """What is in memory on this rank."""
+        """Return this rank's tensors."""
 
     def resident(self) -> dict[str, int]:
-        """Bytes that weights, gradients and moments take now, of this rank."""
+        """Return this rank's resident bytes of weights, gradients and moments."""
         held = self.held()
         return {
             "trainer_weights": held_bytes((*held.weights, *held.stays)),
@@ -299,8 +298,8 @@ class Backend(ABC):
         }
 
     def rest(self, weights: bool = True) -> None:
-        """Between two steps put moments, and `weights`, away until they are used, where that is asked for.
-        Raises `OSError` if they cannot be written, on all ranks; nothing is lost by that.
+        """Offload moments (and `weights`) between two steps, until their next use. No-op unless offloading is
+        on. Raises `OSError` on all ranks if they cannot be written. Nothing is lost then.
         """
         if self._shelf is None:
             return
@@ -327,7 +326,7 @@ class Backend(ABC):
         self._trim()
 
     def wake(self) -> None:
-        """Bring the weights back. Raises `CheckpointError` if they are not what was put away."""
+        """Reload the weights. Raises `CheckpointError` if they differ from the offloaded ones."""
         self._take("weights")
 
     def _take(self, *names: str) -> None:
@@ -336,41 +335,41 @@ class Backend(ABC):
                 self._shelf.take(name)
 
     def packed_as(self, tokens: int) -> int:
-        """Go on with the micro-batches of `tokens` that a stage has begun with (0: it begins now), where its
-        recipe leaves their size open; returns it.
+        """Keep the micro-batch size `tokens` of a resumed stage (0: a new stage) if the recipe leaves it
+        open. Return the size.
         """
         if tokens and self._batch.max_tokens == "auto":
             self.max_tokens = min(tokens, self._most_tokens or tokens)
         return self.max_tokens
 
     def cap_tokens(self, most: int) -> None:
-        """Pack no more than `most` tokens, since no more fit where samples are read to."""
+        """Pack at most `most` tokens, because no more fit in the memory that samples are read into."""
         self._most_tokens = most
         self.max_tokens = min(self.max_tokens, most)
 
     def mine(self, samples: Sequence[Sample]) -> list[Sample]:
-        """Deal out the samples of a new step; returns those this rank scores and trains."""
+        """Assign the samples of a new step to ranks. Return this rank's samples."""
         self.shares.deal(samples)
         return self.shares.mine(samples)
 
     def each(self, samples: Sequence[Sample], compute: PerSample, what: str) -> list[np.ndarray]:
-        """`compute` for all `samples`, each on the rank that trains it."""
+        """Run `compute` for all `samples`, each on the rank that trains it."""
         return self.shares.each(samples, compute, what)
 
     def logprobs(self, samples: Sequence[Sample]) -> list[np.ndarray]:
-        """`[R]` float32 log-probability of each response under the weights as they are now."""
+        """Return `[R]` float32 log-probabilities of each response under the current weights."""
         return self.each(samples, self.own_logprobs, "the recomputed log-probabilities")
 
     def own_logprobs(self, samples: Sequence[Sample]) -> list[np.ndarray]:
-        """`logprobs` of samples that are this rank's; all ranks call it together, each with its own."""
+        """Return `logprobs` of this rank's samples. All ranks call it together, each with its own."""
         return self.own_numbers(samples, self._packed_logprobs, "the recomputed log-probabilities")
 
     @torch.no_grad()
     def own_numbers(
         self, samples: Sequence[Sample], compute: Callable[..., Tensor], what: str
     ) -> list[np.ndarray]:
-        """`[R]` float32 of samples that are this rank's: what `compute`, which uses `hidden` and `head`,
-        makes of packs of them (see `of_packed`); `what` names it. All ranks call it together.
+        """Return `[R]` float32 for each of this rank's samples. `compute`, which uses `hidden` and `head`,
+        maps packs of them (see `of_packed`). `what` names the result. All ranks call it together.
         """
         self.wake()
         with self.together.collective(what):
@@ -393,23 +392,22 @@ class Backend(ABC):
         return linear_logprobs(hidden, head, input_ids[rows + 1], **scale)
 
     def chunk(self, head: Head | HeadShard) -> int:
-        """Tokens whose logits exist at a time."""
+        """Number of tokens whose logits exist at a time."""
         return tokens_per_chunk(self._batch.kl_chunk, self.device, head.vocabulary)
 
     def forward_backward(self, batch: RolloutBatch) -> dict[str, float]:
-        """`accumulate` of a batch that is in memory."""
+        """`accumulate` of a batch in memory."""
         return self.accumulate(batch.samples, lambda parts: (batch.take(part) for part in parts))
 
     def accumulate(self, samples: Sequence[Sample], read: Read) -> dict[str, float]:
         """Accumulate the gradient of a step; its weights hold the normalisers of the whole step.
 
-        `samples` are all of the step, the same on every rank, in the order in which they are trained; nothing
-        but their lengths and teachers is looked at. `read(parts)` hands out this rank's micro-batches, each
-        of which lists places in `samples`, one when the one before is done with; an empty one is nothing to
-        read.
+        `samples` are all of the step, the same on every rank, in training order. Only their lengths and
+        teachers are read. `read(parts)` yields this rank's micro-batches, each one when the one before is
+        done. A part lists indices into `samples`; an empty part has nothing to read.
 
-        Returns token-weighted means of every term's metrics, and for batches with teachers each teacher's
-        share of the tokens and of the gradient (sum over tokens of the L2 norm at the last hidden state).
+        Returns token-weighted means of every term's metrics. Batches with teachers add each teacher's share
+        of the tokens and of the gradient (sum over tokens of the L2 norm at the last hidden state).
 
         Raises `TrainingError` if the loss is not finite or no sample has a response token; the weights are
         untouched then.
@@ -422,7 +420,7 @@ class Backend(ABC):
         self._take("weights", "gradients")
         sums = MetricSums()
         parts = self.shares.in_step(samples, self.max_tokens)
-        self._trim()  # what rollout and teachers have left in pieces
+        self._trim()  # fragments of rollout and teachers
         try:
             with (
                 self.together.collective("the forward and backward passes"),
@@ -445,11 +443,11 @@ class Backend(ABC):
         return metrics
 
     def _trim(self, kept: int = 0) -> None:
-        """Give freed memory back to the system, unless it is less than `kept` bytes since it last was.
+        """Return freed memory to the system, unless it is less than `kept` bytes since the last call.
 
-        On a CPU glibc keeps what lies between pieces still in use, and phases and micro-batches that follow
-        each other, each with pieces of its own sizes, would need the sum of their memory and not that of the
-        largest.
+        On a CPU glibc keeps free memory between fragments that are still in use. Each phase and micro-batch
+        has fragments of its own sizes, so together they would need the sum of their memory instead of the
+        maximum.
         """
         if not self._trims or self.device.type != "cpu":
             return
@@ -461,7 +459,7 @@ class Backend(ABC):
         self._trimmed = resident_bytes()
 
     def _everyones(self, sums: MetricSums) -> MetricSums:
-        """`sums` of this rank with those of all that train with it."""
+        """Merge `sums` over all ranks that train together."""
         if self.data.alone:
             return sums
         return MetricSums.merged(self.data.gather_json(sums.parts(), "the metrics of a step"))
@@ -469,7 +467,7 @@ class Backend(ABC):
     def _passes(
         self, batches: Iterable[RolloutBatch], parts: Sequence[Sequence[int]], sums: MetricSums
     ) -> None:
-        """Add the gradient of all `batches`, whose places are `parts`; what they say goes to `sums`."""
+        """Add the gradient of all `batches`, at the indices `parts`. Their metrics go to `sums`."""
         for number, batch in enumerate(batches, start=1):
             self._pass(batch, sums, last=number == len(parts))
             self._trim(kept=TRIMMED)
@@ -480,18 +478,18 @@ class Backend(ABC):
                 self.backward(self.run(self._nothing), last)
             return
         micro = pack(list(batch), self.device)
-        # The loss ends with this call: what its graph still holds, a teacher's head, is gone before the next.
+        # The loss ends with this call, so its graph frees a teacher's head before the next micro-batch.
         self.backward(self._checked_loss(micro, sums), last)
 
     def _missing_passes(self, samples: Sequence[Sample]) -> int:
-        """Passes this rank has to make beyond those of its own `samples`, so that all make as many."""
+        """Return how many extra passes this rank makes, so that all ranks make as many."""
         if not self.lockstep:
             return 0
         own = len(pieces(samples, range(len(samples)), self.max_tokens, by_teacher=False))
         return self.data.max(own, "the number of passes") - own
 
     def _nothing(self) -> Tensor:
-        """0, with a gradient of 0 for every weight."""
+        """Return 0, with a gradient of 0 for every weight."""
         head = self.head()
         ids = torch.zeros(1, dtype=torch.int64, device=self.device)
         ends = torch.tensor([0, 1], dtype=torch.int32)
@@ -516,11 +514,11 @@ class Backend(ABC):
         return torch.stack([term(micro, student, sums) for term in self.terms]).sum()
 
     def sum_shared(self, values: Tensor) -> Tensor:
-        """`values` summed over the ranks that share each sequence; here one rank has all of it."""
+        """Sum `values` over the ranks that share each sequence. Here one rank has all of it."""
         return values
 
     def _checked_loss(self, micro: MicroBatch, sums: MetricSums) -> Tensor:
-        """`_loss`, when all numbers that it was made from are known to be sound."""
+        """Return `_loss` after its inputs are checked to be finite."""
 
         def fail() -> None:
             self.zero_grad()
@@ -537,7 +535,7 @@ class Backend(ABC):
 
 
 class WholeModelBackend(Backend):
-    """A back end whose student is a `CausalLM` that each rank calls as a whole, however weights are kept."""
+    """A back end whose student is a `CausalLM` that each rank calls unsharded."""
 
     def __init__(self, model: CausalLM, training: Training, data: Ranks | None = None) -> None:
         super().__init__(training, data, model)
@@ -567,7 +565,7 @@ class WholeModelBackend(Backend):
 
     @property
     def _sent_dtype(self) -> torch.dtype | None:
-        """What `weights` are rounded to; `None`: they are not."""
+        """Dtype that `weights` are rounded to. `None`: they are not."""
         return None
 
 
@@ -581,7 +579,7 @@ class TorchBackend(WholeModelBackend):
     """
 
     root: Root | None = None
-    """Inside whose forward the weights are whole, where they are cut over ranks."""
+    """The module whose forward gathers the weights, if they are sharded."""
 
     def __init__(self, model: CausalLM, training: Training, data: Ranks | None = None) -> None:
         super().__init__(model, training, data)
@@ -591,7 +589,7 @@ class TorchBackend(WholeModelBackend):
         self._optimizer = adamw(self._parameters, training.optim)
 
     def _learning(self) -> dict[str, nn.Parameter]:
-        """What the optimiser updates, by the names of the model's parameters."""
+        """Return the parameters that the optimiser updates, by name."""
         return {n: p for n, p in self.model.module.named_parameters() if p.requires_grad}
 
     def gathered(self) -> AbstractContextManager[Tensor | None]:
@@ -610,7 +608,7 @@ class TorchBackend(WholeModelBackend):
         return update(self, self._optimizer, norm, lr)
 
     def _clip(self) -> float:
-        """The global norm of the gradient, which is scaled down to the limit."""
+        """Clip the gradient. Return its global norm before clipping."""
         return float(torch.nn.utils.clip_grad_norm_(self._parameters.values(), self._max_grad_norm))
 
     def held(self) -> Held:
@@ -623,18 +621,18 @@ class TorchBackend(WholeModelBackend):
         )
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor of the student, in a fixed order."""
+        """Yield every tensor of the student, in a fixed order."""
         self.wake()
         return self.model.weights()
 
     def state(self) -> State:
         model = {n: t.detach().to("cpu", copy=True) for n, t in self.weights()}
-        self.rest()  # where they leave the device, both need not be there at once
+        self.rest()  # offloaded first, so both need not be on the device at once
         moments = {n: t.detach().to("cpu", copy=True) for n, t in self._moments()}
         return {"model": model, "optimizer": moments}
 
     def _moments(self) -> Iterator[tuple[str, Tensor]]:
-        """What the optimiser keeps of each parameter, as `NAME/FIELD`."""
+        """Yield the optimiser's state of each parameter, as `NAME/FIELD`."""
         self._take("moments")
         for name, parameter in self._parameters.items():
             for key, value in self._optimizer.state.get(parameter, {}).items():
@@ -650,7 +648,7 @@ class TorchBackend(WholeModelBackend):
 
 
 def layer_memory(batch: BatchConfig) -> LayerMemory:
-    """What `batch` says about the memory of a forward pass."""
+    """Return the memory settings of a forward pass from `batch`."""
     return LayerMemory(batch.recompute_layers, batch.sequence_chunk)
 
 
@@ -662,8 +660,8 @@ def response_logprobs(
     batch: BatchConfig,
     run: Callable[[Callable[[], Tensor]], Tensor] = lambda compute: compute(),
 ) -> list[np.ndarray]:
-    """`[R]` float32 log-probabilities of each sample's response under `model`, at `temperature`; `run`: runs
-    each pass, in which the weights have to be whole.
+    """Return `[R]` float32 log-probabilities of each sample's response under `model`, at `temperature`. `run`
+    runs each pass with unsharded weights.
     """
 
     def one_pass(input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor, rows: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Which back end a recipe asks for."""
+"""Build the back end that a recipe names."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 
 class Load(Protocol):
-    """Gives the model that a stage trains."""
+    """Loads the model that a stage trains."""
 
     def __call__(self, dtype: str | None, *, empty: bool = False) -> CausalLM:
-        """In a dtype by name, or in the recipe's for `None`; where `empty` says so it may be without weights,
-        as `open_empty` makes one.
+        """Load it in a named dtype (`None`: the recipe's). If `empty`, it may be without weights, as
+        `open_empty` returns it.
         """
         ...
 
@@ -37,8 +37,8 @@ def open_backend(
     *,
     dtype: str = "float32",
 ) -> Iterator[Backend]:
-    """The back end of `train` on these `ranks` while the block runs, around the model `load` gives, which
-    computes in `dtype`. Unless `train.precision` is `pure`, what learns is kept in float32.
+    """Open the back end of `train` on these `ranks` while the block runs. It trains the model from `load`,
+    which computes in `dtype`. Unless `train.precision` is `pure`, trained weights are kept in float32.
 
     Raises `ConfigError` if the settings do not fit the number of ranks, `MissingExtraError` without the
     library.
@@ -61,7 +61,7 @@ def open_backend(
 
 
 def _alone(load: Load, training: Training, compute: torch.dtype | None) -> Backend:
-    """Of one process; `compute`: what layers compute in beside float32 masters."""
+    """Build the back end of one process. `compute` is the layers' dtype beside float32 masters."""
     if compute is None:
         return TorchBackend(load(None), training)
     from opd.train.masters_backend import MastersBackend
@@ -100,7 +100,7 @@ def _on_megatron(train: TrainConfig) -> type[MegatronBackend]:
 
 
 def _refuse(train: TrainConfig, batch: BatchConfig) -> None:
-    """`ConfigError` for a setting that the back end would ignore."""
+    """Raise `ConfigError` for a setting that the back end would ignore."""
     if train.backend != "torch" and batch.sequence_chunk is not None:
         raise ConfigError(
             f"batch.sequence_chunk has no effect with train.backend {train.backend}; remove it, or set"

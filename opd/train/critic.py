@@ -1,9 +1,9 @@
-"""PPO's critic: a second model says what reward is still to come, and advantages are made of that.
+"""PPO's critic, a second model that predicts the reward still to come; advantages use its values.
 
-The value of a token is that of the state it was drawn in: it is read at the row that predicts the token, as
-its log-probability is. A response earns its reward with its last token and nothing after it, also where
-`max_new_tokens` cut it. Tokens that the loss does not count are no steps of the policy: after a token comes
-the state of the next one that counts.
+A token's value is that of the state it was drawn in. It is read at the row that predicts the token, as its
+log-probability is. A response gets its reward at its last token and nothing after it, even if
+`max_new_tokens` cut it. Tokens that the loss does not count are no steps of the policy. The next state after
+a token is that of the next counted one.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class GAE:
     lam: float = 1.0
 
     def __call__(self, rewards: np.ndarray, values: np.ndarray, mask: np.ndarray) -> np.ndarray:
-        """`[R]` float32 from the rewards and values `[R]` of the tokens that `mask` `[R]` counts; else 0."""
+        """`[R]` float32 from the rewards and values `[R]`, at the tokens that `mask` `[R]` counts; else 0."""
         found = np.zeros(len(mask), np.float32)
         own = values[mask].astype(np.float64)
         after = np.append(own[1:], 0.0)[: len(own)]
@@ -49,8 +49,8 @@ class GAE:
 
 
 def token_rewards(sample: Sample, penalty: np.ndarray | None = None) -> np.ndarray:
-    """`[R]` float64: what each token of `sample` earns. Its reward comes with the last token that counts, and
-    `penalty` `[R]` is taken off every one. Raises `RewardError` without a finite reward.
+    """Return `[R]` float64 rewards of the tokens of `sample`. The sample's reward is at the last counted
+    token; `penalty` `[R]` is subtracted everywhere. Raises `RewardError` without a finite reward.
     """
     if sample.reward is None or not np.isfinite(sample.reward):
         raise RewardError(
@@ -64,24 +64,24 @@ def token_rewards(sample: Sample, penalty: np.ndarray | None = None) -> np.ndarr
 
 @dataclass(slots=True)
 class Judged:
-    """How good the values of some tokens were, before anything was learnt from them."""
+    """Quality of the critic's values, measured before it learns from these tokens."""
 
     values: Moments
     returns: Moments
     errors: Moments
-    """Of the returns less the values."""
+    """Moments of returns minus values."""
 
     @classmethod
     def of(cls, values: np.ndarray, returns: np.ndarray, mask: np.ndarray) -> Judged:
-        """Those of one sample, `[R]` each."""
+        """Moments of one sample, from `[R]` arrays."""
         given = (values, returns, returns.astype(np.float64) - values)
         return cls(*(Moments.of(numbers, mask) for numbers in given))
 
     @staticmethod
     def metrics(parts: Iterable[Mapping[str, Any]]) -> dict[str, float]:
-        """Of all `parts`, each the fields of one (or nothing), added in their order: mean value and return,
-        and the share of the returns' variance that the values explain, unless returns are all equal. Empty
-        without tokens.
+        """Merge all `parts`, in order; each is the fields of one `Judged`, or empty. Return the mean value
+        and return. Add the share of the returns' variance that the values explain, unless all returns are
+        equal. Return an empty dict without tokens.
         """
         whole = Judged(Moments(), Moments(), Moments())
         for part in parts:
@@ -99,24 +99,24 @@ class Judged:
 def value_loss(
     values: Tensor, old_values: Tensor, returns: Tensor, clip: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Per-token loss [N] `(V - R)^2 / 2`, and which tokens [N] bool have no gradient.
+    """Return the loss `[N]` `(V - R)^2 / 2`, and a mask `[N]` bool of tokens without a gradient.
 
-    With `clip` it is the larger one of that and the same at `V` held within `clip` of `old_values` [N], the
-    value at the start of the step (PPO's implementation, Schulman et al. 2017): where that is the larger one
-    and the bound holds, there is no gradient. `values` [N] carries it. Raises `ValueError` for different
-    shapes.
+    With `clip` the loss is the larger of that and the same at `V` clamped to `clip` around `old_values`
+    `[N]`, the value at the start of the step (PPO's implementation, Schulman et al. 2017). There is no
+    gradient if the clamped one is larger and the bound holds. `values` `[N]` carries the gradient. Raises
+    `ValueError` for different shapes.
     """
     check_same_shape(values=values, old_values=old_values, returns=returns)
     loss = (values - returns).square()
     if clip is None:
         return 0.5 * loss, torch.zeros_like(loss, dtype=torch.bool)
-    held = values.clamp(old_values - clip, old_values + clip)  # what is inside stays to the bit
+    held = values.clamp(old_values - clip, old_values + clip)  # values inside stay bit for bit
     bounded = (held - returns).square()
     return 0.5 * torch.maximum(loss, bounded), bounded > loss
 
 
 def predicted(hidden: Tensor, head: Head | HeadShard) -> Tensor:
-    """[N] values, at least float32, of hidden states [N, D] by the value head."""
+    """Return `[N]` values, at least float32, of hidden states `[N, D]` by the value head."""
     assert isinstance(head, Head)
     assert head.bias is not None
     dtype = statistics_dtype(hidden, head.weight)
@@ -124,7 +124,7 @@ def predicted(hidden: Tensor, head: Head | HeadShard) -> Tensor:
 
 
 class ValueTerm:
-    """The critic's loss on `policy_weight`."""
+    """The critic's loss, weighted by `policy_weight`."""
 
     def __init__(self, clip: float | None = None) -> None:
         self.clip = clip
@@ -141,8 +141,8 @@ class ValueTerm:
 
 
 def with_value_head(model: CausalLM) -> CausalLM:
-    """`model` with a head of one row, and a bias, in the place of its own. Both are 0: so is every value
-    before the first step. Raises `ModelError` if its head cannot be changed.
+    """Replace the head of `model` by one row with a bias. Both are 0, so every value is 0 before the first
+    step. Raises `ModelError` if its head cannot be replaced.
     """
     size, dtype = model.config.hidden_size, model.dtype
     head = nn.utils.skip_init(nn.Linear, size, 1, device=model.device, dtype=dtype)  # draws nothing
@@ -159,7 +159,7 @@ def with_value_head(model: CausalLM) -> CausalLM:
 
 
 def own_values(backend: Backend, samples: Sequence[Sample]) -> list[np.ndarray]:
-    """`[R]` float32 values of the responses of samples that are this rank's; all ranks call it together, each
+    """Return `[R]` float32 values of the responses of this rank's samples. All ranks call it together, each
     with its own. Raises `TrainingError` if a value is not finite.
     """
 

@@ -51,17 +51,17 @@ def deepspeed_library() -> ModuleType:
             import deepspeed.utils  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise MissingExtraError("train.backend deepspeed", "deepspeed") from error
-    # Collectives by names that newer releases of torch call old; it would be said at every one of them.
+    # These collectives have names that newer torch calls deprecated, and it would warn at every call.
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
     if not torch.cuda.is_available():
-        # An optional collective over shared memory; compiling it takes a minute and a half the first time.
+        # This optional collective over shared memory takes a minute and a half to compile the first time.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     return deepspeed
 
 
 @contextmanager
 def _naming_settings() -> Iterator[None]:
-    """What DeepSpeed says of settings, which it checks in ways of its own, as a `ConfigError`."""
+    """Turn DeepSpeed's own errors about settings into `ConfigError`."""
     try:
         yield
     except Exception as error:
@@ -74,15 +74,15 @@ def _naming_settings() -> Iterator[None]:
 
 
 class DeepSpeedBackend(WholeModelBackend):
-    """The back end on a DeepSpeed engine, of whose weights and moments each rank writes its own pieces.
+    """The back end on a DeepSpeed engine. Each rank writes its own shard of weights and moments.
 
-    With stage 3 the model may lack its weights: it is cut before it has any, and each rank reads its share.
+    With stage 3 the model may lack its weights. It is sharded first, and each rank then reads its share.
 
     Args:
         model: The student; trained in place.
-        training: How it is trained.
-        train: Which stage of ZeRO, and more of DeepSpeed's configuration.
-        compute_dtype: What layers compute in, while the engine keeps weights in float32.
+        training: Training settings.
+        train: The ZeRO stage and further DeepSpeed settings.
+        compute_dtype: The layers' dtype, while the engine keeps weights in float32.
     """
 
     lockstep = True
@@ -108,7 +108,7 @@ class DeepSpeedBackend(WholeModelBackend):
         named: dict[str, Any] = dict(model.module.named_parameters())
         self._parameters = {name: own for name, own in named.items() if own.requires_grad}
         self._named = {weight_name(name): own for name, own in named.items()}
-        """All of them, as `weights` call them."""
+        """All parameters, by their names in `weights`."""
         if isinstance(model, AdaptedLM):
             model.whole = self._whole
         begin = {} if compute_dtype is None else self._round(compute_dtype)
@@ -119,11 +119,11 @@ class DeepSpeedBackend(WholeModelBackend):
             self._fill(empty)
 
     def _settings(self, more: dict[str, Any], compute_dtype: torch.dtype | None) -> dict[str, Any]:
-        """DeepSpeed's configuration: what it gathers and sums at a time is bounded by the model's layers."""
+        """Return DeepSpeed's configuration. The model's layers bound its gathers and reductions."""
         module = self.model.module
         layers = [sum(p.numel() for p in layer.parameters()) for layer in layers_to_cut(self.model)]
         largest = max(p.numel() for p in module.parameters())
-        # Beside the layer that computes, the next one; and what belongs to no layer.
+        # The current layer, the next one, and parameters outside layers.
         live = 2 * max(layers) + sum(p.numel() for p in module.parameters()) - sum(layers)
         bounds = {
             "reduce_bucket_size": min(500_000_000, largest),
@@ -137,10 +137,10 @@ class DeepSpeedBackend(WholeModelBackend):
             "gradient_clipping": self._max_grad_norm,
             "zero_optimization": bounds
             | more.get("zero_optimization", {})
-            # By which it replaces a function of torch's for the whole process; see `_save_no_weights`.
+            # Else it replaces a function of torch for the whole process; see `_save_no_weights`.
             | {"stage": self._stage, "memory_efficient_linear": False},
             "zero_allow_untested_optimizer": True,
-            "zero_force_ds_cpu_optimizer": False,  # by which offload_optimizer refuses any AdamW but its own
+            "zero_force_ds_cpu_optimizer": False,  # else offload_optimizer refuses any AdamW but its own
             "bf16": {"enabled": compute_dtype is torch.bfloat16},
             "fp16": {"enabled": compute_dtype is torch.float16},
             "steps_per_print": 2**31,
@@ -148,8 +148,8 @@ class DeepSpeedBackend(WholeModelBackend):
         return more | own
 
     def _round(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Put what learns and is not cut yet in the layers' `dtype`, as DeepSpeed would before it makes its
-        own copies in float32; what it was.
+        """Cast trained parameters that are not sharded yet to the layers' `dtype`, as DeepSpeed would before
+        it makes its float32 copies. Return the old values.
         """
         whole = {n: p for n, p in self._parameters.items() if not hasattr(p, "ds_id")}
         begin = {name: parameter.detach() for name, parameter in whole.items()}
@@ -166,20 +166,21 @@ class DeepSpeedBackend(WholeModelBackend):
             )
         if self._stage == 3:
             self._save_no_weights()
-            # Used by the loss, outside of the forward of the module that owns them.
+            # The loss uses them outside the forward of the module that owns them.
             for parameter in self.model.module.get_output_embeddings().parameters():
                 self._library.zero.register_external_parameter(root, parameter)
             zero = engine.optimizer
             pairs = zip(zero.fp32_partitioned_groups_flat, zero.fp16_partitioned_groups_flat, strict=True)
             for own, layers in pairs:
-                # As DeepSpeed means to, but it compares a device with its name: one copy of equal weights.
+                # DeepSpeed means to do this but compares a device with its name. Share one copy of equal
+                # weights.
                 if layers is not None and (own.dtype, own.device) == (layers.dtype, layers.device):
                     own.data = layers.data
         return engine
 
     def _save_no_weights(self) -> None:
-        """Let linear layers keep the parameter for the way back, and not what was gathered of it: torch's own
-        product saves a view of the weight, and the whole model would be there between forward and backward.
+        """Let linear layers save the parameter for backward instead of its gathered copy. Torch's own product
+        saves a view of the weight, so the whole model would be in memory between forward and backward.
         """
         of_parameter = self._library.runtime.zero.linear.LinearFunctionForZeroStage3.apply
 
@@ -192,27 +193,27 @@ class DeepSpeedBackend(WholeModelBackend):
                 setattr(part, "forward", partial(forward, part))  # noqa: B010
 
     def _cut(self, config: dict[str, Any], compute_dtype: torch.dtype | None) -> None:
-        """Give every parameter that is on the meta device this rank's part of it, as `zero.Init` does when a
-        module is built; what is in the parts is not set yet.
+        """Replace every parameter on the meta device by this rank's shard, as `zero.Init` does when a module
+        is built. The shards have no values yet.
         """
         os.environ.setdefault("LOCAL_RANK", "0")
         dtype = compute_dtype or self.model.dtype
         empty = [p for p in self.model.module.parameters() if p.is_meta]
         share = sum(-(-p.numel() // self.data.size) for p in empty)
-        # What layers read; DeepSpeed's own copy in float32, the gradient.
+        # The layers' weights, DeepSpeed's own float32 copy, and the gradient.
         learns = any(p.requires_grad for p in empty)
         need_room(self.model, self.data, share, dtype.itemsize + learns * (dtype.itemsize + 4))
-        # On the ranks there are: DeepSpeed would look for a launcher's.
+        # Use the existing ranks: DeepSpeed would look for a launcher's.
         self._library.init_distributed(dist_init_required=False)
         with _naming_settings():
             init = self._library.zero.Init(config_dict_or_path=config)
 
         def part(old: nn.Parameter) -> nn.Parameter:
-            # Whole, but its memory is not touched: of the part alone it becomes resident.
+            # The full tensor is never touched, so only the shard becomes resident.
             new: Any = nn.Parameter(
                 torch.empty_like(old, device=self._device, dtype=dtype), requires_grad=old.requires_grad
             )
-            # `Init` would send the first rank's, which hold nothing, to the others before.
+            # `Init` would first broadcast the first rank's values, which are empty.
             init._convert_to_deepspeed_param(new)
             new.partition()
             return new
@@ -246,7 +247,7 @@ class DeepSpeedBackend(WholeModelBackend):
 
     def backward(self, loss: Tensor, last: bool) -> None:
         self._engine.set_gradient_accumulation_boundary(last)
-        # DeepSpeed takes the mean over the ranks; the weights of the loss hold the normaliser of all of them.
+        # DeepSpeed averages over the ranks, but the loss weights already hold the normaliser of all of them.
         self._engine.backward(loss * self.data.size)
 
     def held(self) -> Held:
@@ -254,7 +255,7 @@ class DeepSpeedBackend(WholeModelBackend):
         parameters: list[Any] = list(module.parameters())
         gradients = [p.grad for p in parameters if p.grad is not None]
         if self._stage == 3:
-            # Of what is whole on every rank, and of what is cut this rank's part; then the optimiser's own.
+            # Unsharded tensors, this rank's shard of the others, then the optimiser's own.
             weights = [*parameters, *(p.ds_tensor for p in parameters), *zero.fp32_partitioned_groups_flat]
             gradients.append(zero.grad_partitions_flat_buffer)
             gradients += [bucket.buffer for bucket in zero.ipg_buckets.values() if bucket.buffer is not None]
@@ -272,22 +273,22 @@ class DeepSpeedBackend(WholeModelBackend):
     def step(self, lr: float) -> dict[str, float]:
         """Clip the accumulated gradient, update the weights, zero the gradient.
 
-        Raises `TrainingError` if the gradient was not finite. DeepSpeed tells only afterwards: the weights
-        are lost then, and the newest checkpoint is where the run goes on.
+        Raises `TrainingError` if the gradient was not finite. DeepSpeed reports it only afterwards, so the
+        weights are lost and the run continues from the newest checkpoint.
         """
         self._take("moments")
         for group in self._engine.optimizer.param_groups:
             group["lr"] = lr
         self._engine.set_gradient_accumulation_boundary(True)
         self._engine.step()
-        self.measured()  # all there is to a step
+        self.measured()  # the peak of the step's memory
         norm = float(self._engine.get_global_grad_norm())
         if not np.isfinite(norm):
             raise not_finite(norm)
         return {"lr": lr, "grad_norm": norm}
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor of the student, whole, in the dtype it computes in; all ranks walk together."""
+        """Yield every tensor of the student, unsharded, in its compute dtype. All ranks iterate together."""
         self.wake()
         for name, tensor in self.model.weights():
             yield name, self._whole(name, tensor)
@@ -300,8 +301,8 @@ class DeepSpeedBackend(WholeModelBackend):
             return parameter.detach().clone()
 
     def state(self) -> State:
-        """This rank's pieces of the float32 weights and of the moments; the first has what all ranks have
-        whole, too.
+        """Return this rank's shards of the float32 weights and of the moments. The first rank adds tensors
+        that all ranks have unsharded.
         """
         self._take("weights", "moments")
         model: dict[str, Tensor | TensorPiece] = {}
@@ -327,8 +328,8 @@ class DeepSpeedBackend(WholeModelBackend):
             kept[name] = copied(self._own(parameter, key)[:count], _shape(parameter), first)
 
     def _share(self, parameter: Any) -> tuple[int, int]:
-        """Of `parameter` the number of the first element, in row-major order, that this rank updates, and how
-        many these are.
+        """Return the index of the first element of `parameter` (row-major) that this rank updates, and their
+        count.
         """
         if self._stage == 3:
             each = parameter.ds_tensor.ds_numel  # the last rank's may be partly padding
@@ -342,7 +343,7 @@ class DeepSpeedBackend(WholeModelBackend):
         )
 
     def _own(self, parameter: Any, key: str | None) -> Tensor:
-        """[n] float32 of this rank's share: the weights, or the moment `key`; padding may follow."""
+        """`[n]` float32 of this rank's share of the weights, or of the moment `key`. Padding may follow."""
         if self._stage < 3:
             return parameter._hp_mapping.get_hp_fragment(key).view(-1)
         utils = self._library.utils
@@ -352,14 +353,14 @@ class DeepSpeedBackend(WholeModelBackend):
 
     @torch.no_grad()
     def _put(self, parameter: Any, key: str | None, read: Callable[[int, Tensor], None]) -> None:
-        """Set this rank's share of the weights, or of the moment `key`, to what `read(first, into)` reads."""
+        """Set this rank's share of the weights, or of the moment `key`, with `read(first, into)`."""
         first, count = self._share(parameter)
         if not count:
             return
         if self._stage < 3:
             read(first, self._own(parameter, key))
             return
-        if not parameter.requires_grad:  # of which there is no copy but the layers'
+        if not parameter.requires_grad:  # the layers have the only copy
             read(first, parameter.ds_tensor[:count])
             return
         utils = self._library.utils
@@ -388,7 +389,7 @@ class DeepSpeedBackend(WholeModelBackend):
                 tensor.copy_(saved[name])
                 continue
             self._put(parameter, None, partial(part_of, saved, name))
-            if self._stage < 3:  # of which every rank has all weights
+            if self._stage < 3:  # every rank has all weights
                 parameter.copy_(saved[name])
         self._hand_over()
         if fields:
@@ -398,7 +399,7 @@ class DeepSpeedBackend(WholeModelBackend):
                 self._put(self._parameters[name], key, partial(part_of, moments, f"{name}/{key}"))
 
     def _hand_over(self) -> None:
-        """Give layers the weights that the optimiser holds now, as DeepSpeed does after a step."""
+        """Copy the optimiser's weights to the layers, as DeepSpeed does after a step."""
         if self._stage < 3:
             return
         zero = self._engine.optimizer
@@ -409,7 +410,7 @@ class DeepSpeedBackend(WholeModelBackend):
             zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
 
     def _make_moments(self, step: Tensor) -> None:
-        """AdamW's state before its first step, for the values of a checkpoint."""
+        """Make AdamW's state before its first step, to be filled from a checkpoint."""
         zero = self._engine.optimizer
         whole = self._stage < 3
         for flat in zero.single_partition_of_fp32_groups if whole else zero.fp32_partitioned_groups_flat:
@@ -422,20 +423,21 @@ class DeepSpeedBackend(WholeModelBackend):
         super().close()
         self._engine.destroy()
         if self._stage == 3:
-            # DeepSpeed never takes a model from there, and with it all that belongs to it.
+            # DeepSpeed never removes a model from this stack, and the model keeps everything that belongs to
+            # it.
             stack = self._library.runtime.zero.parameter_offload.FWD_MODULE_STACK
             stack[:] = [module for module in stack if module is not self._engine.module]
-        # Hooks in autograd's graph hold them, where Python's collector cannot look: weights, gradients and
-        # moments of every stage of a run would stay.
+        # Autograd hooks hold these objects, and Python's collector cannot see them. The weights, gradients
+        # and moments of every stage of a run would stay.
         for part in (self._engine.optimizer, self._engine):
             vars(part).clear()
         for parameter in self.model.module.parameters() if self._stage == 3 else ():
             vars(parameter).clear()
             parameter.data = parameter.data.new_empty(0)
-        # It would use the groups it has noted for the next stage too, whose process group is another.
+        # It would use its cached groups for the next stage too, which has another process group.
         self._library.utils.groups._release_process_group_references()
 
 
 def _shape(tensor: Any) -> tuple[int, ...]:
-    """Of all of a tensor; what a rank has of one that ZeRO-3 has cut has another."""
+    """Shape of the unsharded tensor, also if ZeRO-3 has sharded it."""
     return tuple(getattr(tensor, "ds_shape", tensor.shape))

@@ -30,18 +30,18 @@ from opd.train.terms import (
 from opd.types import MicroBatch
 
 KL_AT = "kl_at/"
-"""Begins the name of a metric that is the KL at some positions."""
+"""Prefix of the metrics with the KL by position."""
 
 
 class DistillTerm(ABC):
-    """Shared shell: finds the teachers, weighs the tokens, keeps the KL's metrics per teacher."""
+    """Shared shell: finds the teachers, weighs the tokens, sums the KL's metrics per teacher."""
 
     def __init__(self, teachers: TeacherViews, mixture: str) -> None:
         self.teachers = teachers
         self.mixture = mixture
 
     def __call__(self, micro: MicroBatch, student: StudentRows, sums: MetricSums) -> Tensor:
-        if micro.samples[0].teacher is None:  # whose reward alone counts
+        if micro.samples[0].teacher is None:  # only its reward counts
             return student.hidden.new_zeros(())
         views = self.teachers(micro)
         if micro.kept is not None:
@@ -64,15 +64,15 @@ class DistillTerm(ABC):
 
     @abstractmethod
     def divergence(self, micro: MicroBatch, student: StudentRows, view: View) -> Tensor:
-        """[N]: per-token loss against one teacher."""
+        """Return the per-token loss `[N]` against one teacher."""
 
     def mixture_divergence(self, micro: MicroBatch, student: StudentRows, views: Sequence[View]) -> Tensor:
-        """[N]: per-token loss against the arithmetic mixture of `views`."""
+        """Return the per-token loss `[N]` against the arithmetic mixture of `views`."""
         raise TypeError(f"{type(self).__name__} cannot score an arithmetic mixture of teachers")
 
 
 def add_by_position(micro: MicroBatch, values: Tensor, counted: Tensor, sums: MetricSums) -> None:
-    """Add `values [N]` where `counted [N]` to `kl_at/P`: those at response tokens P to 2 P - 1, from 1.
+    """Add `values [N]` where `counted [N]` to `kl_at/P`, for response tokens P to 2 P - 1, counted from 1.
 
     A student that drifts off its teachers' states shows at late positions first.
     """
@@ -129,8 +129,8 @@ class FullVocabularyTerm(DistillTerm):
 
 
 NOTHING = -1e4
-"""The log-probability that stands for a token that a support holds already: its probability is 0 and, the
-same for student and teacher, so is its part of any form, and of its gradient."""
+"""Log-probability of a token that the support has already. Its probability is 0 for student and teacher, so
+it adds nothing to any form or gradient."""
 
 
 class K2Term(DistillTerm):
@@ -168,8 +168,8 @@ class TopKTerm(DistillTerm):
         return topk_reverse_kl(on_support, logprobs, form=self.config.form, sampled=sampled)
 
     def _support(self, student: StudentRows, view: View) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Ids `[N, K]` and the teacher's log-probabilities of them, no gradient. Where both choose `K` is 2k,
-        and a mask says which of the last k ids stand among the first as well.
+        """Return ids `[N, K]` and the teacher's log-probabilities of them, without gradient. With both
+        supports `K` is 2k, and a mask marks the ids among the last k that are among the first as well.
         """
         k = min(self.config.k, student.head.vocabulary)
         if self.config.support == "teacher":
@@ -194,7 +194,7 @@ class TopKTerm(DistillTerm):
 
 
 class CustomTerm(DistillTerm):
-    """The user's own divergence from a teacher, by dotted path; from a `ScoredView` too."""
+    """The user's divergence from a teacher, by dotted path. A `ScoredView` works too."""
 
     def __init__(self, teachers: TeacherViews, mixture: str, config: CustomDivergence, where: str) -> None:
         """Raises `ConfigError` if the function cannot be loaded."""
@@ -208,7 +208,7 @@ class CustomTerm(DistillTerm):
 
 
 def pooled_floor(views: list[TeacherView], student: StudentRows) -> Tensor:
-    """[N] `-log Z` of the teachers' geometric mean: the least that `sum_i w_i KL(p || t_i)` can be."""
+    """Return `[N]` `-log Z` of the teachers' geometric mean, the minimum of `sum_i w_i KL(p || t_i)`."""
     return geometric_floor(
         [view.hidden for view in views],
         [view.head for view in views],
@@ -221,8 +221,8 @@ def pooled_floor(views: list[TeacherView], student: StudentRows) -> Tensor:
 def build_distill_term(
     config: DistillConfig, teachers: TeacherViews, where: str = "distill.loss"
 ) -> DistillTerm | None:
-    """The loss stream `config` asks for; None for k1, which lives in the advantages. `where`: the recipe's
-    key of the loss.
+    """Build the loss term of `config`. Return None for k1, which lives in the advantages. `where` is the
+    recipe's key of the loss.
     """
     if isinstance(config.loss, FullVocabularyKL):
         return FullVocabularyTerm(teachers, config.mixture, config.loss)

@@ -1,6 +1,6 @@
 """A model that is never trained, for log-probabilities of the student's responses: a reference, or the base.
 
-Of several ranks each holds its share of it, as FSDP2 cuts it, and passes are made together.
+With several ranks each holds its FSDP2 shard, and all make each pass together.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _WHAT = "the log-probabilities of a frozen model"
 
 
 class Frozen:
-    """`response_logprobs` of `model`, which `ranks` share; all of them make the same calls.
+    """`response_logprobs` of `model`, which `ranks` share. All ranks make the same calls.
 
     Args:
-        model: Whole, or without weights (`open_empty`), which are read then.
+        model: Complete, or without weights (`open_empty`); they are read then.
         batch: How samples are packed.
     """
 
@@ -36,7 +36,7 @@ class Frozen:
 
     @torch.no_grad()
     def logprobs(self, samples: Sequence[Sample], temperature: float) -> list[np.ndarray]:
-        """`[R]` float32 of each of `samples`, which are this rank's, at `temperature`."""
+        """Return `[R]` float32 of each of this rank's `samples`, at `temperature`."""
         root, batch = self._root, self._batch
         if root is None:
             return response_logprobs(self.model, samples, temperature, batch)

@@ -1,7 +1,7 @@
 """FSDP2 (`fully_shard`): a Hugging Face model's weights, gradients and optimiser state spread over the ranks.
 
-Zhao et al. 2023, "PyTorch FSDP": every rank keeps 1/N of each tensor, gathers a layer for the time it
-computes and gives its gradient back summed.
+Zhao et al. 2023, "PyTorch FSDP". Every rank keeps 1/N of each tensor, gathers a layer while it computes, and
+reduces its gradient.
 
 `ContextBackend` shares each sequence among ranks, and the samples among groups of such ranks.
 """
@@ -30,9 +30,9 @@ from opd.types import Sample
 
 
 class FSDPBackend(TorchBackend):
-    """A `TorchBackend` on several ranks, each of which writes and reads its own pieces of a checkpoint.
+    """A `TorchBackend` on several ranks. Each rank writes and reads its own shards of a checkpoint.
 
-    `compute_dtype`: what layers compute in, while weights and optimiser state keep the model's dtype.
+    `compute_dtype` is the layers' dtype; weights and optimiser state keep the model's.
     """
 
     lockstep = True
@@ -55,13 +55,13 @@ class FSDPBackend(TorchBackend):
 
     def backward(self, loss: Tensor, last: bool) -> None:
         del last
-        # FSDP2 takes the mean over the ranks. The weights of the loss hold the normaliser of the whole step,
-        # so the sum is meant; a sum of its own it has for NCCL alone.
+        # FSDP2 averages over the ranks, but the loss weights already hold the normaliser of the whole step.
+        # Undo it here: FSDP2 has a sum of its own for NCCL only.
         (loss * self._sharding.size).backward()
 
     def gathered(self) -> AbstractContextManager[Tensor | None]:
-        """Nothing: to keep a whole `[V, D]` on every rank for the step takes what sharding saves, while the
-        layers need the memory; its messages, one a micro-batch, are the price.
+        """Yield None. A full `[V, D]` on every rank for the step would take the memory that sharding saves,
+        so one reduction per micro-batch is the price.
         """
         return nullcontext(None)
 
@@ -70,7 +70,7 @@ class FSDPBackend(TorchBackend):
         return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor of the student, whole, in the dtype it computes in; all ranks walk together."""
+        """Yield every tensor of the student, unsharded, in its compute dtype. All ranks iterate together."""
         self.wake()
         for name, tensor in self.model.weights():
             found = whole(tensor)
@@ -81,10 +81,10 @@ class FSDPBackend(TorchBackend):
         return self._dtype
 
     def state(self) -> State:
-        """This rank's pieces; the first has what all ranks have whole, too."""
+        """Return this rank's shards. The first rank adds tensors that all ranks have unsharded."""
         self.wake()
         model = self._pieces(self.model.weights())
-        self.rest()  # where they leave the device, both need not be there at once
+        self.rest()  # offloaded first, so both need not be on the device at once
         return {"model": model, "optimizer": self._pieces(self._moments())}
 
     def _pieces(self, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor | TensorPiece]:
@@ -109,7 +109,7 @@ class FSDPBackend(TorchBackend):
 
 
 def _read_like(saved: Mapping[str, Tensor], name: str, own: Tensor | None) -> Tensor:
-    """The tensor `name` of a checkpoint, of which each rank reads its share where it is cut as `own` is."""
+    """Read the tensor `name` of a checkpoint. If `own` is sharded, each rank reads its share."""
     if not isinstance(own, DTensor) or shape_of(saved, name) != tuple(own.shape):
         return saved[name]
     room = torch.empty_like(own)
@@ -119,12 +119,12 @@ def _read_like(saved: Mapping[str, Tensor], name: str, own: Tensor | None) -> Te
 
 
 class ContextBackend(SharedSequences, FSDPBackend):
-    """An `FSDPBackend` whose ranks share the tokens of each micro-batch in rows of `together` ranks; the rows
+    """An `FSDPBackend` whose ranks share the tokens of each micro-batch in rows of `together` ranks. The rows
     share the samples.
 
     Args:
-        ranks: All that share the weights; `together` divides their number. `auto`: as many as the step needs
-            whose samples are dealt out, see `context_size`.
+        ranks: All ranks that share the weights. `together` divides their number. `auto` takes as many as the
+            step needs when its samples are dealt out, see `context_size`.
     """
 
     def __init__(
@@ -142,8 +142,8 @@ class ContextBackend(SharedSequences, FSDPBackend):
         self._use(sizes[-1])
 
     def _mesh(self, together: int) -> tuple[ContextParallel | None, Ranks, Shares]:
-        """What joins this rank to those that share its sequences, if there are some, and to those that share
-        the samples with it.
+        """Return the group that shares this rank's sequences (None for a group of one), the group that shares
+        the samples, and the shares over the latter.
         """
         ranks, context, data = self._sharding, None, self._sharding
         if together > 1:

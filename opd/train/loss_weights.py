@@ -1,15 +1,15 @@
-"""What each token weighs in a stream of the loss: normalisers, importance corrections, the mismatch.
+"""Weights of tokens in a stream of the loss: normalisers, importance corrections, the mismatch.
 
 **Normalisers.** Every function takes the token counts of the *whole* step (all micro-batches, all ranks) and
-returns what a token of each sample weighs, so that `sum(weight * per_token_loss)` is the step's loss however
-the samples are packed: a mean of micro-batch means would weigh tokens by the company they keep.
+returns the weight of a token of each sample. `sum(weight * per_token_loss)` is then the step's loss for any
+packing. A mean of micro-batch means would weigh a token by its neighbours in the pack.
 
 **Importance corrections** between the policy that drew the tokens and the one that learns from them. A
-rejected token leaves the loss *and* its normaliser: with weight 0 but still counted it would shrink the
-gradient of all the others. What is kept counts with its weight. Tokens that are too many policy versions old
+rejected token leaves the loss *and* its normaliser. With weight 0 but still counted it would shrink the
+gradient of all others. A kept token counts with its weight. Tokens that are too many policy versions old
 leave the loss before that.
 
-**The mismatch**: how far the engine that wrote the tokens is from the trainer that learns from them.
+**The mismatch** between the log-probabilities of the engine and of the trainer.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ Aggregation = Literal["token", "sequence", "constant", "turn"]
 
 
 def turns_of(mask: np.ndarray, kept: np.ndarray | None = None) -> int:
-    """How many turns a response has: runs of True in its loss mask `[R]`, what an environment says lies
-    between them. With `kept` `[R]` those of which it has a token.
+    """Return the number of turns of a response. A turn is a run of True in the loss mask `[R]`; environment
+    tokens separate them. With `kept` `[R]` count only turns that have a kept token.
     """
     starts = _starts(mask)
     if kept is None:
@@ -41,10 +41,10 @@ def turns_of(mask: np.ndarray, kept: np.ndarray | None = None) -> int:
 
 
 def turn_shares(mask: np.ndarray, kept: np.ndarray | None = None) -> np.ndarray:
-    """[R] float64: by how much more or less than the mean a token of each turn weighs, so that every turn of
-    the response weighs the same: `tokens / (turns * tokens of the turn)`, 0 elsewhere. They sum to the
-    response's tokens, so a scale of the sample keeps its sum. Turns are those of the loss mask `[R]`; with
-    `kept` `[R]` their tokens are those that it has left.
+    """Return `[R]` float64 weights that make all turns of the response weigh the same. A token's weight
+    relative to the mean is `tokens / (turns * tokens of the turn)`, and 0 elsewhere. The weights sum to the
+    response's tokens, so the sample's scale keeps its sum. Turns are those of the loss mask `[R]`. With
+    `kept` `[R]` only kept tokens count.
     """
     left = mask if kept is None else mask & kept
     turn = np.cumsum(_starts(mask))
@@ -56,7 +56,7 @@ def turn_shares(mask: np.ndarray, kept: np.ndarray | None = None) -> np.ndarray:
 
 
 def _starts(mask: np.ndarray) -> np.ndarray:
-    """[R] bool: where a run of True begins."""
+    """Return `[R]` bool, True where a run of True begins."""
     starts = mask.astype(bool)
     starts[1:] &= ~starts[:-1]
     return starts
@@ -68,13 +68,13 @@ def policy_scales(
     max_new_tokens: int = 1,
     turns: Sequence[int] | None = None,
 ) -> list[float]:
-    """What a token of each sample weighs, from how many tokens of each the loss counts.
+    """Return the weight of a token of each sample, from the counted tokens of each.
 
     `token`: `1 / total tokens`. `sequence`: every response that has a token weighs the same, spread evenly
-    over its tokens. `constant`: `1 / (max_new_tokens * responses)`, whatever the lengths are (Dr. GRPO,
-    2503.20783); these weights sum to the mean length over `max_new_tokens`, not to 1. `turn`: every turn of
-    the step weighs the same, of which `turns` says how many each response has; within a response they are
-    evened out by `turn_shares`.
+    over its tokens. `constant`: `1 / (max_new_tokens * responses)` for any lengths (Dr. GRPO, 2503.20783);
+    these weights sum to the mean length over `max_new_tokens`, not to 1. `turn`: every turn of the step
+    weighs the same. `turns` has their number in each response; `turn_shares` evens them out within a
+    response.
     """
     if aggregation == "turn":
         own = [int(count > 0) for count in counts] if turns is None else turns
@@ -94,7 +94,7 @@ def response_scales(
     max_new_tokens: int,
     turns: Sequence[int],
 ) -> dict[str, float]:
-    """As `policy_scales`, by uid of the sample, where all branches of an episode are one response."""
+    """`policy_scales` by sample uid, with all branches of an episode as one response."""
     if aggregation == "turn":  # of which each belongs to one sample
         scales = policy_scales(counts, aggregation, max_new_tokens, turns)
         return {sample.uid: scale for sample, scale in zip(samples, scales, strict=True)}
@@ -105,8 +105,8 @@ def response_scales(
 
 
 def by_episode(samples: Sequence[Sample], numbers: Sequence[int]) -> dict[str, int]:
-    """The sum of `numbers`, one for each of `samples`, over all branches of an episode, by the episode; a
-    response without branches is one of its own. In the order of their first samples.
+    """Sum `numbers`, one for each of `samples`, over all branches of an episode. Return the sums by episode,
+    in the order of their first samples. A response without branches is an episode of its own.
     """
     found: dict[str, int] = {}
     for sample, number in zip(samples, numbers, strict=True):
@@ -120,15 +120,15 @@ def per_teacher_scales(
     teacher_shares: Mapping[str, float] | None = None,
     units: Sequence[int] | None = None,
 ) -> list[float]:
-    """What a token of each sample weighs, so that the tokens of each teacher sum to its share of the loss,
-    however short its answers are; `counts`: how many tokens of each sample the loss counts.
+    """Return the weight of a token of each sample. The tokens of each teacher sum to its share of the loss,
+    for any length of its answers. `counts` are the counted tokens of each sample.
 
     `teacher_shares` defaults to equal shares. Shares are normalised over the teachers that have a token in
     the step, so the weights sum to 1. Samples without a teacher weigh 0. Raises `ConfigError` for a teacher
     that has tokens but no positive share.
 
-    `units`: of each sample how many of what weighs alike within a teacher's share, spread evenly over the
-    sample's tokens: 1 for episodes, else its turns. Tokens without.
+    `units` is the number of equally weighted units of each sample, spread evenly over its tokens: 1 for
+    episodes, the number of turns for turns. None: every token is a unit.
     """
     if units is not None:
         whole = [unit if count else 0 for unit, count in zip(units, counts, strict=True)]
@@ -151,8 +151,8 @@ def episode_scales(
     teachers: Sequence[str | None],
     teacher_shares: Mapping[str, float] | None = None,
 ) -> dict[str, float]:
-    """As `per_teacher_scales` with a unit of 1 for each episode, by uid of the sample: all branches of an
-    episode, which have one teacher, weigh together what a response without branches weighs.
+    """`per_teacher_scales` with one unit per episode, by sample uid. All branches of an episode have one
+    teacher and together weigh as much as a response without branches.
     """
     episodes = by_episode(samples, counts)
     known = {sample.episode: name for sample, name in zip(samples, teachers, strict=True)}
@@ -170,8 +170,8 @@ def normalised_scales(
     turns: Sequence[int],
     normalise: str,
 ) -> dict[str, float]:
-    """As `per_teacher_scales`, by uid of the sample: within a teacher's share what weighs the same are its
-    episodes, its turns or, with any other `normalise`, its tokens.
+    """`per_teacher_scales` by sample uid. Within a teacher's share its episodes, its turns or, with any other
+    `normalise`, its tokens weigh the same.
     """
     if normalise == "episode":
         return episode_scales(samples, counts, teachers, teacher_shares)
@@ -186,17 +186,17 @@ def route_scales(
     counts: Sequence[int],
     turns: Sequence[int],
 ) -> dict[str, float]:
-    """What a token of each sample weighs, by uid, where the loss counts so many of each, in so many turns.
+    """Return the weight of a token of each sample by uid, from the counted tokens and turns of each.
 
-    With `normalise: token` every token weighs the same. Else each route's share of the loss is its domains'
-    weights, shared out by the samples they sent it; within it tokens, episodes or turns weigh the same. Turns
-    are evened out within a sample by `turn_shares`.
+    With `normalise: token` every token weighs the same. Otherwise a route's share of the loss is its domains'
+    weights, split by the samples that each domain sent it. Within a route tokens, episodes or turns weigh the
+    same. `turn_shares` evens turns out within a sample.
     """
     normalise = recipe.distill.normalise
     if normalise == "token":
         scales = policy_scales(counts, "token")
         return {sample.uid: scale for sample, scale in zip(samples, scales, strict=True)}
-    # Of an episode's branches the first stands for it.
+    # The first branch stands for its episode.
     first = {sample.episode: sample.uid for sample in reversed(samples)}
     sent: dict[str, int] = {}
     for sample in samples:
@@ -219,23 +219,23 @@ def _share(name: str, teacher_shares: Mapping[str, float] | None) -> float:
 
 
 def weigh(mask: np.ndarray, scale: float, shares: np.ndarray | None = None) -> np.ndarray:
-    """[R] float32: `scale` where `mask` `[R]` is True, times the token's own of `shares` `[R]`."""
+    """Return `[R]` float32, `scale` where `mask` `[R]` is True, times the token's entry of `shares` `[R]`."""
     return np.where(mask, scale if shares is None else scale * shares, 0.0).astype(np.float32)
 
 
 MAX_LOG_RATIO = 20.0
-"""Log-ratios are clamped to this before `exp`: beyond every useful bound, and finite."""
+"""Clamp of log-ratios before `exp`: beyond every useful bound, and finite."""
 
 
 def corrected(
     config: CorrectionConfig | None, rollout: np.ndarray, recomputed: np.ndarray, mask: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, int]:
-    """What `config` makes of a sample drawn with log-probabilities `rollout` `[R]`: the loss mask `[R]`
-    without rejected tokens, over which to normalise; the weights `[R]` float32, 0 where that is False; and
-    how many tokens have a weight that was truncated.
+    """Apply `config` to a sample drawn with log-probabilities `rollout` `[R]`. Return the loss mask `[R]`
+    without rejected tokens (normalise over it), the weights `[R]` float32 (0 where it is False), and the
+    number of tokens with a truncated weight.
 
-    `recomputed` are the trainer's log-probabilities of the same tokens at the start of the step, `mask` is
-    the loss mask. Without `config` every token counts as it is.
+    `recomputed` are the trainer's log-probabilities of the same tokens at the start of the step. `mask` is
+    the loss mask. Without `config` every counted token has weight 1.
     """
     if config is None:
         return mask, mask.astype(np.float32), 0
@@ -246,7 +246,7 @@ def corrected(
 
 @dataclass(slots=True)
 class CorrectionSums:
-    """What the metrics need of samples that need not be kept."""
+    """Sums over samples for the correction metrics; samples need not stay in memory."""
 
     tokens: float = 0.0
     kept: float = 0.0
@@ -257,7 +257,7 @@ class CorrectionSums:
     """Sum of their squares."""
 
     def add(self, mask: np.ndarray, kept: np.ndarray, weights: np.ndarray, truncated: int) -> None:
-        """Add a sample with loss mask `mask` and what `corrected` has made of it."""
+        """Add a sample with loss mask `mask` and the results of `corrected`."""
         self.tokens += int(np.count_nonzero(mask))
         self.kept += int(np.count_nonzero(kept))
         self.truncated += truncated
@@ -270,8 +270,8 @@ class CorrectionSums:
             setattr(self, name, getattr(self, name) + getattr(other, name))
 
     def metrics(self) -> dict[str, float]:
-        """`correction/rejected`, `/truncated` (shares of the tokens), `/weight_mean` of the kept ones and
-        `/ess`, the effective sample size `(sum w)^2 / (N sum w^2)` of all; empty without tokens.
+        """Return `correction/rejected`, `/truncated` (shares of the tokens), `/weight_mean` of the kept ones
+        and `/ess`, the effective sample size `(sum w)^2 / (N sum w^2)` of all. Empty without tokens.
         """
         if not self.tokens:
             return {}
@@ -286,7 +286,7 @@ class CorrectionSums:
 def _one(
     config: CorrectionConfig, log_ratio: np.ndarray, mask: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(kept, weight, truncated) of one response, `[R]` each."""
+    """Return (kept, weight, truncated) of one response, `[R]` each."""
     ratio = _ratio(log_ratio)
     match config:
         case TruncatedIS():
@@ -312,7 +312,7 @@ def _inside(config: MaskedIS | IcePop | SequenceMaskedTIS, ratio: np.ndarray) ->
 
 
 def staleness(samples: Sequence[Sample], version: int) -> dict[str, float]:
-    """`staleness/mean` and `/max` over the tokens that count, for a learner at `version`; empty without."""
+    """`staleness/mean` and `/max` over the counted tokens, for a learner at `version`; empty without."""
     ages = np.concatenate([version - s.policy_versions[s.loss_mask] for s in samples] or [np.zeros(0)])
     if not len(ages):
         return {}
@@ -320,9 +320,9 @@ def staleness(samples: Sequence[Sample], version: int) -> dict[str, float]:
 
 
 def drop_stale(samples: Sequence[Sample], version: int, limit: int) -> dict[str, float]:
-    """Take tokens that are more than `limit` versions old out of the loss masks, in place.
+    """Remove tokens that are more than `limit` versions old from the loss masks, in place.
 
-    Returns `staleness/dropped`, their share of the tokens that counted.
+    Return `staleness/dropped`, their share of the tokens that counted.
     """
     before = after = 0
     for sample in samples:
@@ -350,22 +350,22 @@ def mismatch(rollout_logprobs: Arrays, recomputed_logprobs: Arrays, mask: Arrays
 
 @dataclass(slots=True)
 class MismatchSums:
-    """What `mismatch` needs of tokens that come piece by piece and need not be kept."""
+    """Sums over chunks of tokens for `mismatch`; tokens need not stay in memory."""
 
     tokens: int = 0
     magnitude: float = 0.0
     """Sum of |difference|."""
     largest: float = 0.0
     top: float = float("-inf")
-    """The largest difference. ESS does not change when all weights are scaled: with the largest at 1 nothing
-    overflows."""
+    """The largest difference. Scaling all weights leaves the ESS unchanged, so the largest is scaled to 1 and
+    nothing overflows."""
     weights: float = 0.0
     """Sum of `exp(difference - top)`."""
     squares: float = 0.0
     """Sum of its square."""
 
     def add(self, rollout: np.ndarray, recomputed: np.ndarray, mask: np.ndarray) -> None:
-        """Add [N] tokens, of which those count whose `mask` is True."""
+        """Add `[N]` tokens, counting those whose `mask` is True."""
         difference = (recomputed.astype(np.float64) - rollout)[mask.astype(bool)]
         if not len(difference):
             return
@@ -396,7 +396,7 @@ class MismatchSums:
         self.largest, self.top = max(self.largest, other.largest), top
 
     def metrics(self) -> dict[str, float]:
-        """What `mismatch` returns."""
+        """Return the metrics of `mismatch`."""
         if not self.tokens:
             return {"mismatch/mean_abs": 0.0, "mismatch/max_abs": 0.0, "mismatch/ess": 1.0}
         return {

@@ -1,8 +1,8 @@
-"""Per-token losses on `[N]` tensors; each name says whose gradient it has.
+"""Per-token losses on `[N]` tensors, named by their gradient.
 
-**The policy gradient**: clipped by token (PPO), with asymmetric bounds and dual clip, or by response (GSPO);
-with clipped weights (CISPO); and its statistics. Here too is what every per-token loss needs: equal shapes,
-values that carry another expression's gradient, and the importance weights of a score function.
+**The policy gradient**: clipped by token (PPO), with asymmetric bounds and dual clip, or by response (GSPO),
+or with clipped weights (CISPO), and its statistics. Also the shared helpers of per-token losses: equal
+shapes, values with another expression's gradient, importance weights of a score function.
 
 **Estimates of KL(p || q)** from tokens sampled from `p` (Schulman 2020, "Approximating KL"). The value of an
 estimator says nothing about its gradient. With `r = log p - log q` of the sampled token, on-policy, the
@@ -48,7 +48,7 @@ from opd.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class PolicyStats:
-    """Sums and counts over tokens. They add up over micro-batches, so no mean of means is ever taken."""
+    """Sums and counts over tokens. They add up over micro-batches, so there is no mean of means."""
 
     tokens: int = 0
     clipped_low: int = 0
@@ -58,7 +58,7 @@ class PolicyStats:
     dual_clipped: int = 0
     """Tokens of negative advantage whose ratio is beyond `dual_clip` (no gradient)."""
     ratio_sum: float = 0.0
-    """Of what is clipped: of a token's ratio, or with GSPO of its response's."""
+    """Sum of the clipped quantity: a token's ratio, or with GSPO its response's."""
     ratio_min: float = float("inf")
     ratio_max: float = 0.0
     kl_sum: float = 0.0
@@ -77,7 +77,7 @@ class PolicyStats:
         )
 
     def metrics(self) -> dict[str, float]:
-        """Means and shares, empty without tokens; `policy/clip_ratio` is the share that a bound holds."""
+        """Means and shares, empty without tokens. `policy/clip_ratio` is the share that a bound clips."""
         if not self.tokens:
             return {}
         clipped = self.clipped_low + self.clipped_high + self.dual_clipped
@@ -94,12 +94,12 @@ class PolicyStats:
 
 
 class Sequences:
-    """Which response each of `[N]` tokens is of.
+    """The response of each of `[N]` tokens.
 
     Args:
-        lengths: Tokens of each of the `B` responses, which are end to end.
-        kept: [M] which of them are here, where ranks share responses; `None` is all.
-        summed: The sum of a tensor over those ranks.
+        lengths: Tokens of each of the `B` responses, end to end.
+        kept: [M] local tokens if ranks share responses; `None` is all.
+        summed: Sums a tensor over those ranks.
     """
 
     def __init__(
@@ -113,23 +113,23 @@ class Sequences:
 
     @cached_property
     def lengths(self) -> Tensor:
-        """[B] int64; moved to the device when a loss first asks."""
+        """[B] int64, moved to the device at the first use."""
         return torch.tensor(self._given, dtype=torch.int64).to(self._device, non_blocking=True)
 
     @cached_property
     def bounds(self) -> Tensor:
-        """[B + 1] int64: response `b` is the tokens `bounds[b]` to `bounds[b + 1]`."""
+        """[B + 1] int64: response `b` has the tokens `bounds[b]` to `bounds[b + 1]`."""
         return torch.cat([self.lengths.new_zeros(1), self.lengths.cumsum(0)])
 
     @cached_property
     def places(self) -> Tensor:
-        """[M] int64: the response of each token that is here."""
+        """[M] int64: the response of each local token."""
         every = torch.repeat_interleave(self.lengths, output_size=sum(self._given))
         return every if self._kept is None else every[self._kept]
 
     def mean(self, values: Tensor, mask: Tensor) -> Tensor:
-        """[M] at each token the mean of `values` [M] over its response's tokens that `mask` [M] counts, on
-        all ranks; detached, summed in float64.
+        """Return `[M]`, at each token the mean of `values` `[M]` over its response's tokens that `mask` `[M]`
+        counts, on all ranks. It is detached and summed in float64.
         """
         sums = torch.zeros(2, len(self.lengths), dtype=torch.float64, device=values.device)
         parts = torch.stack([torch.where(mask, values.detach().double(), 0.0), mask.double()])
@@ -145,7 +145,7 @@ def clipped_policy_loss(
     mask: Tensor | None = None,
     sequences: Sequences | None = None,
 ) -> tuple[Tensor, PolicyStats]:
-    """Per-token loss [N] and its statistics; the caller weighs and sums.
+    """Return the per-token loss `[N]` and its statistics. The caller weighs and sums.
 
     `max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high))` with `r = exp(logprobs - old_logprobs)` (PPO,
     1707.06347; asymmetric bounds: DAPO, 2503.14476), and for `A < 0` at most `-A dual_clip` (Ye et al. 2020,
@@ -167,12 +167,12 @@ def gspo_policy_loss(
     mask: Tensor | None = None,
     sequences: Sequences | None = None,
 ) -> tuple[Tensor, PolicyStats]:
-    """The clipped loss of the response's ratio `s = exp(mean log-ratio of its tokens in mask)`, as
-    `clipped_policy_loss` otherwise (GSPO, Zheng et al. 2025, 2507.18071, in its form by tokens, equation 14).
+    """Clip the response's ratio `s = exp(mean log-ratio of its tokens in mask)`, otherwise as
+    `clipped_policy_loss` (GSPO, Zheng et al. 2025, 2507.18071, in its form by tokens, equation 14).
 
-    Every token has the value of its response, and the gradient `-A s grad logprobs` unless `s` is clipped:
-    weighed by response and spread evenly over its tokens, both are those of `min(s A, clip(s) A)`. With
-    `sequences`, responses may be cut over ranks; without, the tokens are one response.
+    Every token has the value of its response, and the gradient `-A s grad logprobs` unless `s` is clipped.
+    Weighed by response and spread evenly over its tokens, both are those of `min(s A, clip(s) A)`. With
+    `sequences`, responses may be split over ranks. Without, the tokens are one response.
     """
     log_ratio = _log_ratio(logprobs, old_logprobs, advantages, mask)
     sequences = sequences or Sequences([len(logprobs)], logprobs.device)
@@ -189,8 +189,8 @@ def cispo_policy_loss(
     mask: Tensor | None = None,
     sequences: Sequences | None = None,
 ) -> tuple[Tensor, PolicyStats]:
-    """`-clip(r, 1 - clip_low, 1 + clip_high) A logprobs`, in which the clipped ratio is detached, as
-    `clipped_policy_loss` otherwise (CISPO: MiniMax-M1, 2506.13585, equation 4): no token loses its gradient.
+    """`-clip(r, 1 - clip_low, 1 + clip_high) A logprobs` with the clipped ratio detached, otherwise as
+    `clipped_policy_loss` (CISPO: MiniMax-M1, 2506.13585, equation 4). No token loses its gradient.
     """
     del sequences
     log_ratio = _log_ratio(logprobs, old_logprobs, advantages, mask).detach()
@@ -206,8 +206,8 @@ POLICY_LOSSES: dict[type, Callable[..., tuple[Tensor, PolicyStats]]] = {
     GSPOLoss: gspo_policy_loss,
     CISPOLoss: cispo_policy_loss,
 }
-"""The loss that each of the recipe's settings asks for, called with `(logprobs, old_logprobs, advantages,
-settings, mask, sequences)`."""
+"""The loss of each settings class, called with `(logprobs, old_logprobs, advantages, settings, mask,
+sequences)`."""
 
 
 def _log_ratio(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor | None) -> Tensor:
@@ -226,7 +226,7 @@ def _clipped(
     config: PolicyLossConfig | GSPOLoss,
     mask: Tensor | None,
 ) -> tuple[Tensor, PolicyStats]:
-    """The clipped loss of `log_ratio` [N], which carries the gradient."""
+    """Return the clipped loss of `log_ratio` `[N]`, which carries the gradient."""
     advantages = advantages.detach()
     ratio = log_ratio.exp()
     low, high = 1.0 - config.clip_low, 1.0 + config.clip_high
@@ -243,8 +243,8 @@ def _clipped(
 def _statistics(
     log_ratio: Tensor, ratio: Tensor, held: tuple[Tensor, Tensor, Tensor], mask: Tensor | None
 ) -> PolicyStats:
-    """Of the tokens' `log_ratio` [N], the `ratio` [N] that is clipped, and which tokens the lower, the upper
-    and the dual bound hold.
+    """Return statistics of the tokens' `log_ratio` `[N]`, the clipped `ratio` `[N]`, and `held`, the masks of
+    tokens clipped by the lower, upper and dual bound.
     """
     if mask is not None:
         counted = mask.nonzero().squeeze(1)  # once: a device is waited for here
@@ -266,7 +266,7 @@ def _statistics(
 
 
 def check_same_shape(**tensors: Tensor | None) -> None:
-    """Raise `ValueError` naming tensors whose shapes differ: broadcasting would silently sum wrong things."""
+    """Raise `ValueError` naming tensors of different shapes: broadcasting would silently sum wrong things."""
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items() if tensor is not None}
     if len(set(shapes.values())) > 1:
         listed = ", ".join(f"{name} {list(shape)}" for name, shape in shapes.items())
@@ -276,11 +276,11 @@ def check_same_shape(**tensors: Tensor | None) -> None:
 
 
 MAX_LOG_RATIO = 20.0
-"""Log-ratios are clamped to this before `exp`: e^20 is far beyond any useful ratio, and finite."""
+"""Clamp of log-ratios before `exp`: e^20 is far beyond any useful ratio, and finite."""
 
 
 def with_gradient(value: Tensor, surrogate: Tensor) -> Tensor:
-    """The value of `value`, the gradient of `surrogate`."""
+    """Return `value` with the gradient of `surrogate`."""
     return value.detach() + (surrogate - surrogate.detach())
 
 
@@ -307,9 +307,8 @@ LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"k2": k2, "k3": k3}
 
 
 def reference_penalty(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor:
-    """[N] penalty for leaving the reference, to be differentiated: k2 (reverse KL) or k3 (forward KL).
-
-    Raises `ConfigError` for k1, whose gradient as a loss is 0 in expectation.
+    """Return the `[N]` penalty for leaving the reference, to be differentiated: k2 (reverse KL) or k3
+    (forward KL). Raises `ConfigError` for k1, because its gradient as a loss is 0 in expectation.
     """
     if estimator not in LOSSES:
         raise ConfigError(
@@ -324,9 +323,9 @@ def sampled_k2(
 ) -> Tensor:
     """[N] `(log p - log t)^2 / 2`: on-policy, its expected gradient is exactly that of KL(p || t).
 
-    The value is not an unbiased estimate of the KL; log the mean of `k1` instead. `importance`
-    [N] (`p / mu`, detached) keeps the gradient exact for tokens sampled from `mu`.
-    The same gradient as `opd.train.advantages` with discount 0 and coefficient 1, without clipping.
+    The value is not an unbiased estimate of the KL; log the mean of `k1` instead. `importance` `[N]` (`p /
+    mu`, detached) keeps the gradient exact for tokens sampled from `mu`. It is the gradient of
+    `opd.train.advantages` with discount 0 and coefficient 1, without clipping.
     """
     check_same_shape(
         student_logprobs=student_logprobs, teacher_logprobs=teacher_logprobs, importance=importance
@@ -337,7 +336,7 @@ def sampled_k2(
 
 @dataclass(frozen=True, slots=True)
 class SampledTokens:
-    """What the hybrid form needs to know about the tokens the student sampled."""
+    """The student's sampled tokens, for the hybrid form."""
 
     student_logprobs: Tensor
     """[N] float32, carries the gradient."""
@@ -350,7 +349,7 @@ class SampledTokens:
 
 
 def outside_support(ids: Tensor, support: Tensor) -> Tensor:
-    """[N] bool: whether the token `ids` [N] is missing from its `support` [N, K]."""
+    """Return `[N]` bool, True if the token `ids` `[N]` is missing from its `support` `[N, K]`."""
     return (support != ids.unsqueeze(-1)).all(dim=-1)
 
 
@@ -389,12 +388,12 @@ def _tail(student_logprobs: Tensor, teacher_logprobs: Tensor) -> tuple[Tensor, T
     tail = _tail_mass(probs.detach())
     log_ratio = tail.log() - _tail_mass(teacher_logprobs.exp()).log()
     value = (probs.detach() * ratios).sum(-1) + tail * log_ratio
-    # The gradient as sum_S grad p (r - b): where p == t every coefficient is 0, however 1 - sum p is rounded.
+    # As sum_S grad p (r - b) every coefficient is 0 where p == t, for any rounding of 1 - sum p.
     return with_gradient(value, (probs * (ratios - log_ratio.unsqueeze(-1))).sum(-1)), log_ratio
 
 
 def _tail_mass(probs: Tensor) -> Tensor:
-    """[N] mass outside the support; rounding may leave it at 0 or below: at least one unit of rounding."""
+    """`[N]` mass outside the support, at least one unit of rounding, which may leave it at 0 or below."""
     return (1.0 - probs.sum(-1)).clamp(min=torch.finfo(probs.dtype).eps)
 
 

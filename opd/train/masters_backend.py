@@ -1,8 +1,8 @@
-"""Weights in 16 bits that one process computes with, beside the float32 ones that it trains.
+"""Mixed precision in one process: layers compute with 16-bit weights, the optimiser trains float32 masters.
 
-Micikevicius et al. 2017, "Mixed Precision Training": an update is smaller than half a rounding of the weight
-in 16 bits, so it is added to a master in float32. The same arithmetic as FSDP2's mixed precision on a world
-of one (`fsdp_backend.py`), without its hooks and messages around every layer.
+Micikevicius et al. 2017, "Mixed Precision Training". An update is smaller than half a rounding of the weight
+in 16 bits, so it is added to a master in float32. This is the arithmetic of FSDP2's mixed precision on a
+world of one (`fsdp_backend.py`), without hooks and messages around every layer.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from opd.train.offload import apart
 
 
 class MastersBackend(TorchBackend):
-    """A `TorchBackend` whose layers compute in `compute_dtype`, while what learns is kept in the model's own.
+    """A `TorchBackend` whose layers compute in `compute_dtype`, while trained weights keep the model's dtype.
 
     The model's parameters are shadows of their masters, copied after every update. Each micro-batch's
-    gradient, of the shadows, is added to that of the masters in their precision. What does not learn, a base
-    under adapters, is there once, in `compute_dtype`.
+    gradient of the shadows is added to that of the masters in their precision. Frozen weights, such as a base
+    under adapters, exist once, in `compute_dtype`.
     """
 
     def __init__(self, model: CausalLM, training: Training, compute_dtype: torch.dtype) -> None:
@@ -32,7 +32,7 @@ class MastersBackend(TorchBackend):
         super().__init__(model, training)
 
     def _learning(self) -> dict[str, nn.Parameter]:
-        """The masters, whose places in the model their shadows take."""
+        """Return the masters. Their shadows replace them in the model."""
         self._shadows: list[nn.Parameter] = []
         masters: dict[str, nn.Parameter] = {}
         for name, parameter in self.model.module.named_parameters():
@@ -49,12 +49,12 @@ class MastersBackend(TorchBackend):
         return list(self._parameters.values())
 
     def gathered(self) -> AbstractContextManager[Tensor | None]:
-        """Nothing: the head's gradient is summed with the others, in the precision of the masters."""
+        """Yield None: the head's gradient is summed with the others, in the precision of the masters."""
         return nullcontext(None)
 
     @torch.no_grad()
     def _sum_up(self) -> None:
-        """Add the gradients of the shadows to those of the masters, and let them go."""
+        """Add the gradients of the shadows to those of the masters, and free them."""
         sums: list[Tensor] = []
         added: list[Tensor] = []
         for master, shadow in zip(self._masters, self._shadows, strict=True):
@@ -93,7 +93,7 @@ class MastersBackend(TorchBackend):
         return Held([*held.weights, *self._masters], held.gradients, held.moments, held.stays)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor of the student, in the dtype it computes in."""
+        """Yield every tensor of the student, in its compute dtype."""
         for name, tensor in super().weights():
             yield name, tensor.to(self._dtype) if tensor.is_floating_point() else tensor
 
@@ -103,7 +103,7 @@ class MastersBackend(TorchBackend):
 
     @contextmanager
     def _in_place_of_shadows(self) -> Iterator[None]:
-        """While the block runs the model's parameters are the masters."""
+        """Make the masters the model's parameters while the block runs."""
         narrow = [shadow.data for shadow in self._shadows]
         try:
             for shadow, master in zip(self._shadows, self._masters, strict=True):
@@ -117,7 +117,7 @@ class MastersBackend(TorchBackend):
         self.wake()
         with self._in_place_of_shadows():
             model = {n: t.detach().to("cpu", copy=True) for n, t in self.model.weights()}
-        self.rest()  # where they leave the device, both need not be there at once
+        self.rest()  # offloaded first, so both need not be on the device at once
         moments = {n: t.detach().to("cpu", copy=True) for n, t in self._moments()}
         return {"model": model, "optimizer": moments}
 

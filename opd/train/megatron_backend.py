@@ -1,11 +1,11 @@
-"""Megatron-Core: a student's layers and vocabulary cut over tensor-parallel ranks, its samples over others.
+"""Megatron-Core: layers and vocabulary sharded over tensor-parallel ranks, samples over the others.
 
 Shoeybi et al. 2019, "Megatron-LM". Gradients go through Megatron-Core's own data-parallel buffers and
-`finalize_model_grads`, in float32; `megatron_optimizer.py` has the optimisers.
+`finalize_model_grads`, in float32. `megatron_optimizer.py` has the optimisers.
 
-`MegatronContextBackend` shares each sequence among ranks, and the samples among groups of such ranks;
-`megatron_pipeline.py` has the schedule of stages. Of a model with adapters (`opd/megatron/adapters.py`) these
-alone learn, and the base has neither gradients nor an optimiser's state.
+`MegatronContextBackend` shares each sequence among ranks, and the samples among groups of such ranks.
+`megatron_pipeline.py` has the schedule of stages. With adapters (`opd/megatron/adapters.py`) only these
+train; the base has neither gradients nor optimiser state.
 """
 
 from __future__ import annotations
@@ -65,15 +65,15 @@ from opd.types import RolloutBatch
 
 
 class MegatronBackend(Backend):
-    """The back end on Megatron-Core. Each rank reads its slices of a model or checkpoint, and writes its
-    pieces of Hugging Face's tensors, which any back end reads.
+    """The back end on Megatron-Core. Each rank reads its slices of a model or checkpoint. It writes its
+    shards of Hugging Face's tensors, which any back end reads.
 
     Args:
-        model: The student as it begins; its weights are copied, it may be dropped.
-        training: How it is trained.
-        ranks: All ranks; `train.tensor_parallel` neighbours share a model and its samples.
-        train: How it is cut, and by which optimiser it learns.
-        compute_dtype: What layers compute in, while the optimiser keeps weights in float32.
+        model: The initial student. Its weights are copied, so it may be dropped.
+        training: Training settings.
+        ranks: All ranks. `train.tensor_parallel` neighbours share a model and its samples.
+        train: Parallel sizes and the optimiser.
+        compute_dtype: The layers' dtype, while the optimiser keeps weights in float32.
     """
 
     empty_buffers = True
@@ -87,8 +87,8 @@ class MegatronBackend(Backend):
         train: TrainConfig,
         compute_dtype: torch.dtype | None = None,
     ) -> None:
-        """Raises `ModelError` if the model has no place on Megatron-Core or cannot be cut into that many,
-        `ConfigError` if the optimiser does not run here.
+        """Raises `ModelError` if Megatron-Core does not support the model or cannot split it into that many,
+        and `ConfigError` if the optimiser does not run here.
         """
         tensor_parallel, stages = train.tensor_parallel, train.pipeline_parallel
         distributed = _distributed(train, model.device)
@@ -107,7 +107,7 @@ class MegatronBackend(Backend):
         self._ranks, self._stack = ranks, ExitStack()
         self._group = self._stack.enter_context(model_parallel(tensor_parallel, stages))
         data = ranks.one_of(self._layout.groups("data"), "data")
-        # Together they have all tokens of a step, once.
+        # Together they have all tokens of a step once.
         everyone = self._layout.groups("stages", "data", "context")
         self._everyone = data if len(everyone[0]) == data.size else ranks.one_of(everyone, "tokens")
         if stages > 1:
@@ -131,7 +131,7 @@ class MegatronBackend(Backend):
         self._base_digest = self._filled(model, given)
 
     def _opened(self, model: CausalLM, dtype: torch.dtype) -> MegatronModule:
-        """This rank's layers, with adapters where `model` has them, and nothing read yet."""
+        """Return this rank's layers without values, with adapters if `model` has them."""
         learns = self._scaling is None
         found = MegatronModule(self._form, self._group, dtype, model.device, learns, self._stage)
         if self._scaling is not None:
@@ -144,7 +144,7 @@ class MegatronBackend(Backend):
         return found
 
     def _all_parameters(self) -> dict[str, nn.Parameter]:
-        """Those of this rank's layers, and its rows of a head that is not the embedding here."""
+        """The parameters of this rank's layers, and its rows of a head that is not the embedding here."""
         found = dict(self._module.parameters())
         if self._stage.last and not (self._form.tied and self._stage.first):
             rows = self._form.padded_vocabulary(self._group.size()) // self._group.size()
@@ -155,8 +155,8 @@ class MegatronBackend(Backend):
         return found
 
     def _filled(self, model: CausalLM, given: Mapping[str, Tensor]) -> Tensor | None:
-        """Read this rank's slices of `model`, whose tensors are `given`; returns the digest of its base, if
-        adapters are what learns.
+        """Read this rank's slices of `model`, whose tensors are `given`. Return the digest of its base if
+        adapters are trained.
         """
         adapted = model if isinstance(model, AdaptedLM) else None
         if model.unread is None:
@@ -169,8 +169,8 @@ class MegatronBackend(Backend):
         return None if adapted is None else dict(adapted.weights())[BASE_DIGEST]
 
     def _nbytes(self, width: int, learning: int) -> int:
-        """Bytes of this rank's parameters, of `width` a number, and `learning` more of those that learn;
-        padding is not counted.
+        """Return the bytes of this rank's parameters: `width` per number, and `learning` more per trained
+        number. Padding is not counted.
         """
         tensor = self._layout.tensor
         twice = self._stage.first and self._stage.last and self._form.tied
@@ -184,12 +184,12 @@ class MegatronBackend(Backend):
         )
 
     def _pieces_of(self, rank: int, stage: LayerStage) -> list[ParameterPart]:
-        """Every parameter of a tensor-parallel rank in a stage, and the head."""
+        """Return every parameter of a tensor-parallel rank in a stage, and the head."""
         found = pieces(self._form, rank, self._layout.tensor, stage)
         return found + adapter_pieces(found, self._shapes)
 
     def _sources(self) -> dict[str, tuple[int, str]]:
-        """By Hugging Face's name: the first stage that has a tensor, and the parameter it is in there."""
+        """Map Hugging Face's name to the first stage that has the tensor, and its parameter there."""
         found: dict[str, tuple[int, str]] = {}
         for number in range(self._layout.stages):
             for piece in self._pieces_of(0, self._form.stage(number, self._layout.stages)):
@@ -199,7 +199,7 @@ class MegatronBackend(Backend):
 
     @property
     def _again(self) -> str | None:
-        """The parameter whose rows another stage has, learns and writes, too."""
+        """The parameter whose rows another stage also has, trains and writes."""
         return HEAD if self._shared_rows() is not None and self._stage.last else None
 
     def _open_optimizer(self, optim: OptimConfig, distributed: bool) -> MegatronOptimizer:
@@ -212,7 +212,7 @@ class MegatronBackend(Backend):
         return SlicedAdamW(slices, optim, float32=self._keeps_float32)
 
     def _data_parallel(self, distributed: bool) -> Any:
-        """Megatron-Core's gradient buffers of all parameters that learn, the head's among them."""
+        """Return Megatron-Core's gradient buffers of all trained parameters, including the head's."""
         megatron_core()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -228,7 +228,7 @@ class MegatronBackend(Backend):
             return DistributedDataParallel(self._module.module.config, settings, whole)
 
     def _shared_rows(self) -> nn.Parameter | None:
-        """The embedding, or of the last stage the head, where both have the same rows, which learn."""
+        """Return the embedding, or the head in the last stage, if both have the same trained rows."""
         if not self._form.tied or self._layout.stages == 1 or self._scaling is not None:
             return None
         return self._parameters.get(EMBEDDING if self._stage.first else HEAD)
@@ -261,8 +261,8 @@ class MegatronBackend(Backend):
         return shard if self._group.size() > 1 else shard.head
 
     def gathered(self) -> AbstractContextManager[Tensor | None]:
-        """Megatron-Core's own float32 buffer, over which the ranks sum at the end. None where it sums while
-        they go backward: it waits for each gradient to come from autograd; and where the head does not learn.
+        """Yield Megatron-Core's float32 buffer, which the ranks sum at the end. Yield None if it sums during
+        backward, because it waits for each gradient from autograd, and if the head is frozen.
         """
         if self._overlaps or not self._stage.last or self._scaling is not None:
             return nullcontext(None)
@@ -275,8 +275,8 @@ class MegatronBackend(Backend):
         self._differentiate(loss, None, last)
 
     def _differentiate(self, made: Tensor, gradient: Tensor | None, last: bool) -> None:
-        """Add the gradient of `made`, at which `gradient` arrives; with the `last` of a step's Megatron-Core
-        may begin to sum it over the ranks.
+        """Add the gradient of `made`, given its incoming `gradient`. After the `last` of a step Megatron-Core
+        may start to sum it over the ranks.
         """
         with inside_megatron(self._device), nullcontext() if last else self._buffers.no_sync():
             made.backward(gradient)
@@ -294,7 +294,7 @@ class MegatronBackend(Backend):
                 self._pass(batch, sums, last=not left)
 
     def reduce(self) -> None:
-        """Sum over the data-parallel ranks, and what tensor-parallel ranks have of the heads' norms."""
+        """Sum over the data-parallel ranks, and over tensor-parallel ranks for the heads' norms."""
         from megatron.core.distributed import finalize_model_grads
 
         with inside_megatron(self._device):
@@ -328,8 +328,8 @@ class MegatronBackend(Backend):
         return {"lr": lr, "grad_norm": norm}
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor of the student that learns by Hugging Face's names, whole, in the dtype it computes
-        in; all ranks walk together, one tensor at a time. Before adapters stands the digest of their base.
+        """Yield every trained tensor of the student by Hugging Face's names, unsharded, in its compute dtype.
+        All ranks iterate together, one tensor at a time. The digest of the base precedes adapters.
         """
         self.wake()
         if self._base_digest is not None:
@@ -349,7 +349,7 @@ class MegatronBackend(Backend):
             yield name, found
 
     def _whole(self, name: str) -> Tensor:
-        """A tensor by Hugging Face's name, whole; all ranks call it together."""
+        """Return a tensor by Hugging Face's name, unsharded. All ranks call it together."""
         shape, (stage, parameter) = self._shapes[name], self._places[name]
         if stage == self._layout.stage:
             tensor = self._gathered(name, self._pieces[parameter])[: shape[0]]
@@ -358,7 +358,7 @@ class MegatronBackend(Backend):
         return self._told(tensor, stage)
 
     def _told(self, tensor: Tensor, stage: int) -> Tensor:
-        """`tensor` of a stage, on all of them."""
+        """Broadcast `tensor` from a stage to all of them."""
         if self._layout.stages > 1:
             assert self._stages.group is not None
             tensor = tensor.contiguous()
@@ -368,11 +368,11 @@ class MegatronBackend(Backend):
 
     @torch.no_grad()
     def _gathered(self, source: str, piece: ParameterPart) -> Tensor:
-        """A whole tensor from every rank's part of it; rows of padding may follow."""
+        """Gather a full tensor from all ranks' shards. Rows of padding may follow."""
         part, axis = self._parameters[piece.name].detach(), 0
         if not piece.split:
             return part
-        if piece.name not in (EMBEDDING, HEAD):  # of which ranks have as many rows each, with their padding
+        if piece.name not in (EMBEDDING, HEAD):  # these have equal rows on all ranks, with padding
             cut, part = parts_of(piece, part)[source]
             axis = cut.axis
         parts = [torch.empty_like(part) for _ in range(self._group.size())]
@@ -381,7 +381,7 @@ class MegatronBackend(Backend):
 
     @torch.no_grad()
     def state(self) -> State:
-        """This rank's pieces of Hugging Face's tensors; of a stage the first has what all have whole, too."""
+        """Return this rank's shards of Hugging Face's tensors. A stage's first rank adds unsharded ones."""
         self._take("weights", "moments")
         files: dict[str, dict[str, Tensor | TensorPiece]] = {"model": {}, "optimizer": {}}
         if self._base_digest is not None and self._ranks.main:
@@ -419,13 +419,13 @@ class MegatronBackend(Backend):
             kept[name] = copied(flat[low:high], shape, first * width_of(shape) + low)
 
     def _copys_part(self, count: int) -> tuple[int, int]:
-        """Of `count` elements that several ranks have, those that this one writes."""
+        """Return the range of `count` replicated elements that this rank writes."""
         each = -(-count // self._layout.copies)
         return min(self._layout.copy * each, count), min((self._layout.copy + 1) * each, count)
 
     def _own_rows(self, columns: Tensor) -> tuple[Tensor, int]:
-        """This rank's rows of a tensor, of which all have `columns` [R, C / ranks]: a part
-        [r, C] that lies in one piece in the whole, and the number of its first row.
+        """Return this rank's rows `[r, C]`, contiguous in the full tensor, and the index of its first row.
+        All ranks have `columns` `[R, C / ranks]`.
         """
         ranks, (rows, width) = self._group.size(), columns.shape
         each = -(-rows // ranks)
@@ -454,7 +454,7 @@ class MegatronBackend(Backend):
         self._read_slices(found, partial(part_of, saved), partial(part_of, moments), steps)
 
     def _read(self, given: Mapping[str, Tensor], stored: Stored) -> None:
-        """Read what the `given` tensors of a model lack, and take the others as they are: its adapters."""
+        """Read the tensors of a model that `given` lacks. Take the others, its adapters, from `given`."""
 
         def elements(name: str, first: int, into: Tensor) -> None:
             if given[name].is_meta:
@@ -472,7 +472,7 @@ class MegatronBackend(Backend):
         moments: Elements | None = None,
         steps: int = 0,
     ) -> None:
-        """Read these slices of weights, and of moments, a parameter at a time."""
+        """Read these slices of weights, and of moments, one parameter at a time."""
         self._take("weights", "moments")
         self._optimizer.resume(steps)
         for piece in found:
@@ -485,7 +485,7 @@ class MegatronBackend(Backend):
                     self._optimizer.put(piece.name, key, self._assembled(piece, moments, key))
 
     def _assembled(self, piece: ParameterPart, elements: Elements, field: str | None = None) -> Tensor:
-        """[..] float32: a parameter from elements of Hugging Face's tensors, or from a `field` of them."""
+        """Assemble a parameter `[..]` float32 from elements of Hugging Face's tensors, or their `field`."""
 
         def of_field(name: str, first: int, into: Tensor) -> None:
             elements(name if field is None else f"{self._learnt[name]}/{field}", first, into)
@@ -499,8 +499,8 @@ class MegatronBackend(Backend):
 
 class MegatronContextBackend(SharedSequences, MegatronBackend):
     """A `MegatronBackend` whose ranks share the tokens of each micro-batch in rows of
-    `train.context_parallel`; the rows share the samples. Every rank has the slices of layers that it has
-    without.
+    `train.context_parallel`. The rows share the samples. Every rank has the same slices of layers as without
+    context parallelism.
     """
 
     def __init__(
@@ -523,7 +523,7 @@ class MegatronContextBackend(SharedSequences, MegatronBackend):
 
 
 def _distributed(train: TrainConfig, device: torch.device) -> bool:
-    """Whether Megatron-Core's distributed optimiser is meant; it takes tensors of CUDA's types alone."""
+    """Return True to use Megatron-Core's distributed optimiser. It accepts CUDA tensor types only."""
     on_cuda = torch.empty(0, device=device).type().startswith("torch.cuda.")
     if train.distributed_optimizer and not on_cuda:
         raise ConfigError(
@@ -534,26 +534,26 @@ def _distributed(train: TrainConfig, device: torch.device) -> bool:
 
 
 class _Whole(nn.Module):
-    """What Megatron-Core sums the gradients of: a stage's layers and its head. `shared`: rows that the first
-    and the last stage have, whose gradients it adds up.
+    """The module that Megatron-Core reduces gradients of: a stage's layers and its head. `shared` are rows of
+    both the first and the last stage; it sums their gradients.
     """
 
     def __init__(self, decoder: nn.Module, head: nn.Parameter | None, shared: nn.Parameter | None) -> None:
         super().__init__()
         self.decoder = decoder
         self.register_parameter("head", head)
-        self.pre_process = True  # by this Megatron-Core knows that it asks the right module
+        self.pre_process = True  # tells Megatron-Core that it asks the right module
         self.share_embeddings_and_output_weights = shared is not None
         self._rows = (shared,)  # registered already
         if shared is not None:
-            # Of these both stages cut the optimiser's state alike.
+            # Both stages shard the optimiser's state of these rows in the same way.
             setattr(shared, "shared_embedding", True)  # noqa: B010
 
     def shared_embedding_or_output_weight(self) -> nn.Parameter | None:
-        """Megatron-Core asks for it by this name."""
+        """Called by Megatron-Core under this name."""
         return self._rows[0]
 
 
 def _constant_padding(padding: int, _: nn.Module, inputs: tuple[Tensor], output: Tensor) -> Tensor:
-    """As in `nn.Embedding`: the row of the padding token gets no gradient from where it is read."""
+    """As in `nn.Embedding`, give the row of the padding token no gradient from lookups."""
     return torch.where((inputs[0] == padding).unsqueeze(-1), output.detach(), output)

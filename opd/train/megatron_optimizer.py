@@ -1,7 +1,7 @@
-"""The optimisers of a student on Megatron-Core: torch's AdamW on whole slices, or Megatron-Core's own.
+"""The optimisers of a student on Megatron-Core: torch's AdamW on full slices, or Megatron-Core's own.
 
-Megatron-Core's cuts float32 copies and moments of slices over the data-parallel ranks once more (Rajbhandari
-et al. 2020, "ZeRO", stage 1). It is written for CUDA alone.
+Megatron-Core's shards float32 copies and moments of slices over the data-parallel ranks once more
+(Rajbhandari et al. 2020, "ZeRO", stage 1). It is written for CUDA only.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ WEIGHT = "param"
 
 
 class MegatronOptimizer(ABC):
-    """AdamW over the parameters of one rank, whose gradients are in `main_grad`."""
+    """AdamW over the parameters of one rank. Gradients are in `main_grad`."""
 
     steps = 0
     """Updates so far."""
 
     @abstractmethod
     def norm(self) -> float:
-        """The L2 norm of the whole gradient, after it was reduced; all ranks call it together."""
+        """Return the L2 norm of the full gradient, after reduction. All ranks call it together."""
 
     @abstractmethod
     def step(self, lr: float, scale: float) -> None:
@@ -40,52 +40,52 @@ class MegatronOptimizer(ABC):
 
     @abstractmethod
     def whole(self, name: str, key: str) -> Tensor:
-        """`WEIGHT`, in the optimiser's precision, or a moment of a parameter, as large as that is on this
-        tensor-parallel rank; the data-parallel ranks call it together.
+        """Return `WEIGHT` (in the optimiser's precision) or a moment of a parameter, for this tensor-parallel
+        rank. The data-parallel ranks call it together.
         """
 
     @abstractmethod
     def resume(self, steps: int) -> None:
-        """Go on after `steps` updates, once `put` has set all weights and, after any, moments."""
+        """Continue after `steps` updates. `put` then sets all weights and, if `steps`, the moments."""
 
     @abstractmethod
     def put(self, name: str, key: str, value: Tensor) -> None:
-        """Set what `whole` gives. Weights of the model itself are not touched."""
+        """Set a value that `whole` returns. The model's weights stay unchanged."""
 
     @abstractmethod
     def zero_grad(self) -> None:
-        """Let go of gradients of its own."""
+        """Free the optimiser's own gradients."""
 
     @abstractmethod
     def masters(self) -> Iterable[Tensor]:
-        """The weights in its own precision, where it keeps a copy of them."""
+        """Return the weights in the optimiser's precision, if it keeps a copy."""
 
     @abstractmethod
     def moments(self) -> Iterable[Tensor]:
-        """What it keeps beside weights."""
+        """Return the optimiser's state other than weights."""
 
 
 @dataclass(frozen=True, slots=True)
 class Slices:
-    """What a rank has of a student, and who has the rest."""
+    """A rank's slices of a student, and the ranks that have the rest."""
 
     parameters: Mapping[str, nn.Parameter]
-    """Of this rank, by name."""
+    """Parameters of this rank, by name."""
     cut: Mapping[str, bool]
-    """Of which of them tensor-parallel ranks have different slices; all hold the same of others."""
+    """True if tensor-parallel ranks have different slices of the parameter; otherwise all have the same."""
     tensor: dist.ProcessGroup
     """The tensor-parallel ranks."""
     stages: dist.ProcessGroup | None = None
     """The ranks with the other layers; `None`: all layers are here."""
     again: str | None = None
-    """The one that another stage has, too."""
+    """A parameter that another stage also has."""
 
 
 class SlicedAdamW(MegatronOptimizer):
-    """Every rank has the whole state of its slices.
+    """Every rank has the full state of its slices.
 
     Args:
-        slices: What it has.
+        slices: The rank's slices.
         optim: AdamW settings.
         float32: Keep the weights in float32 too, whatever the model's dtype.
     """
@@ -153,12 +153,12 @@ class SlicedAdamW(MegatronOptimizer):
 
 
 class DistributedAdamW(MegatronOptimizer):
-    """Megatron-Core's `DistributedOptimizer`: of each slice a data-parallel rank keeps and updates its share,
+    """Megatron-Core's `DistributedOptimizer`. Each data-parallel rank keeps and updates its share of a slice
     in float32, and gathers the others' results.
 
     Args:
         buffers: Megatron-Core's data-parallel module, made for a distributed optimiser.
-        slices: What this rank has; all is in `buffers`.
+        slices: This rank's slices; all are in `buffers`.
         optim: AdamW settings.
     """
 
@@ -222,7 +222,7 @@ class DistributedAdamW(MegatronOptimizer):
             self._inner.optimizer.state[own][key] = part.to(own, copy=True)
 
     def _share(self, parameter: nn.Parameter) -> tuple[int, int, Tensor] | None:
-        """Which elements of `parameter` this rank updates, and its float32 copy of them."""
+        """The range of elements of `parameter` that this rank updates, and its float32 copy of them."""
         if parameter not in self._inner.model_param_group_index_map:
             return None
         share = self._inner._get_model_param_range_map(parameter)["param"]
@@ -240,7 +240,7 @@ class DistributedAdamW(MegatronOptimizer):
 
 
 def _tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """Its state; some optimisers count steps elsewhere, in numbers."""
+    """Return the state's tensors. Some optimisers count steps elsewhere, in numbers."""
     found = (value for state in optimizer.state.values() for value in state.values())
     return [value for value in found if isinstance(value, Tensor)]
 
@@ -257,7 +257,7 @@ def _optimizer_of_ranks(buffers: Any, optim: OptimConfig) -> Any:
         adam_beta1=optim.beta1,
         adam_beta2=optim.beta2,
         adam_eps=optim.eps,
-        clip_grad=0.0,  # here the norm is looked at before a step is taken
+        clip_grad=0.0,  # this module checks the norm before a step
         bf16=buffers.config.bf16,
         use_distributed_optimizer=True,
     )

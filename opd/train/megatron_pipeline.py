@@ -1,10 +1,10 @@
 """Stages of layers on Megatron-Core: hidden states go from stage to stage, and their gradients back.
 
-Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters" (2.2.1, 1F1B): a stage
-begins with as many forward passes as there are stages behind it, and then makes a backward pass after each
-forward pass, so that it never holds the activations of more micro-batches than there are stages from it on.
-Loss, head and metrics are the last stage's. Megatron-Core's own schedule runs on CUDA alone, and asks for the
-shape of each micro-batch; here all ranks know the packing of a step, and nothing but numbers travels.
+Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters" (2.2.1, 1F1B). A stage
+first makes as many forward passes as there are stages behind it. It then makes a backward pass after each
+forward pass, so it holds the activations of at most as many micro-batches as stages from it on. The last
+stage has loss, head and metrics. Megatron-Core's own schedule runs on CUDA only and asks for the shape of
+each micro-batch. Here all ranks know the packing of a step, so only values travel.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from opd.types import RolloutBatch, Sample
 
 
 class Neighbours:
-    """The stages before and after this rank's. Hidden states and their gradients have a group each: two
-    tensors that pass each other on one would wait for each other on a GPU.
+    """The stages before and after this rank's. Hidden states and their gradients have a group each, because
+    two tensors that pass each other on one would deadlock on a GPU.
 
     Args:
         forward: The ranks that share samples and have other layers, in the order of stages.
@@ -46,7 +46,7 @@ class Neighbours:
         self._sent: deque[tuple[dist.Work | None, Tensor]] = deque()
 
     def from_before(self, into: Tensor) -> Tensor:
-        """`into`, filled with hidden states."""
+        """Receive hidden states into `into`."""
         dist.recv(into, group=self._forward, group_src=self._stage - 1)
         return into
 
@@ -55,18 +55,18 @@ class Neighbours:
         self._send(hidden, self._forward, self._stage + 1)
 
     def from_next(self, into: Tensor) -> Tensor:
-        """`into`, filled with the gradient of what was sent."""
+        """Receive the gradient of the hidden states that were sent into `into`."""
         dist.recv(into, group=self._backward, group_src=self._stage + 1)
         return into
 
     def to_before(self, gradient: Tensor) -> None:
-        """Send the gradient of what was received; does not wait."""
+        """Send the gradient of the received hidden states; does not wait."""
         self._send(gradient, self._backward, self._stage - 1)
 
     def _send(self, tensor: Tensor, group: dist.ProcessGroup, to: int) -> None:
         tensor = tensor.detach().contiguous()
         self._sent.append((dist.isend(tensor, group=group, group_dst=to), tensor))
-        # A neighbour is never further behind than there are stages: what was sent before has arrived.
+        # A neighbour is at most as far behind as there are stages, so older tensors have arrived.
         self.finish(2 * self._stages + 2)
 
     def finish(self, left: int = 0) -> None:
@@ -82,7 +82,7 @@ class Pending:
     """A micro-batch between its forward and its backward pass."""
 
     given: Tensor | None = None
-    """[t, 1, D]: from the stage before."""
+    """[t, 1, D] from the stage before."""
     made: Tensor | None = None
     """[t, D] for the next stage, or the loss."""
 
@@ -107,7 +107,7 @@ class MegatronPipelineBackend(MegatronBackend):
     def _run(
         self, input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor, attend: Attend | None = None
     ) -> Tensor:
-        """Of a stage before the last its own hidden states, which go to the next."""
+        """Return the hidden states of this stage. Before the last stage, send them to the next."""
         given = None
         if not self._stage.first:
             shape = (len(input_ids), 1, self.hidden_size)
@@ -149,7 +149,7 @@ class MegatronPipelineBackend(MegatronBackend):
         return Pending(self._pending.given, loss)
 
     def _nothing_forward(self) -> Pending:
-        """Of a pass that gives every weight a gradient of 0."""
+        """Make a pass that gives every weight a gradient of 0."""
         if self._stage.last:
             loss = self.run(self._nothing)
             return Pending(self._pending.given, loss)
@@ -176,7 +176,7 @@ class MegatronPipelineBackend(MegatronBackend):
     def own_numbers(
         self, samples: Sequence[Sample], compute: Callable[..., Tensor], what: str
     ) -> list[np.ndarray]:
-        """What the last stage computes, on all."""
+        """Return the last stage's results on all stages."""
 
         def layers(input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor, rows: Tensor) -> Tensor:
             self.hidden(input_ids, position_ids, cu_seqlens)
@@ -193,4 +193,4 @@ class MegatronPipelineBackend(MegatronBackend):
 
 
 class MegatronPipelineContextBackend(MegatronContextBackend, MegatronPipelineBackend):
-    """Both: the ranks of a stage share each sequence, too."""
+    """Pipeline stages whose ranks share each sequence, too."""

@@ -1,7 +1,7 @@
-"""How many packed tokens a micro-batch has where the recipe leaves it open, and what memory a token takes.
+"""The automatic size of micro-batches, and the memory of a token.
 
-On a CPU always `PLAIN`. On CUDA launches cost as much for few tokens as for many, so a micro-batch is as
-large as what is free when a stage starts will hold, up to `MOST`.
+On a CPU it is always `PLAIN`. On CUDA launches cost as much for few tokens as for many, so a micro-batch
+fills the memory that is free when a stage starts, up to `MOST` tokens.
 """
 
 from __future__ import annotations
@@ -18,49 +18,50 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 PLAIN = 4096
-"""Tokens of a micro-batch on a CPU, and the least on CUDA."""
+"""Tokens of a micro-batch on a CPU, and the minimum on CUDA."""
 MOST = 32_768
-"""Tokens of the largest micro-batch that is chosen: a larger one makes no launch rarer that still counts."""
+"""Maximum automatic tokens of a micro-batch. Launches are already rare enough at this size."""
 SCORED = 16_384
-"""Tokens of a pass on CUDA without a gradient, which keeps nothing for a backward pass."""
+"""Tokens of a pass on CUDA without a gradient. It saves nothing for a backward pass."""
 _WHOLE = 1024
-"""Of which a chosen number of tokens is a multiple."""
+"""An automatic number of tokens is a multiple of this."""
 _SHARE = 2
-"""Activations may take one part of so many of the room: norms and gates written in plain PyTorch keep more
-than `LAYER_VALUES`, and memory is freed in pieces."""
+"""Activations may take 1 / `_SHARE` of the free memory. Norms and gates in plain PyTorch save more than
+`LAYER_VALUES`, and memory is freed in fragments."""
 LAYER_VALUES = 17
-"""Values a decoder layer keeps per token and hidden unit for its backward pass, with fused attention
+"""Values that a decoder layer saves per token and hidden unit for its backward pass, with fused attention
 (Korthikanti et al. 2022, "Reducing Activation Recomputation", section 4: 34 bytes in half precision)."""
 
 
 def layer_bytes(tokens: int, hidden_size: int, width: int) -> int:
-    """Bytes that a layer keeps of so many tokens for its backward pass, in values of `width` bytes."""
+    """Return the bytes that a layer saves of `tokens` for its backward pass, in values of `width` bytes."""
     return tokens * hidden_size * LAYER_VALUES * width
 
 
 def logits_bytes(rows: int, vocabulary: int) -> int:
-    """Bytes of the logits of so many tokens while their loss is computed: three of each in float32."""
+    """Return the peak bytes of the logits of `rows` tokens in the loss: three float32 values of each."""
     return 3 * rows * vocabulary * 4
 
 
 def scored_tokens(asked: int | Literal["auto"], device: torch.device) -> int:
-    """Packed tokens of a pass without a gradient, with `batch.max_tokens` as `asked`."""
+    """Return the packed tokens of a pass without a gradient. `asked` is `batch.max_tokens`."""
     if asked != "auto":
         return asked
     return SCORED if device.type == "cuda" else PLAIN
 
 
 def fitting_tokens(room: int, token_bytes: int) -> int:
-    """Packed tokens of a micro-batch with a gradient, of which each keeps `token_bytes`, in `room` bytes."""
+    """Return how many tokens of `token_bytes` a micro-batch with a gradient packs in `room` bytes."""
     fits = max(room, 0) // _SHARE // max(token_bytes, 1)
     return max(PLAIN, min(MOST, fits // _WHOLE * _WHOLE))
 
 
 def choose_tokens(backend: Backend, batch: BatchConfig, ranks: Ranks, *, width: int, beside: int) -> None:
-    """Let the micro-batches of `backend` be as large as fits on every one of `ranks`, where `batch` leaves it
-    open and the device is CUDA; all of them call it together, once all that stays there is in memory.
+    """Set the micro-batch size of `backend` to the largest that fits on every one of `ranks`, if `batch`
+    leaves it open and the device is CUDA. All ranks call it together, once all resident memory is allocated.
 
-    `width`: bytes of a value that layers compute. `beside`: bytes that others will still take there.
+    `width` is the bytes of a value that layers compute. `beside` is memory that others will still allocate
+    there.
     """
     if batch.max_tokens != "auto" or backend.device.type != "cuda":
         return

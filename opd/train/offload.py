@@ -1,10 +1,9 @@
-"""Where tensors of the trainer are while others use the device: in pinned memory of the host, or on a CPU,
-whose memory is all there is, in a file.
+"""Offload of the trainer's tensors while others use the device: to pinned host memory, or on a CPU, whose
+memory is all there is, to a file.
 
-Not tensors are emptied but the memory they lie in: what a library has views of (FSDP2, Megatron-Core's
-buffers, DeepSpeed's flat groups) stays what it is, and must not be looked at meanwhile. The file has no
-name, so that a process which is killed leaves none behind, and what is read back is compared with the digest
-of what was written.
+The offload empties the storage of tensors, not the tensors. Views of a library (FSDP2, Megatron-Core's
+buffers, DeepSpeed's flat groups) stay valid, and must not be read meanwhile. The file has no name, so a
+killed process leaves none behind. Data read back is compared with the digest of the data written.
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ from opd.errors import CheckpointError, reason_of, writing
 from opd.models.causal_lm import bytes_of
 
 PART_BYTES = 1 << 20
-"""Digested and written at a time, while it is in the cache."""
+"""Bytes digested and written at a time, while they are in the cache."""
 
 
 class Shelf:
-    """Takes the contents of tensors, which have no memory meanwhile, and are the same tensors afterwards.
+    """Offloads the contents of tensors. They have no memory meanwhile, and are the same tensors afterwards.
 
     Args:
-        folder: Where the file of those on a CPU is made.
+        folder: Folder of the file, for tensors on a CPU.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -38,11 +37,11 @@ class Shelf:
         self._away: dict[str, tuple[list[torch.UntypedStorage], list[int], _Copy]] = {}
 
     def put(self, name: str, tensors: Iterable[Tensor], *, zero: bool = False) -> None:
-        """Take `tensors` until `take` asks for `name`, or those on a GPU, where there are some; of those cut
-        over ranks this rank's parts. Nothing where that name is away already. `zero`: nothing but zeros is in
-        them, and nothing is kept.
+        """Offload `tensors` until `take` reloads `name`. If some are on a GPU, only these; of sharded ones
+        this rank's shards. No-op if the name is offloaded already. With `zero` they hold only zeros and
+        nothing is kept.
 
-        Raises `OSError` if they cannot be written; all of them are as they were then.
+        Raises `OSError` if they cannot be written. All tensors are unchanged then.
         """
         if name in self._away:
             return
@@ -60,9 +59,9 @@ class Shelf:
                 storage.resize_(0)
 
     def take(self, name: str) -> None:
-        """Give the tensors that were put under `name` their contents again; nothing if there are none.
+        """Reload the tensors offloaded under `name`. No-op if there are none.
 
-        Raises `CheckpointError` if these are not what was written.
+        Raises `CheckpointError` if the contents differ from the written ones.
         """
         if name in self._away:
             own, sizes, copy = self._away.pop(name)
@@ -71,14 +70,14 @@ class Shelf:
             copy.fill(_seen(own))
 
     def close(self) -> None:
-        """Forget what is away: those tensors stay without memory."""
+        """Drop the offloaded contents. Those tensors stay without memory."""
         for _, _, copy in self._away.values():
             copy.close()
         self._away.clear()
 
 
 def _memory(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
-    """What `tensors` lie in, each once; on a GPU, if any of them are. What cannot be given back stays."""
+    """Return storages of `tensors` that can be freed, each once; only those on a GPU, if any are."""
     found: dict[int, torch.UntypedStorage] = {}
     for tensor in tensors:
         storage = getattr(tensor, "_local_tensor", tensor).untyped_storage()
@@ -89,14 +88,14 @@ def _memory(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
 
 
 def apart(tensors: Iterable[Tensor]) -> None:
-    """Give those of `tensors` memory of their own that lie in mapped files, so that it can be given back."""
+    """Copy those of `tensors` that lie in mapped files, so that their memory can be freed."""
     for tensor in tensors:
         if not tensor.untyped_storage().resizable():
             tensor.data = tensor.detach().clone()
 
 
 def _seen(own: Sequence[torch.UntypedStorage]) -> list[Tensor]:
-    """[nbytes] uint8 of each."""
+    """Return each storage as `[nbytes]` uint8."""
     return [torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage) for storage in own]
 
 
@@ -107,7 +106,7 @@ class _Copy(Protocol):
 
 
 class _Zeros:
-    """Nowhere."""
+    """A copy of zeros, stored nowhere."""
 
     def fill(self, memory: Sequence[Tensor]) -> None:
         for part in memory:
@@ -118,12 +117,12 @@ class _Zeros:
 
 
 class _OnHost:
-    """In pinned memory."""
+    """A copy in pinned memory."""
 
     def __init__(self, memory: Sequence[Tensor]) -> None:
         self._pinned = [torch.empty(part.shape, dtype=part.dtype, pin_memory=True) for part in memory]
         for host, part in zip(self._pinned, memory, strict=True):
-            host.copy_(part, non_blocking=True)  # before what the device is given next
+            host.copy_(part, non_blocking=True)  # ordered before later work of the device
 
     def fill(self, memory: Sequence[Tensor]) -> None:
         for host, part in zip(self._pinned, memory, strict=True):
@@ -134,7 +133,7 @@ class _OnHost:
 
 
 class _OnDisk:
-    """In a file without a name."""
+    """A copy in a file without a name."""
 
     def __init__(self, memory: Sequence[Tensor], folder: Path) -> None:
         self._folder, digest = folder, xxhash.xxh3_128()
@@ -159,7 +158,7 @@ class _OnDisk:
                     left = part
                     while left and (count := file.readinto(left)):
                         left = left[count:]
-                    if left:  # the memory may hold by chance what was there before
+                    if left:  # stale memory may match by chance
                         wrong = "was cut short"
                         break
                     digest.update(part)
@@ -173,7 +172,7 @@ class _OnDisk:
 
 
 def _parts(memory: Sequence[Tensor]) -> Iterator[memoryview]:
-    """Piece by piece."""
+    """Yield the bytes in chunks."""
     for tensor in memory:
         whole = bytes_of(tensor)
         for start in range(0, len(whole), PART_BYTES):

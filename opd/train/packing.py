@@ -1,6 +1,6 @@
-"""Which rank and which micro-batch a sample is in, and how whole samples are packed end to end into `[T]`.
+"""Assignment of samples to ranks and micro-batches, and packing of samples end to end into `[T]`.
 
-Nothing but lengths and teachers decides, so every rank comes to the same answer without a message."""
+Only lengths and teachers decide, so every rank computes the same answer without a message."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from opd.types import MicroBatch, RolloutBatch, Sample, TokenTerms
 def pieces(
     samples: Sequence[Sample], places: Sequence[int], max_tokens: int, *, by_teacher: bool = True
 ) -> list[list[int]]:
-    """`places` in `samples`, in their order; a piece ends at `max_tokens`, or where the teacher changes."""
+    """Split `places` in `samples`, in order, into chunks of one teacher and at most `max_tokens`."""
     chosen = [samples[place] for place in places]
     lengths = [len(s.prompt_ids) + len(s.response_ids) for s in chosen]
     teachers = [s.teacher if by_teacher else None for s in chosen]
@@ -33,7 +33,7 @@ def pieces(
 def split_by_tokens(
     lengths: Sequence[int], keys: Sequence[str | None], max_tokens: int
 ) -> list[tuple[int, int]]:
-    """Consecutive ranges `[start, stop)` of at most `max_tokens` and one key each.
+    """Return consecutive ranges `[start, stop)` of at most `max_tokens` and one key each.
 
     A single sequence longer than `max_tokens` gets a range of its own.
     """
@@ -55,8 +55,8 @@ def of_packed(
     device: torch.device,
     compute: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor],
 ) -> list[np.ndarray]:
-    """`[R]` float32 for each sample from `compute(input_ids, position_ids, cu_seqlens, rows) -> [N]`, which
-    is given packs of at most `max_tokens` (see `split_by_tokens`).
+    """Return `[R]` float32 for each sample from `compute(input_ids, position_ids, cu_seqlens, rows) -> [N]`,
+    called with packs of at most `max_tokens` (see `split_by_tokens`).
     """
     lengths = [len(s.prompt_ids) + len(s.response_ids) for s in samples]
     results: list[np.ndarray] = []
@@ -71,7 +71,7 @@ def of_packed(
 
 
 def pack(pairs: Sequence[tuple[Sample, TokenTerms]], device: torch.device) -> MicroBatch:
-    """One micro-batch of all `pairs`; see `MicroBatch` for the shapes and a worked example."""
+    """Pack all `pairs` into one micro-batch; see `MicroBatch` for the shapes and a worked example."""
     samples = [sample for sample, _ in pairs]
     terms = [term for _, term in pairs]
     input_ids, position_ids, cu_seqlens, rows = pack_tokens(samples)
@@ -133,14 +133,14 @@ def pack_tokens(
 
 
 def sent(tensors: Iterable[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
-    """`tensors` of the CPU on `device`, which is not waited for: CUDA takes what is not pinned out of the
-    host's memory before the call returns.
+    """Copy `tensors` from the CPU to `device` without waiting for it. CUDA reads unpinned memory before the
+    call returns.
     """
     return [tensor.to(device, non_blocking=True) for tensor in tensors]
 
 
 def _ranges(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """`starts[i] ... starts[i] + counts[i] - 1` for every `i`, end to end."""
+    """Return `starts[i] ... starts[i] + counts[i] - 1` for every `i`, end to end."""
     ends = np.cumsum(counts)
     offsets = np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - counts, counts)
     return np.repeat(starts, counts) + offsets
@@ -151,26 +151,26 @@ PerSample = Callable[[Sequence[Sample]], list[np.ndarray]]
 
 
 class Shares:
-    """Samples dealt out to the data-parallel ranks, each teacher's as evenly as all of them.
+    """Assignment of samples to the data-parallel ranks, balanced per teacher and over all.
 
     Ranks read a streamed teacher in lock step, so the slowest decides how long it takes. The order of samples
-    decides nothing: what was dealt keeps its rank, sorted or filtered.
+    does not matter: a sample keeps its rank, sorted or filtered.
     """
 
     def __init__(self, data: Ranks, cost: CostModel | None = None) -> None:
-        """`cost`: what a sample costs to train on; by default its tokens."""
+        """`cost` is the training cost of a sample; by default its tokens."""
         self._data, self._cost = data, cost or CostModel()
         self._owners: dict[str, int] = {}
 
     def deal(self, samples: Iterable[Sample]) -> None:
-        """Forget what was dealt and deal `samples`: the dearest first, to the rank that has the cheapest of
-        its teacher's, then of all."""
+        """Forget the old assignment and assign `samples`. The most expensive go first, to the rank with the
+        least cost of their teacher, then of all."""
         self._owners.clear()
         if not self._data.alone:
             self._add(samples)
 
     def mine(self, samples: Sequence[Sample]) -> list[Sample]:
-        """Those of `samples` that are this rank's; what was not dealt yet is dealt now."""
+        """Return this rank's samples of `samples`. Samples without a rank are assigned now."""
         if self._data.alone:
             return list(samples)
         return [
@@ -180,11 +180,11 @@ class Shares:
     def in_step(
         self, samples: Sequence[Sample], max_tokens: int, *, by_teacher: bool = True
     ) -> list[list[int]]:
-        """This rank's places in `samples`, of those that have a response, piece by piece; see `pieces`.
+        """Return this rank's indices into `samples` that have a response, in chunks; see `pieces`.
 
-        Every rank has as many pieces of each teacher as the one that has most, so that they read a teacher
-        and pass through a model together: some may be empty. All ranks are given the same samples, of which
-        lengths and teachers count, and nobody has to be told anything.
+        Every rank gets as many chunks of each teacher as the rank that has most; some may be empty. So ranks
+        read a teacher and pass through a model together. All ranks pass the same samples, and only their
+        lengths and teachers count, so no message is needed.
         """
         answered = [place for place, sample in enumerate(samples) if len(sample.response_ids)]
         if self._data.alone:
@@ -202,7 +202,7 @@ class Shares:
         return result
 
     def each(self, samples: Sequence[Sample], compute: PerSample, what: str) -> list[np.ndarray]:
-        """`compute` of all `samples`, each done by its rank and told to the others; `what` names it."""
+        """Run `compute` for all `samples`, each on its rank, and gather the results; `what` names them."""
         if self._data.alone:
             return compute(samples)
         mine = self.mine(samples)
@@ -236,12 +236,12 @@ class Shares:
 
 
 def convert_batch(batch: RolloutBatch, path: str | None, where: str) -> RolloutBatch:
-    """What the function at `path` makes of `batch`; `batch` itself for `None`.
+    """Apply the function at `path` to `batch`. `None` returns `batch` itself.
 
-    It may leave samples out, add some, and change their `TokenTerms`. The weights in there are normalised
-    over the whole optimiser step already: whoever drops samples and wants a mean again divides anew. `where`
-    is the recipe's key. Raises `ConfigError` if the function cannot be loaded and `TrainingError` if it
-    raises or returns anything but a whole batch.
+    It may drop samples, add some, and change their `TokenTerms`. The weights are normalised over the whole
+    optimiser step already, so a function that drops samples has to divide again to get a mean. `where` is the
+    recipe's key. Raises `ConfigError` if the function cannot be loaded, and `TrainingError` if it raises or
+    returns anything but a complete batch.
     """
     if path is None:
         return batch
@@ -260,7 +260,7 @@ def convert_batch(batch: RolloutBatch, path: str | None, where: str) -> RolloutB
 
 
 def _check(sample: Sample, terms: TokenTerms) -> None:
-    """Raise `ValueError` unless every stream that is there has one finite number for each response token."""
+    """Raise `ValueError` unless every present stream has one finite number for each response token."""
     for field in fields(terms):
         name, values = field.name, getattr(terms, field.name)
         if values is None and field.default is None:

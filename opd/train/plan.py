@@ -1,10 +1,10 @@
-"""Who trains on which trajectory, in which order, in which micro-batch: decided from metadata alone.
+"""Assign trajectories to ranks, order and micro-batches, from metadata only.
 
 A mini-batch (one optimiser step) is a slice of a shuffled order. Its trajectories are spread over the ranks
-by cost, each rank works through its own teacher by teacher, and packs those of one teacher into micro-batches
-within the byte budget; how large is chosen by the time the rank would take (`CostModel`). Nothing here
-reads a token: lengths, teachers and sizes are enough. `opd plan` shows it for ranks, budgets and speeds; a
-step that is trained is dealt out by the same cost and packed in its order (`packing.py`).
+by cost. Each rank works through its own teacher by teacher, and packs those of one teacher into micro-batches
+within the byte budget. The time that the rank would take (`CostModel`) decides their size. Nothing here reads
+a token: lengths, teachers and sizes are enough. `opd plan` shows the plan for ranks, budgets and speeds.
+Training assigns a step by the same cost and packs it in its order (`packing.py`).
 
 Compute. A sequence of `L` tokens takes `linear * L + quadratic * L^2` floating-point operations: matrix
 products with every parameter, and attention of every token to those before it. Forward and backward pass
@@ -12,16 +12,16 @@ together are three times the forward one (Kaplan et al. 2020, "Scaling Laws", se
 the causal half of attention: `2 h L^2` forward a layer for hidden size `h`, so `6 h L^2`). In a layer whose
 window is `w < L` tokens see `w` of those before: `6 h w (2 L - w)`.
 
-Overlap. A rank works through `K` micro-batches; while one is computed the next is read, as in a pipeline of
+Overlap. A rank works through `K` micro-batches. While one is computed the next is read, as in a pipeline of
 two stages with two buffers:
 
     T = read_1 + sum_{k=1}^{K-1} max(compute_k, read_{k+1}) + compute_K + K * overhead
 
-For equal parts of total compute C and total reading D this is `max(C, D) + min(C, D) / K + K * overhead`:
-more micro-batches hide more of the shorter of the two, until `sqrt(min(C, D) / overhead)`, where what another
-one launches costs more than it hides. `overhead` is what a micro-batch costs however small it is; the byte
-budget bounds its size from above. (DeepSeek-V4, report, section 5.2.4, chooses the number of on-device
-mini-batches by workload, to balance compute throughput against I/O overlap; it does not give the rule.)
+For equal parts of total compute C and total reading D this is `max(C, D) + min(C, D) / K + K * overhead`.
+More micro-batches hide more of the shorter of the two, until `sqrt(min(C, D) / overhead)`, where launching
+another one costs more than it hides. `overhead` is the fixed cost of a micro-batch. The byte budget bounds
+its size from above. (DeepSeek-V4, report, section 5.2.4, chooses the number of on-device mini-batches by
+workload, to balance compute throughput against I/O overlap; it does not give the rule.)
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ import numpy as np
 
 
 def divisors(number: int) -> list[int]:
-    """Those of `number`, the least first."""
+    """Return the divisors of `number`, in increasing order."""
     return [some for some in range(1, number + 1) if number % some == 0]
 
 
 def context_size(longest: int, ranks: int, max_tokens: int) -> int:
-    """With `train.context_parallel: auto`, how many of `ranks` share each sequence in a step whose longest
-    has `longest` tokens: the least divisor that leaves a rank at most `max_tokens` of it, or all.
+    """Return how many of `ranks` share each sequence with `train.context_parallel: auto`. It is the least
+    divisor that leaves a rank at most `max_tokens` of the `longest` sequence's tokens, or all ranks.
     """
     return next((size for size in divisors(ranks) if -(-longest // size) <= max_tokens), ranks)
 
@@ -60,12 +60,12 @@ class CostModel:
     windowed: float = 0.0
     """The same, in layers with a window."""
     window: int = 1
-    """Tokens that those see."""
+    """Window size in tokens."""
     operations_per_second: float = 1.0
     bytes_per_second: float = float("inf")
-    """At which heavy data comes to the device."""
+    """Speed of reading heavy data to the device."""
     overhead_seconds: float = 0.0
-    """Of a micro-batch, however small."""
+    """Fixed time of a micro-batch."""
 
     def __post_init__(self) -> None:
         speeds = self.operations_per_second > 0 and self.bytes_per_second > 0
@@ -79,7 +79,7 @@ class CostModel:
     def of_model(
         cls, parameters: int, hidden_size: int, windows: Sequence[int | None], **speeds: float
     ) -> CostModel:
-        """A decoder with causal attention; `windows` has each layer's, `None` where it sees everything."""
+        """Cost of a decoder with causal attention. `windows` has each layer's, `None` for full attention."""
         pair = 6.0 * hidden_size
         cut = [window for window in windows if window is not None]
         return cls(
@@ -91,13 +91,13 @@ class CostModel:
         )
 
     def attention(self, lengths: np.ndarray) -> np.ndarray:
-        """[n] float64: operations on pairs of tokens in sequences of `lengths` (`[n]` tokens)."""
+        """Return `[n]` float64 operations on pairs of tokens, for sequences of `lengths` (`[n]` tokens)."""
         tokens = np.asarray(lengths, np.float64)
         seen = np.minimum(tokens, self.window)
         return self.quadratic * tokens * tokens + self.windowed * seen * (2.0 * tokens - seen)
 
     def operations(self, lengths: np.ndarray) -> np.ndarray:
-        """[n] float64 of sequences of `lengths` (`[n]` tokens)."""
+        """Return `[n]` float64 operations for sequences of `lengths` (`[n]` tokens)."""
         return self.linear * np.asarray(lengths, np.float64) + self.attention(lengths)
 
     def compute_seconds(self, lengths: np.ndarray) -> np.ndarray:
@@ -109,7 +109,7 @@ class CostModel:
         return np.asarray(sizes, np.float64) / self.bytes_per_second
 
     def pipeline_seconds(self, compute: np.ndarray, read: np.ndarray) -> float:
-        """Time of micro-batches that take so long to compute and to read (`[K]` seconds each), in order."""
+        """The seconds of micro-batches with these compute and read times (`[K]` seconds each), in order."""
         if not len(compute):
             return 0.0
         hidden = np.maximum(compute[:-1], read[1:]).sum()
@@ -118,13 +118,13 @@ class CostModel:
 
 @dataclass(frozen=True, slots=True)
 class DeviceBudget:
-    """What fits on the device: the activations of the micro-batch in use, its data, and the next one's."""
+    """Memory of the device: activations of the current micro-batch, its data, and the next one's."""
 
     max_bytes: float
     bytes_per_token: float = 0.0
-    """Activations, and whatever else the micro-batch in use takes for each token."""
+    """Activations, and other memory of the current micro-batch, per token."""
     max_tokens: int | None = None
-    """Most packed tokens of a micro-batch, if anything else limits them."""
+    """Maximum packed tokens of a micro-batch, if there is another limit."""
 
     def __post_init__(self) -> None:
         limit = 1 if self.max_tokens is None else self.max_tokens
@@ -132,23 +132,23 @@ class DeviceBudget:
             raise ValueError(f"{self}: limits must be positive; correct them")
 
     def data_bytes(self, tokens: float) -> float:
-        """Most heavy bytes of a micro-batch where none has more than `tokens`: half of what its activations
-        leave, so that two of them fit.
+        """Return the maximum heavy bytes of a micro-batch if none has more than `tokens`. It is half of the
+        memory beside activations, so that two fit.
         """
         return (self.max_bytes - self.bytes_per_token * tokens) / 2
 
     def oversize(self, lengths: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-        """[n] bool: sequences of `lengths` tokens and `sizes` heavy bytes that do not fit even alone."""
+        """`[n]` bool, True for sequences (`lengths` tokens, `sizes` heavy bytes) that do not fit alone."""
         too_long = np.zeros(len(lengths), bool) if self.max_tokens is None else lengths > self.max_tokens
         return too_long | (sizes > self.data_bytes(0.0) - self.bytes_per_token * lengths / 2)
 
 
 def balance(costs: np.ndarray, ranks: int) -> np.ndarray:
-    """[n] int64: a rank for each of `costs` (`[n]`), so that no rank is far above the mean.
+    """Return `[n]` int64, a rank for each of `costs` (`[n]`), so that no rank is far above the mean.
 
     The most expensive first, each to the rank with the least so far (Graham 1969, "Bounds on Multiprocessing
-    Timing Anomalies"): at most 4/3 - 1/(3 ranks) of the best possible, and at most the mean plus
-    (1 - 1/ranks) of the largest cost. Ties go to the earlier trajectory and the lower rank.
+    Timing Anomalies"). The result is at most 4/3 - 1/(3 ranks) of the best possible, and at most the mean
+    plus (1 - 1/ranks) of the largest cost. Ties go to the earlier trajectory and the lower rank.
     """
     if ranks < 1:
         raise ValueError(f"ranks is {ranks}; give at least 1")
@@ -162,11 +162,11 @@ def balance(costs: np.ndarray, ranks: int) -> np.ndarray:
 
 
 def pack(shares: np.ndarray) -> list[list[int]]:
-    """Places of `shares` (`[n]`, of a micro-batch's capacity) in few micro-batches of at most 1.
+    """Pack `shares` (`[n]`, of a micro-batch's capacity) into few micro-batches of at most 1. Return indices.
 
-    The largest first, each into the fullest micro-batch it fits (best fit decreasing): at most 11/9 of the
-    fewest possible plus four (Johnson et al. 1974, "Worst-Case Performance Bounds for Simple One-Dimensional
-    Packing Algorithms"). What is larger than 1 gets a micro-batch of its own.
+    The largest first, each into the fullest micro-batch it fits (best fit decreasing). The result is at most
+    11/9 of the fewest possible plus four (Johnson et al. 1974, "Worst-Case Performance Bounds for Simple
+    One-Dimensional Packing Algorithms"). An item larger than 1 gets a micro-batch of its own.
     """
     packed: list[list[int]] = []
     room: list[tuple[float, int]] = []
@@ -187,18 +187,18 @@ def pack(shares: np.ndarray) -> list[list[int]]:
 
 
 _TRIED = (1.0, 0.5, 2.0)
-"""How many micro-batches are tried, as multiples of the number that is best for equal parts."""
+"""Tried numbers of micro-batches, as multiples of the best number for equal parts."""
 _LEAST_OVERHEAD = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What a plan needs to know of `n` trajectories."""
+    """Metadata of `n` trajectories, for a plan."""
 
     lengths: np.ndarray
     """[n] int64: tokens, prompt and response."""
     teachers: np.ndarray
-    """[n] integers: the place of each one's teacher in the order in which teachers are worked through."""
+    """[n] integers: index of each trajectory's teacher in the order of teachers."""
     sizes: np.ndarray
     """[n] int64: heavy bytes to read."""
 
@@ -211,18 +211,18 @@ class Workload:
         return len(self.lengths)
 
     def take(self, rows: np.ndarray) -> Workload:
-        """The trajectories in `rows` (`[k]` integers), in that order."""
+        """Return the trajectories in `rows` (`[k]` integers), in that order."""
         return Workload(self.lengths[rows], self.teachers[rows], self.sizes[rows])
 
 
 @dataclass(frozen=True, slots=True)
 class PlanSettings:
-    """How an epoch is cut."""
+    """Settings of an epoch's plan."""
 
     mini_batch: int
     """Trajectories of one optimiser step, over all ranks; the last step may have fewer."""
     ranks: int = 1
-    """Data-parallel."""
+    """Number of data-parallel ranks."""
     seed: int = 0
     epoch: int = 0
 
@@ -256,7 +256,7 @@ class TrainingPlan:
     teacher: np.ndarray
     """[M] int64."""
     oversize: np.ndarray
-    """[k] int64: rows that do not fit the budget even alone; each is a micro-batch, to be read in pieces."""
+    """[k] int64: rows that do not fit the budget even alone. Each is a micro-batch, to be read in chunks."""
     mini_batches: int
     ranks: int
 
@@ -270,23 +270,23 @@ class TrainingPlan:
         )
 
     def of(self, mini_batch: int, rank: int) -> Iterator[MicroBatchPlan]:
-        """The micro-batches of one rank in one mini-batch, in order."""
+        """Yield the micro-batches of one rank in one mini-batch, in order."""
         first, last = np.searchsorted(self.mini_batch, [mini_batch, mini_batch + 1])
         first, last = first + np.searchsorted(self.rank[first:last], [rank, rank + 1])
         return map(self.__getitem__, range(int(first), int(last)))
 
     def rows(self, mini_batch: int) -> np.ndarray:
-        """[k] int64: all trajectories of a mini-batch, in order."""
+        """Return `[k]` int64, all trajectories of a mini-batch, in order."""
         first, last = np.searchsorted(self.mini_batch, [mini_batch, mini_batch + 1])
         return self.order[self.starts[first] : self.starts[last]]
 
     def totals(self, values: np.ndarray) -> np.ndarray:
-        """[M]: the sum of `values` (`[n]`, by row of the workload) over each micro-batch."""
+        """Return `[M]`, the sum of `values` (`[n]`, by row of the workload) over each micro-batch."""
         sums = np.concatenate([[0], np.cumsum(values[self.order])])
         return sums[self.starts[1:]] - sums[self.starts[:-1]]
 
     def seconds(self, work: Workload, cost: CostModel) -> np.ndarray:
-        """[mini-batches, ranks] float64: how long each rank takes, by the model of `CostModel`."""
+        """Return `[mini-batches, ranks]` float64 seconds of each rank, by `CostModel`."""
         compute = self.totals(cost.compute_seconds(work.lengths))
         read = self.totals(cost.read_seconds(work.sizes))
         found = np.zeros((self.mini_batches, self.ranks))
@@ -299,9 +299,9 @@ class TrainingPlan:
 
 
 def make_plan(work: Workload, settings: PlanSettings, cost: CostModel, budget: DeviceBudget) -> TrainingPlan:
-    """Plan one epoch. The same arguments give the same plan, on every rank and after a resume."""
+    """Plan one epoch. Equal arguments give an equal plan, on every rank and after a resume."""
     shuffled = np.random.default_rng([settings.seed, settings.epoch]).permutation(len(work))
-    # Shuffled once: then a mini-batch lies together in memory, however many there are.
+    # Shuffled once, so a mini-batch is contiguous in memory.
     planner = _Planner(work.take(shuffled), cost, budget)
     packed: list[_Packed] = []
     keys: list[np.ndarray] = []
@@ -339,7 +339,7 @@ class _Packed(NamedTuple):
 
 
 class _Planner:
-    """What is the same for every mini-batch of a plan."""
+    """State shared by all mini-batches of a plan."""
 
     def __init__(self, work: Workload, cost: CostModel, budget: DeviceBudget) -> None:
         self._work, self._cost, self._budget = work, cost, budget
@@ -349,13 +349,13 @@ class _Planner:
         self._read = cost.read_seconds(work.sizes)
 
     def quickest(self, parts: list[np.ndarray]) -> list[_Packed]:
-        """For each rank its micro-batches, of the size with which the slowest rank is done first."""
+        """Return each rank's micro-batches, at the size with which the slowest rank finishes first."""
         tried = [[self._pack(rows, tokens) for rows in parts] for tokens in self._sizes(parts)]
-        return min(tried, key=lambda ranks: max(map(self._seconds, ranks)))  # the first, if several are
+        return min(tried, key=lambda ranks: max(map(self._seconds, ranks)))  # the first in a tie
 
     def _sizes(self, parts: list[np.ndarray]) -> list[float]:
-        """Micro-batch sizes worth trying, in tokens, largest first: the largest that fits, and those around
-        the best number of equal parts.
+        """Return micro-batch sizes worth trying, in tokens, largest first: the largest that fits, and those
+        around the best number of equal parts.
         """
         lengths, cost = self._work.lengths, self._cost
         rows = np.concatenate(parts)
@@ -373,7 +373,7 @@ class _Planner:
         return sorted({most, *(min(most, max(least, tokens / (count * f))) for f in _TRIED)}, reverse=True)
 
     def _most(self, rows: np.ndarray) -> float:
-        """Most tokens of a micro-batch that leave room for the data of each of `rows`, which fit alone."""
+        """Return the maximum tokens of a micro-batch that leave memory for the data of each of `rows`."""
         budget = self._budget
         most = math.inf if budget.max_tokens is None else float(budget.max_tokens)
         if budget.bytes_per_token:
@@ -382,7 +382,7 @@ class _Planner:
         return most
 
     def _pack(self, rows: np.ndarray, tokens: float) -> _Packed:
-        """`rows` teacher by teacher, in micro-batches of at most `tokens` and the bytes these leave."""
+        """Pack `rows` teacher by teacher, into micro-batches of at most `tokens` and the remaining bytes."""
         work = self._work
         data = max(self._budget.data_bytes(tokens), 1.0)
         shares = np.maximum(work.lengths[rows] / tokens, work.sizes[rows] / data)

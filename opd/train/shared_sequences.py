@@ -1,8 +1,8 @@
-"""What a back end does whose ranks share the tokens of each micro-batch, wherever its weights lie.
+"""Context parallelism for any back end: ranks share the tokens of each micro-batch.
 
-Ranks of a row are given the same samples and make the same calls; loss, gradient, metrics and
-log-probabilities are those of one rank alone, but for the order of sums. Terms see this rank's response
-tokens, and `MicroBatch.kept` says which they are.
+Ranks of a row get the same samples and make the same calls. Loss, gradient, metrics and log-probabilities
+equal those of one rank alone, except for the order of sums. Terms see this rank's response tokens.
+`MicroBatch.kept` says which they are.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from opd.types import MicroBatch
 
 
 def context_of(row: Ranks) -> ContextParallel:
-    """The ranks of a row, which share each sequence."""
+    """Return the context group of a row of ranks."""
     if row.group is None:
         raise ValueError("ranks have no process group; use TorchBackend for one rank")
     return ContextParallel(row.group)
 
 
 class SharedSequences(Backend):
-    """Before a back end in the order of bases: of each sequence every rank of `_context` has a share, or this
-    one all of it, where that is `None`.
+    """A mixin before a back end in the order of bases. Every rank of `_context` has a share of each sequence.
+    If `_context` is `None`, this rank has all of it.
     """
 
     _context: ContextParallel | None
 
     @abstractmethod
     def _hidden(self, own: TokenShare) -> Tensor:
-        """Last hidden states [t, D] of this rank's tokens."""
+        """Return the last hidden states `[t, D]` of this rank's tokens."""
 
     def hidden(self, input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor) -> Tensor:
-        """Last hidden states [t, D] of this rank's tokens."""
+        """Return the last hidden states `[t, D]` of this rank's tokens."""
         own = self._own(input_ids, position_ids, cu_seqlens)
         return super().hidden(input_ids, position_ids, cu_seqlens) if own is None else self._hidden(own)
 
@@ -71,7 +71,9 @@ class SharedSequences(Backend):
 
 
 def own_places(rows: Tensor, own: TokenShare) -> tuple[Tensor, Tensor]:
-    """Of packed positions `rows` [N] those this rank has: places in its tokens [M], and in `rows` [M]."""
+    """Return this rank's part of packed positions `rows` `[N]`: indices into its tokens `[M]`, and into
+    `rows` `[M]`.
+    """
     order = torch.argsort(own.places)
     sorted_places = own.places[order]
     found = torch.searchsorted(sorted_places, rows).clamp(max=len(sorted_places) - 1)
@@ -80,7 +82,7 @@ def own_places(rows: Tensor, own: TokenShare) -> tuple[Tensor, Tensor]:
 
 
 def own_rows(micro: MicroBatch, own: TokenShare) -> MicroBatch:
-    """`micro` with this rank's response tokens alone; `rows` become places in its tokens."""
+    """Return `micro` with this rank's response tokens only. `rows` become indices into its tokens."""
     local, kept = own_places(micro.rows, own)
     names = ("targets", "advantages", "policy_weight", "kl_weight", "ce_weight")
     streams = {name: getattr(micro, name)[kept] for name in names}

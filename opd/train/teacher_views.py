@@ -1,4 +1,4 @@
-"""Teachers as a micro-batch's loss sees them: hidden states and a head, or a few log-probabilities."""
+"""A teacher's results for a micro-batch's loss: hidden states and a head, or a few log-probabilities."""
 
 from __future__ import annotations
 
@@ -22,31 +22,31 @@ class TeacherView:
 
     name: str
     weight: float
-    """Its share in the mixture; 1 where a sample has one teacher."""
+    """Its share in the mixture; 1 if a sample has one teacher."""
     hidden: Tensor
     """[N, Dt]: last hidden states at the micro-batch's rows."""
     head: Head
 
     def take(self, rows: Tensor) -> TeacherView:
-        """The same at `rows` ([M] int64) alone."""
+        """Select `rows` (`[M]` int64)."""
         return replace(self, hidden=self.hidden[rows.to(self.hidden.device)])
 
 
 @dataclass(frozen=True, slots=True)
 class ScoredView:
-    """One teacher that gave log-probabilities in place of hidden states; computed at the temperature 1."""
+    """One teacher with log-probabilities instead of hidden states, computed at temperature 1."""
 
     name: str
     weight: float
     sampled: Tensor
-    """[N] float32, nats: of the response tokens."""
+    """[N] float32, nats, of the response tokens."""
     top_ids: Tensor | None = None
     """[N, K] int64."""
     top_logprobs: Tensor | None = None
     """[N, K] float32, nats."""
 
     def take(self, rows: Tensor) -> ScoredView:
-        """The same at `rows` ([M] int64) alone."""
+        """Select `rows` (`[M]` int64)."""
         top = [None if x is None else x[rows] for x in (self.top_ids, self.top_logprobs)]
         return replace(self, sampled=self.sampled[rows], top_ids=top[0], top_logprobs=top[1])
 
@@ -55,13 +55,13 @@ View = TeacherView | ScoredView
 
 
 class TeacherViews(Protocol):
-    """Hands out the teachers of a micro-batch; the schedule in `opd.teachers` is one."""
+    """Yields the teachers of a micro-batch, such as the schedule in `opd.teachers`."""
 
     def __call__(self, micro: MicroBatch) -> Sequence[View]: ...
 
 
 def whole(view: View) -> TeacherView:
-    """`view`, if it gives the whole vocabulary."""
+    """Return `view` if it has the full vocabulary. Raises `TeacherError` otherwise."""
     if isinstance(view, TeacherView):
         return view
     raise TeacherError(
@@ -71,8 +71,8 @@ def whole(view: View) -> TeacherView:
 
 
 def teacher_logprobs(view: View, ids: Tensor, student: StudentRows) -> Tensor:
-    """Float32, of the shape of `ids`: the teacher's log-probabilities of the response tokens `ids [N]`, or
-    with a head of any `[N, K]`, at the student's temperature; no gradient.
+    """Return float32 log-probabilities by the teacher, in the shape of `ids`, without gradient. `ids` are the
+    response tokens `[N]`, or with a head any `[N, K]`. The temperature is the student's.
     """
     if isinstance(view, ScoredView):
         return view.sampled
@@ -85,6 +85,6 @@ def teacher_logprobs(view: View, ids: Tensor, student: StudentRows) -> Tensor:
 def most_likely(
     hidden: Tensor, head: Head | HeadShard, k: int, student: StudentRows
 ) -> tuple[Tensor, Tensor]:
-    """Ids and log-probabilities `[N, k]` of the most likely tokens; no gradient."""
+    """Return ids and log-probabilities `[N, k]` of the most likely tokens; no gradient."""
     with torch.no_grad():
         return linear_topk(hidden, head, k, temperature=student.temperature, chunk=student.chunk)[:2]

@@ -1,7 +1,7 @@
-"""The streams of the loss, and what they may ask of the student at the rows that predict response tokens.
+"""The loss terms, and the student's rows that they use to predict response tokens.
 
-Each term reads its own weights, so terms add up without knowing of each other. The student's head may be
-whole, or its vocabulary spread over ranks; beside a shard each teacher's head is cut at the same tokens.
+Each term reads its own weights, so terms add up independently. The student's head may be unsharded, or its
+vocabulary split over ranks. With a shard, each teacher's head is split at the same tokens.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def linear_mixture_kl(
 
 
 def adding_to(head: Head | HeadShard, total: Tensor | None) -> Head | HeadShard:
-    """`head`, whose weight's gradient goes to `total`, of the weight's shape."""
+    """Return `head` with `total` (of the weight's shape) to collect the weight's gradient."""
     if total is None:
         return head
     if isinstance(head, HeadShard):
@@ -89,19 +89,19 @@ def adding_to(head: Head | HeadShard, total: Tensor | None) -> Head | HeadShard:
 
 
 def without_total(head: Head | HeadShard) -> Head | HeadShard:
-    """`head`, whose gradient autograd is given."""
+    """Return `head` with its gradient left to autograd."""
     if isinstance(head, HeadShard):
         return head if head.head.total is None else replace(head, head=replace(head.head, total=None))
     return head if head.total is None else replace(head, total=None)
 
 
 class StudentRows:
-    """The student's last hidden states `[N, D]` at a micro-batch's rows, and what follows from them.
+    """The student's last hidden states `[N, D]` at a micro-batch's rows, and values derived from them.
 
-    Log-probabilities are computed once, at the sampling temperature, and only if a term asks for them.
-    `summed` is the sum of a tensor over the ranks that share the rows' sequences. `own_head` is `head` for
-    the terms of this package, which go backward through all they ask of it: where the back end gathers the
-    weight's gradient in one place, theirs goes there (`Head.total`).
+    Log-probabilities are computed once, at the sampling temperature, and only if a term reads them. `summed`
+    sums a tensor over the ranks that share the rows' sequences. `own_head` is `head` for the terms of this
+    package, because they run backward through every value they read. If the back end collects the weight's
+    gradient in one tensor, theirs goes there (`Head.total`).
     """
 
     def __init__(
@@ -121,12 +121,12 @@ class StudentRows:
         self.chunk = chunk
         self.summed = summed
         self.probed = False
-        """Whether a term compares the log-probabilities without learning by them."""
+        """A term compares the log-probabilities without training on them."""
         self.notes: TokenNotes | None = None
-        """Log-probabilities and entropy that a divergence found beside its own work."""
+        """Log-probabilities and entropy, by-products of a divergence."""
 
     def open_notes(self, micro: MicroBatch) -> TokenNotes | None:
-        """What a divergence is to fill on its way, if somebody reads it and it will say all that is read."""
+        """Notes for a divergence to fill, or None if nothing reads them or it covers too few tokens."""
         if not self.probed or self.notes is not None or not micro.kl_covers:
             return None
         self.notes = TokenNotes.of(self.targets, statistics_dtype(self.hidden))
@@ -140,7 +140,7 @@ class StudentRows:
 
     @property
     def logprobs(self) -> Tensor:
-        """[N] float32, differentiable: log-probability of each response token."""
+        """[N] float32, differentiable log-probability of each response token."""
         return self._logprobs_entropy[0]
 
     @property
@@ -150,10 +150,10 @@ class StudentRows:
 
 
 class MetricSums:
-    """Weighted sums over micro-batches that end as means: never a mean of means.
+    """Weighted sums over micro-batches that become means at the end, so there is no mean of means.
 
-    Numbers on a device are read when somebody asks for what was added, all at once: to read one is to wait
-    until the device has done all that it was given.
+    Numbers on a device are read all at once, when a result is requested. Reading one waits until the device
+    has finished all its work.
     """
 
     def __init__(self) -> None:
@@ -162,12 +162,12 @@ class MetricSums:
         self._minima: dict[str, float] = {}
         self._maxima: dict[str, float] = {}
         self._unread: list[tuple[Literal["sum", "least", "peak"], str, Tensor | float, Tensor | float]] = []
-        """What was added since, in order: what to do with it, its name, value and weight."""
+        """Unread additions, in order: operation, name, value and weight."""
         self._waiting: list[tuple[Tensor, Callable[[np.ndarray], object]]] = []
-        """What lies on a device for `when_read`."""
+        """Tensors on a device for `when_read`."""
 
     def add(self, name: str, total: Tensor | float, weight: Tensor | float = 1.0) -> None:
-        """Add `total`, which stands for `weight` units."""
+        """Add `total`, the sum of `weight` units."""
         self._unread.append(("sum", name, _held(total), _held(weight)))
 
     def least(self, name: str, value: Tensor | float) -> None:
@@ -179,19 +179,19 @@ class MetricSums:
         self._unread.append(("peak", name, _held(value), 1.0))
 
     def when_read(self, values: Tensor, use: Callable[[np.ndarray], object]) -> None:
-        """Call `use`, which may add to this, with `values` [N] as float64: now if the host has them."""
+        """Call `use`, which may add to this, with `values` `[N]` as float64. On the CPU it is called now."""
         if values.device.type == "cpu":
             use(values.detach().double().numpy())
         else:
             self._waiting.append((values.detach().to(torch.float64, copy=True), use))
 
     def sums(self, prefix: str) -> dict[str, float]:
-        """The raw sums of every name that starts with `prefix`, without the prefix."""
+        """Return the raw sums of every name that starts with `prefix`, without the prefix."""
         self._read()
         return {name[len(prefix) :]: v for name, v in self._sums.items() if name.startswith(prefix)}
 
     def include(self, other: MetricSums) -> None:
-        """Add all that `other` holds."""
+        """Add all sums of `other`."""
         sums, weights, minima, maxima = other.parts()
         for name, total in sums.items():
             self.add(name, total, weights[name])
@@ -201,13 +201,13 @@ class MetricSums:
             self.peak(name, value)
 
     def parts(self) -> list[dict[str, float]]:
-        """Everything it holds, for `merged` on another rank."""
+        """Return all sums, for `merged` on another rank."""
         self._read()
         return [self._sums, self._weights, self._minima, self._maxima]
 
     @classmethod
     def merged(cls, ranks: Sequence[list[dict[str, float]]]) -> MetricSums:
-        """The sums over all ranks from the `parts` of each."""
+        """Merge the `parts` of all ranks."""
         whole = cls()
         for sums, weights, minima, maxima in ranks:
             for name, total in sums.items():
@@ -219,7 +219,7 @@ class MetricSums:
         return whole
 
     def means(self) -> dict[str, float]:
-        """Sum divided by weight for every name whose weight is not 0, and every minimum and maximum."""
+        """Return sum / weight for every name whose weight is not 0, and every minimum and maximum."""
         self._read()
         means = {
             name: total / self._weights[name] for name, total in self._sums.items() if self._weights[name]
@@ -227,7 +227,7 @@ class MetricSums:
         return means | self._minima | self._maxima
 
     def _read(self) -> None:
-        """Take over what was added since, in its order."""
+        """Apply all unread additions, in order."""
         waiting, self._waiting = self._waiting, []
         on_device = [value for entry in self._unread for value in entry[2:] if isinstance(value, Tensor)]
         parts = [*(value.reshape(1) for value in on_device), *(values for values, _ in waiting)]
@@ -253,14 +253,14 @@ class MetricSums:
 
 
 def _held(value: Tensor | float) -> Tensor | float:
-    """`value` as it is now: a number, or of one on a device a copy there, float64."""
+    """Return the current `value`: a number, or a float64 copy on the device."""
     if isinstance(value, Tensor) and value.device.type != "cpu":
         return value.detach().to(torch.float64, copy=True).reshape(())
     return float(value)
 
 
 def shares(sums: dict[str, float]) -> dict[str, float]:
-    """`sums` divided by their total; all 0 if the total is."""
+    """Return `sums` divided by their total, or all 0 if the total is 0."""
     total = sum(sums.values())
     return {name: value / total if total else 0.0 for name, value in sums.items()}
 
@@ -275,7 +275,7 @@ class LossTerm(Protocol):
     """One stream of the loss."""
 
     def __call__(self, micro: MicroBatch, student: StudentRows, sums: MetricSums) -> Tensor:
-        """The scalar to add to the loss; the weights in `micro` already hold the normaliser."""
+        """Return the scalar to add to the loss. The weights in `micro` already hold the normaliser."""
         ...
 
 
@@ -321,7 +321,7 @@ class PolicyTerm:
 
 
 def shared_responses(where: str, path: str) -> str:
-    """Why a loss that looks at whole responses cannot be had where ranks share them."""
+    """Return the error for a loss on full responses while ranks share them."""
     return (
         f"{where}: {path} takes the bounds of responses, which train.context_parallel cuts over ranks; set"
         " train.context_parallel to 1, or leave its parameter `bounds` out."
@@ -329,8 +329,8 @@ def shared_responses(where: str, path: str) -> str:
 
 
 def per_token_loss(values: Any, like: Tensor, path: str) -> Tensor:
-    """`values` of a user's loss at `path`; `TrainingError` unless they are a tensor [N] of real numbers as
-    `like`, and have a gradient where `like` has one.
+    """Return `values` of a user's loss at `path`. Raises `TrainingError` unless they are a tensor `[N]` of
+    real numbers like `like`, and have a gradient if `like` has one.
     """
     if not isinstance(values, Tensor) or values.shape != like.shape or not values.is_floating_point():
         form = f"{values.dtype} {list(values.shape)}" if isinstance(values, Tensor) else type(values).__name__
@@ -355,7 +355,7 @@ def per_token_loss(values: Any, like: Tensor, path: str) -> Tensor:
 class ReferenceTerm:
     """Reference KL as a loss (k2 or k3) on `policy_weight`; see `ReferenceKLConfig` for the gradients.
 
-    `coef` may be changed between two steps.
+    `coef` may change between two steps.
     """
 
     def __init__(self, config: ReferenceKLConfig) -> None:
@@ -370,24 +370,24 @@ class ReferenceTerm:
 
 
 FURTHEST_OFF = 0.2
-"""Share of the target: no step counts as further off."""
+"""Clamp of a step's relative error from the target."""
 SMALLEST, LARGEST = 1e-12, 1e9
-"""Where a coefficient stays however long it is pushed: one of 0 would never come back."""
+"""Bounds of a coefficient. One that reached 0 would never come back."""
 
 
 def next_coefficient(coef: float, measured: float, target: float, gain: float) -> float:
-    """`coef (1 + gain clip(measured / target - 1, -0.2, 0.2))`: more where the KL to the reference that was
-    `measured` (nats a token) is above `target`, less where it is below (Ziegler et al., 1909.08593, 2.2).
+    """Return `coef (1 + gain clip(measured / target - 1, -0.2, 0.2))`. It grows if the `measured` KL to the
+    reference (nats a token) is above `target` and shrinks below it (Ziegler et al., 1909.08593, 2.2).
     """
     off = min(max(measured / target - 1.0, -FURTHEST_OFF), FURTHEST_OFF)
     return min(max(coef * (1.0 + gain * off), SMALLEST), LARGEST)
 
 
 class MismatchProbe:
-    """No loss: compares the engine's and the trainer's log-probabilities of a step for the mismatch metrics.
+    """No loss. Compares the engine's and the trainer's log-probabilities for the mismatch metrics.
 
-    Where no policy stream recomputes log-probabilities, this is where the recompute contract is watched. Sums
-    are kept, not tokens. It stands behind the term of the full vocabulary's divergence, which has the logits.
+    It checks the recompute contract if no policy stream recomputes log-probabilities. It keeps sums, not
+    tokens. It follows the full-vocabulary divergence term, which has the logits.
     """
 
     def __init__(
@@ -398,10 +398,9 @@ class MismatchProbe:
         shared: bool = False,
         apart: Collection[str] = (),
     ) -> None:
-        """`ranks`: those whose tokens the metrics are of; `entropy`: keep the student's mean entropy too,
-        where no `PolicyTerm` does; `shared`: take the log-probabilities that a `PolicyTerm` asks for;
-        `apart`: domains whose tokens are drawn at another temperature than they are trained at: what they
-        differ by says nothing of the engine.
+        """`ranks`: the ranks whose tokens the metrics cover. `entropy`: also average the student's entropy,
+        if no `PolicyTerm` does. `shared`: reuse the log-probabilities of a `PolicyTerm`. `apart`: domains
+        sampled at another temperature than trained. Their differences say nothing of the engine.
         """
         self._ranks = Ranks() if ranks is None else ranks
         self._entropy, self.shared, self._apart = entropy, shared, frozenset(apart)
@@ -436,7 +435,7 @@ class MismatchProbe:
         return logprobs.new_zeros(())
 
     def take(self) -> dict[str, float]:
-        """The metrics of the tokens seen since the last call; empty where all are of domains `apart`."""
+        """Return metrics of the tokens since the last call, and reset; empty if all domains are `apart`."""
         mine, self._seen = self._seen, MismatchSums()
         whole = MismatchSums()
         for said in self._ranks.gather_json(asdict(mine), "the mismatch metrics"):

@@ -1,13 +1,12 @@
-"""What is known of a recipe before it runs: `opd doctor` says what would go wrong, `opd plan` what a step
-would do.
+"""Check a recipe before it runs. `opd doctor` reports problems, and `opd plan` estimates a step.
 
-`examine` runs the checks. Without torch: `checks` of settings, sizes, extras and places to publish, `domains`
-with their rewards and environments, `servers`, workers and clusters. With the libraries of models: `models`
-and their `tokenizers`, their `shapes`, `memory` part by part, `resources` (does it fit, on disk too). With
-weights: `measured` (the KL between the base and the teachers, what rewards say of the base, and `--pairs`:
-how often a reward prefers the better answer). `--parity` asks every back end for the same scores: `parity`,
-with `parity_ranks` for those that need two ranks.
+`examine` runs the checks. These need no torch: `checks` of settings, sizes, extras and publishing, `domains`
+with their rewards and environments, `servers`, workers and clusters. These need the libraries of models:
+`models` and their `tokenizers`, their `shapes`, `memory` by item, `resources` (does it fit, on disk too).
+`measured` loads weights: the KL between the base and the teachers, rewards of the base, and `--pairs`, which
+counts how often a reward prefers the better answer. `--parity` compares the scores of all back ends:
+`parity`, and `parity_ranks` for those on two ranks.
 
-`plan` is a step of a recipe or of samples on disk; `simulate` is a step on a `cluster` that one does not
-have.
+`plan` estimates a step of a recipe or of samples on disk. `simulate` runs a step on a `cluster` that you do
+not have.
 """

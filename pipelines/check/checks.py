@@ -1,6 +1,6 @@
-"""What the doctor can tell from the recipe, the data, the file system and servers, without loading a model.
+"""The doctor's checks of the recipe, the data, the file system and servers, without loading a model.
 
-Importable without torch, so that what a run cannot do is said in a second.
+Importable without torch, so that an impossible run is refused within a second.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from opd.retry import Retry
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing the doctor looked at."""
+    """One result of the doctor."""
 
     level: Literal["ok", "warning", "error"]
     title: str
     detail: str
     numbers: Mapping[str, float] = field(default_factory=dict)
-    """What the detail says in figures, for `opd doctor --json`."""
+    """The detail in figures, for `opd doctor --json`."""
 
     def __post_init__(self) -> None:
         # Before a table cuts it into lines.
@@ -50,7 +50,7 @@ class Finding:
 
 
 def attempt(title: str, check: Callable[[], list[Finding]]) -> list[Finding]:
-    """What `check` finds; an `OpdError`, or what the machine refuses, is a finding of level `error`."""
+    """Return the findings of `check`. An `OpdError` or a system error becomes a finding of level `error`."""
     try:
         with doing(f"checking {title}"):
             return check()
@@ -68,7 +68,7 @@ def number_of(count: int, thing: str) -> str:
 
 
 def check_sampling(recipe: Recipe) -> list[Finding]:
-    """Cut distributions, for which no importance weight makes up."""
+    """Warn of cut distributions, which no importance weight corrects."""
     rollout, cuts = recipe.rollout, []
     own = {f"domains.{name}.rollout": config.rollout for name, config in recipe.domains.items()}
     for where, config in {"rollout": rollout, **own}.items():
@@ -83,7 +83,7 @@ def check_sampling(recipe: Recipe) -> list[Finding]:
 
 
 def check_ranks(recipe: Recipe) -> list[Finding]:
-    """What the recipe's ranks cannot do, and ranks that it needs and does not start."""
+    """Check that the recipe's ranks can do the work, and that no ranks are missing."""
     if (recipe.train.ranks or 1) > 1 or recipe.launch.type == "ray":
         from opd.pipelines.launch import local
 
@@ -99,7 +99,7 @@ def check_ranks(recipe: Recipe) -> list[Finding]:
 
 
 def check_schedule(recipe: Recipe) -> list[Finding]:
-    """Tokens of older weights, learnt from as if the newest had drawn them."""
+    """Warn if tokens of older weights are trained on as if they were new."""
     from opd.pipelines.stages.distill import needs_policy_stream, policy_loss
 
     schedule, distill = recipe.rollout.schedule, recipe.distill
@@ -126,7 +126,7 @@ def check_schedule(recipe: Recipe) -> list[Finding]:
 
 
 def check_paths(recipe: Recipe) -> list[Finding]:
-    """The user's own functions, named by dotted path: can they be loaded?"""
+    """Check that the user's own functions, named by dotted path, can be loaded."""
     findings: list[Finding] = []
     for where, (path, takes) in user_functions(recipe).items():
         shared = recipe.train.context_parallel != 1
@@ -149,7 +149,7 @@ def _check_path(path: str, where: str, takes: Sequence[str], shared: bool) -> li
 
 
 def check_sinks(recipe: Recipe) -> list[Finding]:
-    """What the trackers that are given the metrics need: an error for each that is not installed."""
+    """Return an error for each metrics tracker that is not installed."""
 
     def required(name: str) -> list[Finding]:
         from opd.sinks import require
@@ -163,10 +163,10 @@ def check_sinks(recipe: Recipe) -> list[Finding]:
 
 
 def check_extras(recipe: Recipe) -> list[Finding]:
-    """An error for each extra that the run needs and this machine lacks: else it is found once servers have
-    been started and models loaded.
+    """Return an error for each extra that the run needs and this machine lacks. Otherwise it fails after
+    servers have started and models are loaded.
     """
-    on_ray = recipe.launch.type == "ray"  # what its nodes have cannot be seen from here
+    on_ray = recipe.launch.type == "ray"  # the nodes' packages cannot be seen from here
     backend, served = recipe.train.backend, [recipe.teacher(name) for name in recipe.used_teachers()]
     asks = any(isinstance(config, ServerConfig) for config in (recipe.rollout.engine, *served))
     needed = {
@@ -183,7 +183,7 @@ def check_extras(recipe: Recipe) -> list[Finding]:
 
 
 def check_run_dir(path: Path, recipe: Recipe, resume: bool, accepted: Accepted) -> list[Finding]:
-    """Whether the run folder can be made or, with `resume`, gone on in."""
+    """Check that the run folder can be made or, with `resume`, continued."""
     RunFolder.check(path, recipe, resume=resume, accepted=accepted)
     parent = existing_parent(path)
     wrong = unwritable(parent)
@@ -195,7 +195,7 @@ def check_run_dir(path: Path, recipe: Recipe, resume: bool, accepted: Accepted) 
 
 
 def unwritable(folder: Path) -> str | None:
-    """Why no file can be made in `folder`, or `None`. What is tried leaves nothing behind."""
+    """Return the reason why no file can be made in `folder`, or `None`. Leaves nothing behind."""
     try:
         with tempfile.TemporaryFile(dir=folder):
             return None
@@ -204,33 +204,33 @@ def unwritable(folder: Path) -> str | None:
 
 
 def existing_parent(path: Path) -> Path:
-    """`path` or the nearest folder above it that exists."""
+    """Return `path` or the nearest existing folder above it."""
     path = path.absolute()
     try:
         return next(folder for folder in (path, *path.parents) if folder.exists())
-    except OSError as error:  # a name that is too long, a folder that may not be entered
+    except OSError as error:  # a name that is too long, a folder without permission
         raise from_system(error) or error from None
 
 
 def given_teachers(recipe: Recipe) -> Mapping[str, str]:
-    """Folders or URLs of the teachers that the merge or a specialist uses and this run does not train."""
+    """Return folders or URLs of teachers that the merge or a specialist uses and this run does not train."""
     given = recipe.given_teachers()
     return {name: given[name] for name in recipe.used_teachers() if name in given}
 
 
 _DRAWS = 50_000_000
-"""Strings that a generated source may look at for its prompts: minutes."""
+"""Strings that a generated source may try for its prompts, which takes minutes."""
 _RESPONSES = 10_000_000
 """Responses of one step or one evaluation."""
 _TOKEN_BYTES = 33
-"""What a response keeps of a token in memory: ids, log-probabilities, versions, masks and terms."""
+"""Bytes a response keeps of a token in memory: ids, log-probabilities, versions, masks and terms."""
 _PROMPT_BYTES = 1000
 _BEYOND = 4
-"""Times the machine's memory beyond which a size is a mistake: longest responses are rare."""
+"""Multiple of the machine's memory above which a size is a mistake. Longest responses are rare."""
 
 
 def check_sizes(recipe: Recipe) -> list[Finding]:
-    """Settings that no machine, or not this one, can mean together: one finding each, or none."""
+    """Return an error for each setting beyond any machine, or beyond this one."""
     cores = os.cpu_count() or 1
     most = max(64, 8 * cores)
     wrong: list[str] = []
@@ -268,7 +268,7 @@ def check_sizes(recipe: Recipe) -> list[Finding]:
 def _responses(recipe: Recipe) -> dict[str, int]:
     distill, evaluation = recipe.distill, recipe.evaluation
     found: dict[str, int] = {}
-    for name in ("", *recipe.grpo_domains()):  # those of the recipe itself are the baseline's, too
+    for name in ("", *recipe.grpo_domains()):  # the recipe's own are the baseline's, too
         own = recipe.domains[name].specialist if name else recipe.specialist
         if own is not None:
             where = f"domains.{name}." * bool(name)
@@ -290,7 +290,7 @@ def _responses(recipe: Recipe) -> dict[str, int]:
 
 
 def _too_large(recipe: Recipe) -> list[str]:
-    """What would fill the memory many times over."""
+    """Describe settings that would fill the memory many times over."""
     memory = machine_memory()
     length = min(recipe.longest_response(), recipe.rollout.max_sequence)
     sizes = {
@@ -309,8 +309,9 @@ def _too_large(recipe: Recipe) -> list[str]:
 
 
 def refuse_place(url: str, models: Iterable[str]) -> None:
-    """Raise `StorageError` where nothing can be published: `url` is empty, ends with this process, is a file,
-    or the folder of a model (below one of `models` too) or of a run, whose files it would mix with.
+    """Raise `StorageError` if nothing can be published at `url`. It may not be empty, end with this process,
+    or be a file. It may not be the folder of a run or of a model (or lie below one of `models`), whose files
+    would mix with the published ones.
     """
     if not url.strip():
         raise StorageError("the place to publish is empty; give a folder, or s3://BUCKET/PREFIX.")
@@ -338,8 +339,8 @@ def refuse_place(url: str, models: Iterable[str]) -> None:
 
 
 def check_publishing(recipe: Recipe) -> list[Finding]:
-    """Whether `storage.published` can be written. An object store is asked to keep one empty object, which is
-    taken away again.
+    """Check that `storage.published` can be written. An object store gets one empty object, which is deleted
+    again.
     """
     return attempt("storage.published", lambda: _check_publishing(recipe))
 
@@ -392,7 +393,7 @@ def show(
 
 
 def _table(title: str, findings: list[Finding]) -> Table:
-    # Texts, not markup: they hold names, answers and the words of servers.
+    # Texts, not markup: they hold names, answers and servers' messages.
     table = Table(title=Text(one_line(title)), title_justify="left", show_lines=False)
     for column in ("", "check", "finding"):
         table.add_column(column, overflow="fold")

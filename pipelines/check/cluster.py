@@ -1,4 +1,4 @@
-"""What is simulated: machines, models, lengths and schedule, read from a YAML file."""
+"""Describe a simulated cluster: machines, models, lengths and schedule, read from a YAML file."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from opd.train.micro_batches import layer_bytes, logits_bytes
 
 
 class Gpu(Config):
-    """One GPU and its links. What is not measured is what the maker promises times an efficiency."""
+    """One GPU and its links. Unmeasured figures are the maker's, times an efficiency."""
 
     tflops: float = Field(gt=0)
     """Peak of dense matrix products, 1e12 operations a second."""
@@ -28,59 +28,59 @@ class Gpu(Config):
     prefill_efficiency: float = Field(0.45, gt=0, le=1)
     """Share of the peak of a forward pass over whole sequences."""
     decode_efficiency: float = Field(0.45, gt=0, le=1)
-    """Share of the peak of the products of a decode step, where reading weights does not take longer."""
+    """Share of the peak of the products of a decode step, if reading weights is not slower."""
     memory_gb: float = Field(gt=0)
     memory_gb_per_s: float = Field(gt=0)
-    """What decoding reads weights, keys and values with (1e9 bytes)."""
+    """Bandwidth of decoding for weights, keys and values (1e9 bytes per second)."""
     link_gb_per_s: float = Field(gt=0)
-    """What a GPU receives of other GPUs in a second (1e9 bytes)."""
+    """Bandwidth from other GPUs (1e9 bytes per second)."""
     step_overhead_ms: float = Field(0.0, ge=0)
-    """Of one decode step, however small."""
+    """Overhead of one decode step, however small."""
     layer_overhead_ms: float = Field(0.0, ge=0)
-    """Of one layer of one teacher."""
+    """Overhead of one layer of one teacher."""
     update_overhead_ms: float = Field(0.0, ge=0)
-    """Of one update."""
+    """Overhead of one update."""
 
 
 class Store(Config):
-    """Where teachers' weights lie."""
+    """The store of the teachers' weights."""
 
     gb_per_s: float = Field(gt=0)
-    """Of all readers together."""
+    """Bandwidth of all readers at once."""
     gb_per_s_per_rank: float = Field(gt=0)
 
 
 class DecoderShape(Config):
-    """A decoder."""
+    """The shape of a decoder."""
 
     ceiling: ClassVar[float] = 1e18
     parameters: float = Field(gt=0)
     active: float | None = Field(None, gt=0)
-    """Parameters a token uses; all of them where it is not given."""
+    """Parameters a token uses. Default: all of them."""
     layers: int = Field(ge=1, le=100_000)
     hidden_size: int = Field(ge=1)
     vocabulary: int = Field(ge=1)
     bytes_per_parameter: float = Field(2.0, gt=0)
-    """As stored and as computed with."""
+    """Width in storage and in computation."""
     cache_bytes_per_token: float = Field(ge=0)
     """Keys and values of one token in all layers."""
 
     @property
     def used(self) -> float:
-        """Parameters a token uses."""
+        """Parameters that a token uses."""
         return self.parameters if self.active is None else min(self.active, self.parameters)
 
 
 SMALL, LARGE = (0.6e9, 0.10), (8e9, 0.35)
 """Parameters a token uses, and the share of a GPU's peak that training reaches there. The first is measured
 on one H100, where small models wait for their launches: Qwen3-0.6B's step in `tests/gpu/results/h100.json`
-(0.07 mixed to 0.12 in bfloat16 alone). The second is not: torchtitan says 5,762 tokens a second for Llama 3
-8B, which are 0.28 and attention."""
+(0.07 mixed to 0.12 in bfloat16 alone). The second is not measured. torchtitan reports 5,762 tokens a second
+for Llama 3 8B, which are 0.28 and attention."""
 
 
 def train_efficiency(gpu: Gpu, used: float) -> float:
-    """Share of the peak that training reaches with `used` parameters a token; between the two sizes by its
-    logarithm.
+    """Return the share of the peak that training reaches with `used` parameters a token. Between the two
+    sizes it is interpolated by the logarithm of the size.
     """
     if gpu.train_efficiency is not None:
         return gpu.train_efficiency
@@ -89,7 +89,7 @@ def train_efficiency(gpu: Gpu, used: float) -> float:
 
 
 class RankCounts(Config):
-    """How many GPUs do what. Without `teachers` the trainer's ranks score as well."""
+    """Numbers of GPUs by role. Without `teachers` the trainer's ranks score as well."""
 
     rollout: int = Field(ge=1, le=100_000)
     per_engine: int = Field(1, ge=1)
@@ -97,26 +97,26 @@ class RankCounts(Config):
     train: int = Field(ge=1, le=100_000)
     teachers: int = Field(0, ge=0)
     colocated: bool = False
-    """Rollout, teachers and trainer take turns on the same GPUs; all three counts say how many."""
+    """Rollout, teachers and trainer take turns on the same GPUs. All three counts are that number of GPUs."""
 
 
 class Lengths(Config):
-    """Of prompts and responses, in tokens; responses are log-normal."""
+    """Lengths of prompts and responses, in tokens. Responses are log-normal."""
 
     prompt: float = Field(gt=0)
     mean: float = Field(gt=0)
     sigma: float = Field(0.0, ge=0)
-    """Of the logarithm: 0 for equal lengths, 1 for a long tail."""
+    """Standard deviation of the logarithm: 0 for equal lengths, 1 for a long tail."""
     longest: int = Field(ge=1)
 
 
 class Work(Config):
-    """What a step does."""
+    """The work of one step."""
 
     prompts: int = Field(ge=1, le=1_000_000)
     samples_per_prompt: int = Field(1, ge=1, le=10_000)
     running_per_engine: int = Field(256, ge=1)
-    """Most requests an engine writes at once; fewer where their keys and values do not fit."""
+    """Maximum number of requests in an engine at once. It is lower if their keys and values do not fit."""
     max_tokens: int = Field(65_536, ge=1)
     """Packed tokens of a micro-batch."""
     kl_chunk: int = Field(2048, ge=1)
@@ -131,7 +131,7 @@ class Work(Config):
 
 
 class SimulatedCluster(Config):
-    """Everything `opd plan --simulate` is told."""
+    """The input of `opd plan --simulate`."""
 
     gpu: Gpu
     store: Store
@@ -139,21 +139,21 @@ class SimulatedCluster(Config):
     student: DecoderShape
     teacher: DecoderShape
     teachers: int = Field(ge=1)
-    """How many, each for an equal share of the samples."""
+    """Number of teachers, each for an equal share of the samples."""
     prefetch_gb: float = Field(ge=0)
-    """What a rank reads ahead of the teacher layer in use."""
+    """Weights a rank reads ahead of the teacher layer in use."""
     lengths: Lengths
     work: Work
     schedule: Literal["in_turn", "ahead", "async"] = "in_turn"
     max_staleness: int = Field(1, ge=1)
-    """Of `async`: updates by which a token may be older than the weights that learn from it."""
+    """For `async`: maximum number of updates between a token and the weights that learn from it."""
     jitter: float = Field(0.0, ge=0)
     """Standard deviation of the logarithm of every duration's random factor."""
     seed: int = 0
 
     @property
     def ahead(self) -> int:
-        """How many updates early a batch may be begun."""
+        """Number of updates by which a batch may begin early."""
         return {"in_turn": 0, "ahead": 1, "async": self.max_staleness}[self.schedule]
 
     @model_validator(mode="after")
@@ -169,7 +169,7 @@ class SimulatedCluster(Config):
 
 
 def load_cluster(path: Path) -> SimulatedCluster:
-    """Read a cluster. Raises `ConfigError` for what is wrong with file or values."""
+    """Read a cluster. Raises `ConfigError` if the file or a value is wrong."""
     document, places = read_yaml(path, "cluster")
     try:
         return SimulatedCluster.model_validate(document)
@@ -184,8 +184,8 @@ _STATES = 14
 
 
 def forward(shape: DecoderShape, tokens: float, squares: float) -> float:
-    """Operations of a forward pass over sequences of `tokens` tokens in all, whose lengths' squares add up to
-    `squares`.
+    """Return the operations of a forward pass over sequences of `tokens` tokens in all. `squares` is the sum
+    of their squared lengths.
     """
     return 2 * shape.used * tokens + 2 * shape.layers * shape.hidden_size * squares
 
@@ -204,13 +204,13 @@ class Decode:
     per_token: float
 
     def fixed(self, running: int) -> float:
-        """Without keys and values. Experts are read if any of the running requests uses them."""
+        """Return its seconds without keys and values. Experts are read if any running request uses them."""
         touched = 1 - (1 - self.share) ** running
         return self.overhead + max(self.whole * touched, self.compute * running)
 
 
 def decode_of(cluster: SimulatedCluster) -> Decode:
-    """The decode step of one engine."""
+    """Return the decode step of one engine."""
     gpu, shape, ranks = cluster.gpu, cluster.student, cluster.ranks.per_engine
     bandwidth = gpu.memory_gb_per_s * 1e9 * ranks
     return Decode(
@@ -223,26 +223,26 @@ def decode_of(cluster: SimulatedCluster) -> Decode:
 
 
 def prefill_seconds(cluster: SimulatedCluster, tokens: float) -> float:
-    """Of one engine, for tokens whose keys and values it does not have."""
+    """Seconds of prefill on one engine, for tokens without cached keys and values."""
     gpu = cluster.gpu
     speed = gpu.tflops * 1e12 * gpu.prefill_efficiency * cluster.ranks.per_engine
     return 2 * cluster.student.used * tokens / speed
 
 
 def train_seconds(cluster: SimulatedCluster, tokens: float, squares: float) -> float:
-    """Forward and backward passes, both heads, reduction of gradients and update, over all trainer ranks."""
+    """Return the seconds of an update: passes, both heads, reduction of gradients, over all trainer ranks."""
     gpu, student, ranks = cluster.gpu, cluster.student, cluster.ranks.train
     passes = 4 if cluster.work.checkpointing else 3
     heads = 2 * tokens * (3 * student.hidden_size + cluster.teacher.hidden_size) * student.vocabulary
     operations = passes * forward(student, tokens, squares) + heads
     compute = operations / (ranks * gpu.tflops * 1e12 * train_efficiency(gpu, student.used))
-    # Weights are gathered for each pass and gradients scattered; all of it hides behind the compute at best.
+    # Weights are gathered for each pass and gradients scattered. At best all of it hides behind the compute.
     moved = (3 * student.parameters * student.bytes_per_parameter) * (ranks - 1) / ranks
     return max(compute, moved / (gpu.link_gb_per_s * 1e9)) + gpu.update_overhead_ms / 1e3
 
 
 def sync_seconds(cluster: SimulatedCluster) -> float:
-    """New weights from the trainer to every engine: each of its GPUs receives its part."""
+    """Return the seconds to send new weights to every engine. Each of its GPUs receives its shard."""
     shape, ranks = cluster.student, cluster.ranks
     if ranks.colocated and ranks.rollout == 1:
         return 0.0
@@ -252,17 +252,17 @@ def sync_seconds(cluster: SimulatedCluster) -> float:
 
 @dataclass(frozen=True, slots=True)
 class LayerCost:
-    """One layer of one teacher, on every rank alike."""
+    """The cost of one layer of one teacher, the same on every rank."""
 
     nbytes: float
-    """Of the whole layer, which every rank holds while it computes with it."""
+    """Bytes of the full layer, which every rank holds while it computes with it."""
     load: float
     """Seconds to read the rank's share and to gather the rest."""
     compute: float
 
 
 def layer_cost(cluster: SimulatedCluster, tokens: float, squares: float) -> LayerCost:
-    """A layer of the teacher that reads `tokens` tokens in all."""
+    """Return the cost of a layer of the teacher that reads `tokens` tokens in all."""
     gpu, shape, ranks = cluster.gpu, cluster.teacher, scoring_ranks(cluster)
     nbytes = shape.parameters * shape.bytes_per_parameter / shape.layers
     speed = min(cluster.store.gb_per_s_per_rank, cluster.store.gb_per_s / ranks) * 1e9
@@ -273,12 +273,12 @@ def layer_cost(cluster: SimulatedCluster, tokens: float, squares: float) -> Laye
 
 
 def scoring_ranks(cluster: SimulatedCluster) -> int:
-    """GPUs that run teachers."""
+    """Return the number of GPUs that run teachers."""
     return cluster.ranks.teachers or cluster.ranks.train
 
 
 def running_limit(cluster: SimulatedCluster) -> int:
-    """Requests an engine can hold with the longest response each. Raises `ConfigError` if not even one."""
+    """Return an engine's maximum requests of maximum length. Raises `ConfigError` if not even one fits."""
     gpu, shape, ranks = cluster.gpu, cluster.student, cluster.ranks.per_engine
     free = gpu.memory_gb * 1e9 * ranks - shape.parameters * shape.bytes_per_parameter
     each = (cluster.lengths.prompt + cluster.lengths.longest) * shape.cache_bytes_per_token
@@ -291,7 +291,7 @@ def running_limit(cluster: SimulatedCluster) -> int:
 
 
 def memory_per_rank(cluster: SimulatedCluster) -> dict[str, dict[str, float]]:
-    """Bytes of a GPU by role and part."""
+    """Return the bytes of a GPU by role and item."""
     student, teacher, work, ranks = cluster.student, cluster.teacher, cluster.work, cluster.ranks
     width = student.bytes_per_parameter
     layer = student.parameters * width / student.layers

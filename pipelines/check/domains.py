@@ -1,7 +1,6 @@
-"""What the doctor can tell of domains: their prompts, what each reward says of simple answers, where code of
-answers would run, and whether environments can be made, begin and answer.
+"""The doctor's checks of domains: prompts, rewards of simple answers, sandbox, and environments.
 
-Importable without torch, as `checks.py` is.
+It makes each environment, resets it and takes one step. Importable without torch, as `checks.py` is.
 """
 
 from __future__ import annotations
@@ -30,20 +29,20 @@ if TYPE_CHECKING:
     from opd.rollout.prompts import Domain, Prompt
 
     Answer = tuple[Prompt, str]
-    """A prompt, and what was written to it."""
+    """A prompt and an answer to it."""
 
 _PEEK = 64
-"""Prompts a procedural source makes for a check: enough to see their form."""
+"""Prompts that a procedural source makes for a check, enough to show their form."""
 
 
 def check_domains(recipe: Recipe, domains: dict[str, Domain]) -> list[Finding]:
-    """Loads a small part of every domain into `domains` and its reward function."""
+    """Load a small sample of every domain into `domains`, and its reward function."""
     findings: list[Finding] = []
     for name in recipe.domains:
         title = f"domain {name}"
         scorer = attempt(title, lambda name=name: check_scorer(recipe, name))
         source = attempt(title, lambda name=name: _check_domain(recipe, name, domains))
-        # One line for a sound domain, and all that is wrong with another.
+        # One line for a sound domain, and all errors of another.
         findings += scorer + ([f for f in source if f.level != "ok"] if scorer else source)
     trained = recipe.specialist_domains()
     return findings + [
@@ -59,7 +58,7 @@ def check_domains(recipe: Recipe, domains: dict[str, Domain]) -> list[Finding]:
 
 
 def check_scorer(recipe: Recipe, name: str) -> list[Finding]:
-    """Nothing. Raises what is wrong with the reward of a domain, whatever its prompts are."""
+    """Return no findings. Raises if the reward of a domain is wrong, whatever its prompts are."""
     from opd.rewards.kinds import own_reward, scorer_of
 
     config = recipe.domains[name]
@@ -75,10 +74,10 @@ def _check_domain(recipe: Recipe, name: str, domains: dict[str, Domain]) -> list
     from opd.rewards.kinds import check_labels, scored_by
 
     config = recipe.domains[name]
-    # Short of the run's own settings in size alone, and no smaller than the recipe asks for.
+    # Only smaller than the run's own settings, and no smaller than the recipe's number.
     small = config.model_copy(update={"prompts": min(config.prompts, _PEEK)})
     held_out = recipe.evaluation.prompts_per_domain
-    if ":" in config.source:  # generated: a few show their form, where files are read whole
+    if ":" in config.source:  # generated: a few show their form, but files are read completely
         held_out = min(8, held_out)
     domain = load_domain(name, small, seed=recipe.seed, held_out_prompts=held_out)
     domains[name] = domain
@@ -94,7 +93,7 @@ def _check_domain(recipe: Recipe, name: str, domains: dict[str, Domain]) -> list
 
 
 def _require_json(prompts: Iterable[Prompt]) -> None:
-    """Raise `DataError` for the first prompt with a label or a column that samples on disk cannot keep."""
+    """Raise `DataError` for the first prompt with a label or a column that samples on disk cannot store."""
     for prompt in prompts:
         for name, value in {"label": prompt.label, **prompt.metadata}.items():
             try:
@@ -107,12 +106,12 @@ def _require_json(prompts: Iterable[Prompt]) -> None:
 
 
 def check_held_out(recipe: Recipe, domains: Mapping[str, Domain]) -> list[Finding]:
-    """Whether the evaluation asks enough prompts to know accuracies: a warning, or nothing."""
+    """Warn if the evaluation has too few prompts to know accuracies."""
     from opd.pipelines.evaluation.statistics import FEW, Count, wilson
 
     counts, most = {}, recipe.evaluation.prompts_per_domain
     for name, domain in domains.items():
-        generated = ":" in recipe.domains[name].source  # of which a few were made for the check
+        generated = ":" in recipe.domains[name].source  # the check made only a few of these
         counts[name] = most if generated else min(most, len(domain.held_out))
     few = {name: count for name, count in counts.items() if count < FEW}
     if not few:
@@ -131,15 +130,15 @@ def check_held_out(recipe: Recipe, domains: Mapping[str, Domain]) -> list[Findin
 def check_rewards(
     recipe: Recipe, domains: Mapping[str, Domain], written: Mapping[str, Sequence[Answer]] | None = None
 ) -> list[Finding]:
-    """What each domain's reward says of an empty answer, one of one token and the label; or else of what was
-    `written` by the base, each to its own prompt. A reward that raises is an error, one that says the same of
-    all these, or that takes garbage for right, a warning.
+    """Score simple answers with each domain's reward: an empty answer, one of one token, and the label. With
+    `written`, score the base's own answers instead, each to its own prompt. A reward that raises is an error.
+    A reward that is the same for all, or that accepts garbage, is a warning.
     """
     findings: list[Finding] = []
     for name, domain in domains.items():
         config = recipe.domains[name]
         if config.environment is not None:
-            continue  # what is scored is an episode
+            continue  # a reward scores an episode here
         if domain.train and (config.reward is not None or domain.checker is not None):
             title = f"reward {name}" if written is None else f"reward {name}, the base"
             texts = None if written is None else written.get(name, ())
@@ -179,17 +178,17 @@ def _check_reward(
 
 
 _GARBAGE = {"an empty answer": "", "'zxqv wkjy'": "zxqv wkjy", "'%%%'": "%%%"}
-"""Answers that nobody means."""
+"""Senseless answers."""
 _ROWS = 3
-"""Prompts that are answered with them."""
+"""Prompts that get them as answers."""
 _IS_RIGHT = 0.5
-"""An answer that is worth more is right."""
+"""An answer with a higher reward is right."""
 _ZERO = re.compile(r"(?<![\d.,])[-+]?0+(?:\.0*)?(?![\d.,]*\d)")
 
 
 def _garbage(recipe: Recipe, domain: Domain) -> str | None:
-    """Say of the first row at which garbage is right, or 0 where the label is another, what it gets; `None`
-    where there is none. A server is not asked: each answer costs.
+    """Describe the first row at which garbage is right, or 0 is right although the label differs. `None` if
+    there is no such row. A server is not asked because each answer costs.
     """
     reward = recipe.domains[domain.name].reward
     if isinstance(reward, ServedReward):
@@ -213,8 +212,8 @@ def _garbage(recipe: Recipe, domain: Domain) -> str | None:
 
 
 def _right_garbage(scores: Mapping[str, float], is_own: bool) -> list[str]:
-    """The answers among `scores` that are right, as good as the label, and cannot be meant. `is_own`: whether
-    a function scores, for which a label is no pattern that 0 may fit.
+    """Return the answers among `scores` that are right, as good as the label, and surely wrong. `is_own`: a
+    function scores, so a label is no pattern that may match 0.
     """
     label = scores.get(_LABEL)
     bar = max(_IS_RIGHT, label or 0.0)
@@ -226,7 +225,7 @@ _LABEL, _NULL = "its label", "'0'"
 
 
 def _texts_for(prompt: Prompt) -> dict[str, str]:
-    """Garbage by name, and where the label is a text or a number the label, and 0 if it is another."""
+    """Return garbage by name, for a label of text or number also the label, and 0 if the label differs."""
     label = prompt.label
     if isinstance(label, bool) or not isinstance(label, str | int | float):
         return dict(_GARBAGE)
@@ -235,7 +234,7 @@ def _texts_for(prompt: Prompt) -> dict[str, str]:
 
 
 def _reach(reward: object) -> None:
-    """Raise `RewardError` where nobody listens: the run would wait for the server as long as its patience."""
+    """Raise `RewardError` if no server listens. The run would wait for it until its patience ends."""
     if isinstance(reward, ServedReward):
         from opd.rewards.endpoint import reach
 
@@ -243,7 +242,7 @@ def _reach(reward: object) -> None:
 
 
 def _check_weights(recipe: Recipe, name: str, parts: set[str]) -> None:
-    """Raise `RewardError` for a weight of a part that no answer's reward had, `parts` being all they had."""
+    """Raise `RewardError` for a weight of a reward term outside `parts`, which has all answers' terms."""
     own = recipe.domains[name].specialist is not None
     met = {f"domains.{name}.specialist" if own else "specialist": recipe.for_domain(name).specialist}
     met = met if name in recipe.grpo_domains() else {}
@@ -263,7 +262,7 @@ def _check_weights(recipe: Recipe, name: str, parts: set[str]) -> None:
 def _scores(
     recipe: Recipe, domain: Domain, answers: Sequence[Answer]
 ) -> list[tuple[float, Mapping[str, float]]]:
-    """The reward of each of `answers`, and its parts."""
+    """Return the reward of each of `answers`, with its terms."""
     from opd.rewards.kinds import reward_of
     from opd.rollout.rewards import Job
 
@@ -275,8 +274,8 @@ def _scores(
 
 
 def answer_to(uid: str, prompt: Prompt, text: str, context: str | None = None) -> Any:
-    """An answer to `prompt` as a reward function sees it; its tokens are its characters. `context`: what the
-    student reads of the prompt.
+    """Return an answer to `prompt` as a reward function sees it. Its tokens are its characters. `context`:
+    the prompt as the student reads it.
     """
     from opd.rollout.rewards import RewardSample, Turn
 
@@ -297,7 +296,7 @@ def answer_to(uid: str, prompt: Prompt, text: str, context: str | None = None) -
 
 
 def check_sandbox(recipe: Recipe) -> list[Finding]:
-    """Where code that the student writes will run, for the domains whose reward is `python`."""
+    """Find the sandbox for the student's code, for domains whose reward is `python`."""
     findings: list[Finding] = []
     for name, config in recipe.domains.items():
         if isinstance(config.reward, PythonReward):
@@ -325,14 +324,14 @@ _MEND = {
     "process": "install it, or take other params.tools",
     "bubblewrap": "install it where the system's programs are, or take other params.tools",
 }
-"""Of a program that is not there, by the kind of substrate."""
+"""The fix for a missing program, by the kind of substrate."""
 _OWN = (HOME, "/tmp", "/proc", "/dev")
-"""Folders that are a sandbox's own, but of the kind `process`."""
+"""Private folders of a sandbox, except of the kind `process`."""
 
 
 def check_environments(recipe: Recipe, domains: Mapping[str, Domain]) -> list[Finding]:
-    """Each is made, reset to the domain's first prompt, and asked what it says of an empty action. One that
-    raises or takes too long is an error.
+    """Make each environment, reset it to the domain's first prompt, and take an empty action. An environment
+    that raises or takes too long is an error.
     """
     findings: list[Finding] = []
     for name, domain in domains.items():
@@ -350,7 +349,7 @@ def check_environments(recipe: Recipe, domains: Mapping[str, Domain]) -> list[Fi
 
 
 def _check_tools(domain: str, config: EnvironmentConfig) -> list[Finding]:
-    """Where tools run, what that does not keep their commands from, and whether all they need is there."""
+    """Check where tools run, how far they are isolated, and that their programs exist."""
     if config.agent is not None:
         return []
     from opd.environments.kinds import environment_class
@@ -386,7 +385,7 @@ def _check_tools(domain: str, config: EnvironmentConfig) -> list[Finding]:
 
 
 def _check_reads(title: str, reads: Sequence[str], kind: str) -> list[Finding]:
-    """What commands are to read and cannot: a process would do without it, a container not begin."""
+    """Check commands' paths. Without them a process would run, but a container would not start."""
     findings = []
     for path in reads:
         there, place = os.path.exists(path), PurePath(os.path.normpath(path))
@@ -438,7 +437,7 @@ def _check_environment(recipe: Recipe, domain: Domain) -> list[Finding]:
 
 
 def _check_agent(domain: str, config: EnvironmentConfig) -> Finding:
-    """An agent's function can be called as the recipe says, and what serves it is installed."""
+    """Check that an agent's function can be called as the recipe says, and that its server is installed."""
     from opd.environments.gateway import require_server
     from opd.environments.kinds import agent_function
 

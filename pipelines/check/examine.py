@@ -1,4 +1,4 @@
-"""`opd doctor`: everything that can be known to be wrong before a run starts."""
+"""Find all errors that can be known before a run starts: `opd doctor`."""
 
 from __future__ import annotations
 
@@ -47,15 +47,15 @@ if TYPE_CHECKING:
 
 
 _MOST_PROMPTS = 10_000
-"""Prompts a generated source makes for the check: that it has too few is not to be found out at the end."""
+"""Prompts a generated source makes for the check, so that a shortage is found before the run."""
 _EXAMPLE = 80
 """Characters of an example."""
 _DEMONSTRATIONS = 500
-"""Demonstrations that are written as tokens for the check; the stage does so with all of them first."""
+"""Demonstrations that the check encodes. The stage encodes all of them first."""
 
 
 def check_sets(recipe: Recipe, sets: dict[str, Domain]) -> list[Finding]:
-    """Loads every evaluation set into `sets`, with its reward."""
+    """Load every evaluation set into `sets`, with its reward."""
     findings: list[Finding] = []
     of_sets = recipe.of_sets()
     for name in of_sets.domains:
@@ -64,7 +64,7 @@ def check_sets(recipe: Recipe, sets: dict[str, Domain]) -> list[Finding]:
 
 
 def check_set_prompts(recipe: Recipe, sets: dict[str, Domain], tokenizer: Any) -> list[Finding]:
-    """Whether their prompts can be written as tokens and leave room for their responses."""
+    """Check that the sets' prompts can be encoded and leave tokens for their responses."""
     findings: list[Finding] = []
     of_sets = recipe.of_sets()
     for name, found in sets.items():
@@ -73,7 +73,7 @@ def check_set_prompts(recipe: Recipe, sets: dict[str, Domain], tokenizer: Any) -
 
 
 def check_contamination(recipe: Recipe, sets: dict[str, Domain]) -> list[Finding]:
-    """Evaluation prompts that stand in what the run will be trained on: a warning for each set with some."""
+    """Warn for each set with evaluation prompts that are also in the training data."""
     from opd.pipelines.evaluation.evaluate import contamination
     from opd.pipelines.stages.domains import load_domains
 
@@ -110,7 +110,7 @@ def _check_set(recipe: Recipe, of_sets: Recipe, name: str, sets: dict[str, Domai
     found = load_domain(name, config, seed=recipe.seed, held_out_prompts=count)
     check_scorer(of_sets, name)
     sets[name] = found
-    # Of a set nothing is trained on; what a reward says of simple answers is asked of its first prompt.
+    # A set has no training prompts, so simple answers are scored on its first prompt.
     rewarded = check_rewards(of_sets, {name: replace(found, train=found.held_out)})
     check_labels(config, name, found.held_out)
     count = len(found.held_out) if config.is_file else asked
@@ -123,7 +123,7 @@ def _check_set(recipe: Recipe, of_sets: Recipe, name: str, sets: dict[str, Domai
 def _of_set(
     recipe: Recipe, name: str, check: Callable[[], list[Finding]], title: str = "domain "
 ) -> list[Finding]:
-    """What `check` finds, said of an evaluation set."""
+    """Return the findings of `check`, named for an evaluation set."""
     names = recipe.evaluation.sets
     return [
         replace(found, title=said_of_set(found.title, names), detail=said_of_set(found.detail, names))
@@ -132,9 +132,7 @@ def _of_set(
 
 
 def check_demonstrations(recipe: Recipe, models: Models) -> list[Finding]:
-    """What every `sft` of the recipe would learn from. What is wrong with a file that several share is said
-    once.
-    """
+    """Check the demonstrations of every `sft` of the recipe. An error in a shared file appears once."""
     findings: list[Finding] = []
     for domain, config in recipe.demonstrated().items():
         title = f"sft {domain}" if domain else "sft"
@@ -196,12 +194,12 @@ def examine(
     accepted: Accepted | None = None,
     thorough: bool = True,
 ) -> list[Finding]:
-    """Every check, in the order of a run; with `thorough=False`, as before a run, those that load no weights,
-    and once something is wrong none that needs a library of models.
+    """Return the findings of every check, in the order of a run.
 
-    `run_dir`, `resume` and `accepted` are what `opd run` would be told. Nothing is left behind. A check that
-    cannot be made because an earlier one failed is left out; a run folder that cannot be used stands in
-    the way of none.
+    `thorough=False` is for the check before a run. It loads no weights, and it needs no library of models
+    once something is wrong. `run_dir`, `resume` and `accepted` are those of `opd run`. Nothing is left
+    behind. A check is left out if an earlier one that it needs failed. An unusable run folder prevents no
+    other check.
     """
     path = run_dir or default_path(recipe)
     findings = attempt("run folder", lambda: check_run_dir(path, recipe, resume, accepted or Accepted()))
@@ -211,14 +209,14 @@ def examine(
 
 
 def _examine(recipe: Recipe, run_dir: Path, thorough: bool) -> list[Finding]:
-    """All checks but that of the run folder."""
+    """Return the findings of all checks but that of the run folder."""
     findings = check_sampling(recipe) + check_ranks(recipe) + check_paths(recipe) + check_sinks(recipe)
     findings += check_extras(recipe) + check_cluster(recipe)
     sizes = check_sizes(recipe)
     findings += sizes
     domains: dict[str, Domain] = {}
     sets: dict[str, Domain] = {}
-    if not _errors(sizes):  # what they ask for may be impossible to make
+    if not _errors(sizes):  # else the sizes may be impossible to make
         findings += check_domains(recipe, domains)
         failed = {finding.title for finding in findings if finding.level == "error"}
         sound = {name: domain for name, domain in domains.items() if f"domain {name}" not in failed}
@@ -228,7 +226,7 @@ def _examine(recipe: Recipe, run_dir: Path, thorough: bool) -> list[Finding]:
         findings += check_publishing(recipe)
     if _errors(findings) and not thorough:
         return findings
-    # With the libraries of models, which the checks above spare.
+    # These need the libraries of models, and the checks above do not.
     from opd.pipelines.check.measured import check_base, check_kl
     from opd.pipelines.check.resources import check_asked, check_precision, check_resources
 
@@ -261,10 +259,10 @@ def _examine(recipe: Recipe, run_dir: Path, thorough: bool) -> list[Finding]:
 
 
 def examine_folders(recipe: Recipe) -> list[Finding]:
-    """What the models that lie in folders here give a run to refuse, in the words of `examine`.
+    """Check the local model folders of a recipe, with the messages of `examine`.
 
-    Configurations, tokenizers and headers of weights are read, and nobody is asked: names on the Hub, URLs
-    and what a stage of the run makes are left out. A folder that is not there, or not yet, is a warning.
+    It reads configurations, tokenizers and headers of weights, and sends no requests. It ignores names on the
+    Hub, URLs and models that a stage of the run makes. A missing folder is a warning.
     """
     model, teachers = recipe.model, given_teachers(recipe)
     if model.chat_template is not None and not _is_place(model.chat_template):
@@ -272,7 +270,7 @@ def examine_folders(recipe: Recipe) -> list[Finding]:
         recipe = recipe.model_copy(update={"model": model})
     places = [place for place in (model.path, model.tokenizer, *teachers.values()) if place is not None]
     findings = []
-    if any(Path(place).is_dir() for place in places):  # else without the libraries of models
+    if any(Path(place).is_dir() for place in places):  # else the libraries of models are not needed
         findings = check_models(recipe, {}, Models(weights=False))
     if all(map(_is_place, filter(None, (model.path, model.tokenizer)))):
         findings += _absent("student", lambda: require_folders(model))
@@ -283,7 +281,7 @@ def examine_folders(recipe: Recipe) -> list[Finding]:
 
 
 def _absent(title: str, check: Callable[[], None]) -> list[Finding]:
-    """A warning if `check` raises for a folder that is not there."""
+    """Return a warning if `check` raises for a missing folder."""
 
     def found() -> list[Finding]:
         check()
@@ -293,7 +291,7 @@ def _absent(title: str, check: Callable[[], None]) -> list[Finding]:
 
 
 def _is_place(path: str) -> bool:
-    """Whether `path` can only be of this machine."""
+    """Return whether `path` can only be of this machine."""
     return "://" not in path and hub_name(path) is None
 
 
@@ -309,10 +307,10 @@ def diagnose(
     resume: bool = False,
     as_json: bool = False,
 ) -> int:
-    """Print the findings; returns the exit status: 2 if any is an error, else 0.
+    """Print the findings and return the exit status: 2 if any is an error, else 0.
 
-    A table in a terminal, else a line each (level, check, finding); `as_json` one JSON object a line with
-    the keys `level`, `check`, `finding` and `numbers`.
+    A terminal gets a table. Otherwise each finding is a line (level, check, finding). With `as_json` each
+    line is a JSON object with the keys `level`, `check`, `finding` and `numbers`.
     """
     findings = examine(recipe, run_dir=run_dir, resume=resume)
     return show(f"opd doctor: {recipe.name}", findings, console, as_json=as_json)

@@ -1,11 +1,10 @@
-"""What only answers show: how far each existing teacher is from the student, and what rewards say of it, on a
-few responses that the student writes itself; with `opd doctor --pairs FILE` whether a reward prefers the
-better of two answers.
+"""Checks that need answers: the KL of each existing teacher to the student, and rewards.
 
-A row has `prompt` (text or messages), `chosen` and `rejected`, and `label` where the reward needs one; or
-`chosen` and `rejected` are whole conversations, as in much preference data. By Bradley and Terry's model
-(1952) the better one is preferred with probability sigmoid(r(chosen) - r(rejected)): the share of pairs in
-which that is above one half is the accuracy that reward models are measured by.
+They use a few responses of the student. `opd doctor --pairs FILE` counts how often a reward prefers the
+better of two answers. A row has `prompt` (text or messages), `chosen` and `rejected`, and `label` if the
+reward needs one. Or `chosen` and `rejected` are full conversations, as in much preference data. By Bradley
+and Terry's model (1952) the better one is preferred with probability sigmoid(r(chosen) - r(rejected)). The
+accuracy of a reward model is the share of pairs above one half.
 """
 
 from __future__ import annotations
@@ -37,13 +36,13 @@ if TYPE_CHECKING:
     from opd.teachers.kinds import Placement
 
 FAR = 3.1
-"""Nats per token: the farthest start that a merge was measured from. The quick start's base begins at 0.7 to
-3.1 from its teachers, and its merge keeps 99.8 % of their accuracy."""
+"""Nats per token: the farthest start of a measured merge. The quick start's base begins at 0.7 to 3.1 from
+its teachers, and its merge keeps 99.8 % of their accuracy."""
 _PROMPTS, _NEW_TOKENS, _ANSWERS = 8, 32, 3
 
 
 def check_kl(recipe: Recipe, domains: Mapping[str, Domain], tokenizer: Any) -> list[Finding]:
-    """KL(student || teacher) for every domain and teacher that exists; loads the models."""
+    """Return KL(student || teacher) for every domain and existing teacher. Loads the models."""
     teachers = given_teachers(recipe)
     if recipe.model.path is None or not Path(recipe.model.path).is_dir() or not teachers:
         return []
@@ -65,7 +64,7 @@ def check_kl(recipe: Recipe, domains: Mapping[str, Domain], tokenizer: Any) -> l
 
 
 def check_base(recipe: Recipe, domains: Mapping[str, Domain], tokenizer: Any) -> list[Finding]:
-    """What each reward says of a few answers of a base that exists; loads the model."""
+    """Score a few answers of an existing base with each reward. Loads the model."""
     if recipe.model.path is None or not Path(recipe.model.path).is_dir():
         return []
     from opd.pipelines.stages.student import load_model
@@ -82,7 +81,7 @@ def check_base(recipe: Recipe, domains: Mapping[str, Domain], tokenizer: Any) ->
 
 @contextmanager
 def open_here(name: str, source: str, place: Placement) -> Iterator[Teacher]:
-    """The teacher in a folder or at a URL, in this process; what is published is streamed."""
+    """Open the teacher in a folder or at a URL, in this process. Published weights are streamed."""
     from opd.teachers.local_teacher import LocalTeacher
     from opd.teachers.skeleton import is_published
     from opd.teachers.streamed_teacher import streamed_teachers
@@ -111,8 +110,8 @@ def _check(
 
 
 def sample_responses(recipe: Recipe, domain: Domain, student: CausalLM, tokenizer: Any) -> list[Sample]:
-    """The student's responses to a few held-out prompts, sampled as the recipe does; a uid ends with the
-    place of its prompt among them.
+    """Return the student's responses to a few held-out prompts, sampled as the recipe does. A uid ends with
+    the index of its prompt.
     """
     from opd.pipelines.stages.domains import prompt_room, template_arguments
     from opd.pipelines.stages.student import sampling_params
@@ -150,7 +149,7 @@ def sample_responses(recipe: Recipe, domain: Domain, student: CausalLM, tokenize
 def mean_kl(
     student: CausalLM, teacher: Teacher, samples: Sequence[Sample], vocabulary: int, temperature: float
 ) -> float:
-    """Mean KL(student || teacher) over all response tokens, in nats, over the first `vocabulary` tokens."""
+    """Return the mean KL(student || teacher) over all response tokens, in nats, over `vocabulary` tokens."""
     import torch
 
     from opd.kernels.ops import linear_kl
@@ -161,7 +160,7 @@ def mean_kl(
         ids, positions, cu_seqlens, rows = (t.to(student.device) for t in pack_tokens(samples))
         hidden = student.hidden(ids, positions, cu_seqlens)[rows]
         targets = teacher.score(samples)
-        assert isinstance(targets, HiddenStates)  # of a teacher in this process
+        assert isinstance(targets, HiddenStates)  # a teacher in this process has them
         check_finite(hidden, "the student")
         check_finite(targets.rows, f"teacher {teacher.name}")
         divergence = linear_kl(
@@ -179,7 +178,7 @@ class Pair(NamedTuple):
 
 
 def calibrate(recipe: Recipe, path: Path, domain: str | None, *, as_json: bool = False) -> int:
-    """Print how the reward of `domain` orders the pairs in `path`; returns the exit status."""
+    """Print how the reward of `domain` orders the pairs in `path`. Returns the exit status."""
     if domain is None and len(recipe.domains) == 1:
         domain = next(iter(recipe.domains))
     if domain is None or domain not in recipe.domains:
@@ -231,13 +230,14 @@ def _told(
 
 
 def _softplus(x: float) -> float:
-    """log(1 + exp(x))"""
+    """Return log(1 + exp(x))."""
     return max(x, 0.0) + math.log1p(math.exp(-abs(x)))
 
 
 def _contexts(recipe: Recipe, domain: str) -> Callable[[Prompt], str]:
-    """What the student reads of a prompt: through its chat template, if it has a tokenizer before it is
-    trained."""
+    """Return a function that renders a prompt as the student reads it. It uses the chat template if the
+    student has a tokenizer before training.
+    """
     source = recipe.model.tokenizer or recipe.model.path
     if source is None:
         return lambda prompt: prompt.text if prompt.text is not None else str(prompt.messages)
@@ -252,7 +252,7 @@ def _contexts(recipe: Recipe, domain: str) -> Callable[[Prompt], str]:
 
 
 def read_pairs(path: Path, domain: str) -> list[Pair]:
-    """The pairs of a `.jsonl` or `.parquet` file. Raises `DataError` naming file and line."""
+    """Return the pairs of a `.jsonl` or `.parquet` file. Raises `DataError` naming file and line."""
     from opd.data.load import prompt_of, rows_of
 
     pairs = []
@@ -269,7 +269,7 @@ def read_pairs(path: Path, domain: str) -> list[Pair]:
 
 
 def _answer(where: str, column: str, given: Any) -> tuple[str, list[dict[str, Any]]]:
-    """The text of an answer, and the messages before it, where it is a conversation."""
+    """Return the text of an answer, and the messages before it if it is a conversation."""
     from opd.data.load import check_messages, check_text
 
     if isinstance(given, str):

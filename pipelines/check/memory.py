@@ -1,4 +1,4 @@
-"""How much memory a stage takes, part by part and phase by phase, from the shapes of its models."""
+"""Estimate the memory of a stage, by item and phase, from the shapes of its models."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from opd.train.micro_batches import PLAIN, SCORED, fitting_tokens, layer_bytes, 
 MIB = 1 << 20
 
 PHASES = ("rollout", "score", "train", "sync")
-"""Of a step, in their order."""
+"""The phases of a step, in their order."""
 _ALWAYS, _WRITES, _LEARNS = frozenset(PHASES), frozenset({"rollout"}), frozenset({"train"})
 _SYNC = frozenset({"sync"})
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Bytes of memory or disk, by what they are for."""
+    """Bytes of memory or disk, by purpose."""
 
     name: str
-    """As it is printed."""
+    """The printed name."""
     size: int
     owner: Literal["engine", "trainer"] | None = None
-    """The key of `runtime.offload` that lets it leave the device; without, it comes and goes by itself."""
+    """The key of `runtime.offload` that offloads it. Without an owner it comes and goes by itself."""
     phases: frozenset[str] = _ALWAYS
-    """Those that need it: it is held in the others too while its owner stays."""
+    """The phases that need it. While its owner stays, it is resident in the others too."""
     mend: str = ""
-    """What makes room where this part alone is too much."""
+    """The fix if this item alone is too large."""
 
     def is_held(self, phase: str, offload: OffloadConfig) -> bool:
-        """Whether it takes memory in `phase` of a step."""
+        """Return whether it takes memory in `phase` of a step."""
         stays = self.owner is not None and not getattr(offload, self.owner)
         return stays or phase in self.phases
 
@@ -46,34 +46,34 @@ Parts = list[Part]
 
 
 def total(parts: Iterable[Part]) -> int:
-    """Bytes of all of them."""
+    """Return the bytes of all items."""
     return sum(part.size for part in parts)
 
 
 def sizes_of(parts: Iterable[Part]) -> dict[str, int]:
-    """Bytes by name."""
+    """Return the bytes by name."""
     return {part.name: part.size for part in parts}
 
 
 def listed(parts: Iterable[Part]) -> str:
-    """Those that take something, in words."""
+    """Format the items that are not empty."""
     return ", ".join(f"{part.name} {readable(part.size)}" for part in parts if part.size)
 
 
 class PhaseSizes(NamedTuple):
-    """What the phases of a step hold."""
+    """The memory of the phases of a step."""
 
     told: str
-    """In words, with `room`."""
+    """The sizes as text, with `room`."""
     sizes: dict[str, int]
-    """Bytes by phase; `with offload` those of the largest phase with all that can be handed over."""
+    """Bytes by phase. `with offload` is the largest phase with everything offloaded."""
     room: str
-    """What would make it less, in words; empty where nothing would."""
+    """The setting that would make it less, as text. Empty if there is none."""
 
 
 def memory_parts(recipe: Recipe, student: ModelShape, teachers: Mapping[str, ModelShape]) -> Parts:
-    """What the stage holds that holds the most at once: the merge, what trains all weights of the base, or
-    the specialists that train side by side. With `runtime.offload` in its largest phase.
+    """Return the memory of the largest stage. Stages are the merge, training of all weights of the base, and
+    the specialists that train concurrently. With `runtime.offload` it is the largest phase.
     """
     offload, stages = recipe.runtime.offload, stages_of(recipe, student, teachers)
     if not (offload.engine or offload.trainer):
@@ -84,7 +84,7 @@ def memory_parts(recipe: Recipe, student: ModelShape, teachers: Mapping[str, Mod
 def memory_by_phase(
     recipe: Recipe, student: ModelShape, teachers: Mapping[str, ModelShape]
 ) -> dict[str, Parts]:
-    """By phase of a step what the stage holds whose largest phase is the largest."""
+    """Return the items by phase, for the stage with the largest phase."""
     stages = [_by_phase(stage, recipe.runtime.offload) for stage in stages_of(recipe, student, teachers)]
     return max(stages, key=lambda phases: max(map(total, phases.values())))
 
@@ -94,7 +94,7 @@ def _by_phase(parts: Parts, offload: OffloadConfig) -> dict[str, Parts]:
 
 
 def told_by_phase(recipe: Recipe, student: ModelShape, teachers: Mapping[str, ModelShape]) -> PhaseSizes:
-    """The bytes of the phases, and those with `runtime.offload` where that makes them less."""
+    """Return the bytes of the phases, and those with `runtime.offload` if that makes them less."""
     sizes = {phase: total(held) for phase, held in memory_by_phase(recipe, student, teachers).items()}
     told = ", ".join(f"{phase} {readable(size)}" for phase, size in sizes.items())
     other = handed_over(recipe)
@@ -111,7 +111,7 @@ def _asked(recipe: Recipe) -> str:
 
 
 def handed_over(recipe: Recipe) -> Recipe | None:
-    """`recipe` with everything handed over that can be; `None` where that changes nothing."""
+    """Return `recipe` with everything offloaded that can be, or `None` if that changes nothing."""
     embedded = recipe.rollout.engine.type == "torch" and recipe.launch.type == "local"
     most = OffloadConfig(engine=embedded, trainer=not recipe.train.offloads_itself)
     if recipe.rollout.schedule != "in_turn" or most == recipe.runtime.offload:
@@ -121,19 +121,19 @@ def handed_over(recipe: Recipe) -> Recipe | None:
 
 
 def put_away(parts: Parts) -> int:
-    """Bytes of those that leave with the trainer while the student writes."""
+    """Return the bytes that leave with the trainer during rollout."""
     return total(part for part in parts if part.owner == "trainer" and part.phases != _ALWAYS)
 
 
 def stages_of(recipe: Recipe, student: ModelShape, teachers: Mapping[str, ModelShape]) -> list[Parts]:
-    """What each stage that trains holds: the merge, what trains all weights of the base, specialists."""
+    """Return the memory of each training stage: the merge, full training of the base, specialists."""
     lora = recipe.model.lora is not None
     led = _led(recipe, student, teachers)
     merge = _training(recipe, student, recipe.distill.batch, lora, total(led)) + led
     if recipe.distill.prefixes == "student":
         merge += _frozen(recipe, student, kept=False)
     if recipe.distill.prefixes == "teacher":
-        # One writes at a time, beside the student; what was written stays to the end.
+        # One teacher generates at a time, beside the student. Its answers stay to the end.
         largest = max(teachers.get(name, student).parameters for name in recipe.taught())
         writer = largest * WIDTH[model_dtype(recipe)] + _cache(recipe, student)
         merge.append(Part("a teacher that writes", writer, phases=_WRITES))
@@ -147,7 +147,7 @@ def stages_of(recipe: Recipe, student: ModelShape, teachers: Mapping[str, ModelS
 
 
 def _grpo_stages(recipe: Recipe, student: ModelShape, teachers: Mapping[str, ModelShape]) -> list[Parts]:
-    """The specialists that train side by side, as large as they may be, and the baseline of all domains."""
+    """Return the largest specialists that can train concurrently, and the baseline of all domains."""
     trained, lora = recipe.grpo_domains(), recipe.model.lora is not None
     demonstrated = [recipe.domains[name].sft for name in recipe.specialist_domains() if name not in trained]
     side = [_grpo(recipe.for_domain(name), student, teachers) for name in trained]
@@ -161,7 +161,7 @@ def _grpo_stages(recipe: Recipe, student: ModelShape, teachers: Mapping[str, Mod
 
 
 def _grpo(recipe: Recipe, student: ModelShape, teachers: Mapping[str, ModelShape]) -> Parts:
-    """A GRPO stage with the `specialist` of this recipe."""
+    """Return the memory of a GRPO stage with this recipe's `specialist`."""
     config = recipe.specialist
     parts = _training(recipe, student, config.batch, recipe.model.lora is not None)
     if config.opd is not None:
@@ -177,8 +177,8 @@ def _grpo(recipe: Recipe, student: ModelShape, teachers: Mapping[str, ModelShape
 
 
 def _frozen(recipe: Recipe, student: ModelShape, kept: bool) -> Parts:
-    """The model that a stage began as, once, where `evaluation.base_kl_every` or a reference (`kept`) needs
-    it; of several ranks each has its share.
+    """Return the frozen start model, if `evaluation.base_kl_every` or a reference (`kept`) needs it. Each of
+    several ranks has its share.
     """
     held = kept or recipe.evaluation.base_kl_every > 0
     size = student.parameters * WIDTH[model_dtype(recipe)] // (recipe.train.ranks or 1)
@@ -190,8 +190,8 @@ _TOKEN, _SAMPLE = 13, 2000
 
 
 def answers_held(recipe: Recipe) -> tuple[int, int]:
-    """How many answers of teachers a merge with `prefixes: teacher` holds from before its first step, and
-    their bytes, if all are as long as they may get.
+    """Return the number and the bytes of teachers' answers, for a merge with `prefixes: teacher`. The merge
+    holds them from before its first step. The bytes assume the maximum length.
     """
     config = recipe.distill
     counts = {
@@ -208,14 +208,14 @@ def answers_held(recipe: Recipe) -> tuple[int, int]:
 def merge_tokens(
     recipe: Recipe, student: ModelShape, teachers: Mapping[str, ModelShape] | None = None
 ) -> int:
-    """Packed tokens of a micro-batch of the merge, about: `choose_tokens` asks when the stage starts."""
+    """Return about the packed tokens of a micro-batch of the merge. `choose_tokens` sets them later."""
     beside = total(_led(recipe, student, teachers or {}))
     held = _held_in_training(recipe, student, recipe.model.lora is not None)
     return _packed(recipe, student, recipe.distill.batch, beside + total(held))
 
 
 def _packed(recipe: Recipe, student: ModelShape, batch: BatchConfig, beside: int) -> int:
-    """`batch.max_tokens`, chosen where it is `auto` for a device of which `beside` bytes are others'."""
+    """Return `batch.max_tokens`. For `auto`, fit it to a device of which others use `beside` bytes."""
     if batch.max_tokens != "auto":
         return batch.max_tokens
     if not on_cuda(recipe.model.device):
@@ -228,7 +228,7 @@ def _packed(recipe: Recipe, student: ModelShape, batch: BatchConfig, beside: int
 
 
 def _training(recipe: Recipe, student: ModelShape, batch: BatchConfig, lora: bool, beside: int = 0) -> Parts:
-    """A student that writes and learns, without what it learns from, which takes `beside` bytes."""
+    """Return the memory of a training student. Its sources of learning take `beside` bytes more."""
     held = _held_in_training(recipe, student, lora)
     tokens = _packed(recipe, student, batch, beside + total(held))
     activations = student.layers * layer_bytes(tokens, student.hidden_size, WIDTH[model_dtype(recipe)])
@@ -236,21 +236,21 @@ def _training(recipe: Recipe, student: ModelShape, batch: BatchConfig, lora: boo
 
 
 def _held_in_training(recipe: Recipe, student: ModelShape, lora: bool) -> Parts:
-    """`_training` but for the activations."""
+    """Return `_training` without the activations."""
     width, own = WIDTH[model_dtype(recipe)], learning_width(recipe)
     learns = student.adapters if lora else student.parameters
-    # An engine that is sent adapters keeps the layers they belong to twice, as they were and merged.
+    # An engine that gets adapters stores their layers twice, original and merged.
     received = student.adapted + student.adapters if lora else 0
     weights, gradients, moments = _sharing(recipe)
     ranks, copy = recipe.train.ranks or 1, (student.parameters + received) * width
     is_shared = is_cut(recipe, ranks, student.parameters * width)
-    if is_shared:  # it is the trainer's, and has no other form
+    if is_shared:  # it is the trainer's, in the same form
         copy = 0 if recipe.train.backend == "torch" else copy // ranks
-    is_pushed = recipe.model.lora is None  # a base that nobody pushes stays
+    is_pushed = recipe.model.lora is None  # a base that is never pushed stays
     held = (learns * own + (student.parameters * width if lora else 0)) // weights
     copies = _copies(recipe, student, learns, width)
     return [
-        # They stay where the engine writes with them.
+        # They stay while the engine generates with them.
         Part("weights", held, "trainer", _LEARNS | _SYNC if copy else _ALWAYS),
         Part(f"copies in {model_dtype(recipe)}", copies, phases=_LEARNS),
         Part("gradients", learns * own // gradients, phases=_LEARNS),
@@ -262,7 +262,7 @@ def _held_in_training(recipe: Recipe, student: ModelShape, lora: bool) -> Parts:
 
 
 def _sharing(recipe: Recipe) -> tuple[int, int, int]:
-    """How many of `train.ranks` share what one has of weights, gradients and AdamW's moments."""
+    """Return the numbers of `train.ranks` that shard weights, gradients and AdamW's moments."""
     train, ranks = recipe.train, recipe.train.ranks or 1
     if train.backend == "megatron":
         width = train.tensor_parallel * train.pipeline_parallel
@@ -273,21 +273,21 @@ def _sharing(recipe: Recipe) -> tuple[int, int, int]:
 
 
 def with_critic(recipe: Recipe) -> list[str]:
-    """The domains whose specialist has a critic."""
+    """Return the domains whose specialist has a critic."""
     names = recipe.grpo_domains()
     return [name for name in names if recipe.for_domain(name).specialist.advantage.type == "gae"]
 
 
 def _critic(recipe: Recipe, student: ModelShape) -> int:
-    """Weights, gradients and moments of a critic, all of which is trained, whatever the student trains."""
+    """Return the bytes of a critic's weights, gradients and moments. All of it trains, with adapters too."""
     learns = student.parameters
     return 4 * learns * learning_width(recipe) + _copies(recipe, student, learns, WIDTH[model_dtype(recipe)])
 
 
 def _copies(recipe: Recipe, student: ModelShape, learns: int, width: int) -> int:
-    """What master weights are rounded to while layers compute: everything, in one process with its gradients,
-    or with FSDP2 the embedding and the head for a whole pass, and of the layers the one that computes and the
-    next.
+    """Return the bytes of master weights rounded to the compute type. In one process they are everything,
+    with gradients. FSDP2 rounds the embedding and the head for a full pass, and of the layers the current and
+    the next.
     """
     if not has_masters(recipe):
         return 0
@@ -300,7 +300,7 @@ def _copies(recipe: Recipe, student: ModelShape, learns: int, width: int) -> int
 
 
 def _led(recipe: Recipe, student: ModelShape, teachers: Mapping[str, ModelShape]) -> Parts:
-    """What following its teachers takes beside training, in a stage with this recipe."""
+    """Return the memory of following the recipe's teachers, beside training."""
     return [
         Part("teachers", _teachers(recipe, student, teachers, WIDTH[model_dtype(recipe)])),
         Part("logits of a chunk", logits_bytes(_chunk(recipe), student.vocabulary), phases=_LEARNS),
@@ -308,7 +308,7 @@ def _led(recipe: Recipe, student: ModelShape, teachers: Mapping[str, ModelShape]
 
 
 def _chunk(recipe: Recipe) -> int:
-    """Tokens whose logits exist at a time, at most."""
+    """Return the maximum tokens whose logits exist at a time."""
     from opd.kernels.projection import CHUNK, CHUNK_DEVICE
 
     return recipe.distill.batch.kl_chunk or (CHUNK_DEVICE if on_cuda(recipe.model.device) else CHUNK)
@@ -321,30 +321,30 @@ def _teachers(recipe: Recipe, student: ModelShape, teachers: Mapping[str, ModelS
     kept = sum(size for name, size in sizes.items() if name not in streamed)
     if not streamed:
         return kept
-    # Layers in a buffer of at most one teacher, and heads: the one in use and the next.
+    # Layers are in a buffer of at most one teacher. Heads are the current and the next.
     head = width * max(shape.vocabulary * shape.hidden_size for shape in (student, *shapes.values()))
     buffer = min(recipe.storage.prefetch_mb * MIB + head, max(sizes[name] for name in streamed))
     return kept + buffer + min(2, len(streamed)) * head
 
 
 _DRAWN = 28
-"""Bytes of a logit while a token is drawn, about: the logits, their logarithms, probabilities, what is sorted
-for a cut with its order, and sums in float64."""
+"""Bytes of a logit while a token is drawn, about. They hold the logits, their logarithms, probabilities, the
+sorted values and order for a cut, and sums in float64."""
 _LAYER = 24
-"""Numbers of a layer of a captured step per hidden unit and request, about."""
+"""Numbers of a layer of a captured step per hidden dimension and request, about."""
 _SCORE = 8
 """Bytes of a score, its weight and its mask, about."""
 
 
 def on_cuda(device: str) -> bool:
-    """Whether `model.device` means CUDA here."""
+    """Return whether `model.device` means CUDA here."""
     import torch
 
     return device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
 
 
 def free_on_cuda(device: str) -> int | None:
-    """Bytes free on the GPU that `model.device` names; `None` where it is not here."""
+    """Return the bytes free on the GPU that `model.device` names, or `None` if it is not here."""
     import torch
 
     where = torch.device("cuda" if device == "auto" else device)
@@ -354,7 +354,7 @@ def free_on_cuda(device: str) -> int | None:
 
 
 def _window(recipe: Recipe) -> tuple[int, int]:
-    """Tokens of keys and values that a request may have, and those that are read of it."""
+    """Return the maximum tokens of keys and values of a request, and the tokens read of it."""
     from opd.rollout.kv_cache import LEAST_WINDOW, WINDOW_PARTS, bucket
 
     length = min(recipe.rollout.max_sequence, 2 * recipe.longest_response())
@@ -362,7 +362,7 @@ def _window(recipe: Recipe) -> tuple[int, int]:
 
 
 def _cache(recipe: Recipe, student: ModelShape) -> int:
-    """Bytes of the keys and values of the embedded engine."""
+    """Return the bytes of the keys and values of the embedded engine."""
     from opd.rollout.pages import PAGE
 
     length, read = _window(recipe)
@@ -373,7 +373,7 @@ def _cache(recipe: Recipe, student: ModelShape) -> int:
 
 
 def _decode(recipe: Recipe, student: ModelShape) -> Parts:
-    """Weights as decode wants them, and on CUDA what captured steps read and write."""
+    """Return the memory of weights laid out for decode, and on CUDA of buffers of captured steps."""
     laid_out = Part("weights laid out for decode", _laid_out(recipe, student), "engine", _WRITES | _SYNC)
     if not on_cuda(recipe.model.device):
         return [laid_out]
@@ -387,12 +387,12 @@ def _decode(recipe: Recipe, student: ModelShape) -> Parts:
 
 
 def token_bytes(recipe: Recipe, student: ModelShape) -> int:
-    """Bytes of a token's keys and values."""
+    """Return the bytes of a token's keys and values."""
     return student.layers * student.kv_width * 2 * WIDTH[model_dtype(recipe)]
 
 
 def _limit(recipe: Recipe) -> int | None:
-    """Bytes that keys and values may take; `None` where they depend on a device that is elsewhere."""
+    """Return the byte limit of keys and values, or `None` if it depends on a remote device."""
     import torch
 
     from opd.rollout.kv_cache import kv_budget
@@ -406,8 +406,8 @@ def _limit(recipe: Recipe) -> int | None:
 
 
 def _laid_out(recipe: Recipe, student: ModelShape) -> int:
-    """Bytes of the copies that decode makes of weights: of those that are multiplied as one, and on a CPU of
-    others where another layout or float32 is faster.
+    """Return the bytes of weight copies for decode. Fused weights are copied. On a CPU others are copied if
+    another layout or float32 is faster.
     """
     from opd.kernels.projection import onednn_packs, widens
     from opd.models.causal_lm import torch_dtype

@@ -1,4 +1,4 @@
-"""Whether student and teachers can be read and fit together; no weights are loaded."""
+"""Check that student and teachers can be read and fit together. Loads no weights."""
 
 from __future__ import annotations
 
@@ -31,42 +31,42 @@ if TYPE_CHECKING:
 
 DEVICE = "device"
 _PEEK = 64
-"""Prompts of a domain that are asked whether they are messages."""
+"""Prompts of a domain that are looked at for messages."""
 _LOOKED_AT = 8 << 30
-"""Bytes of a model's weights that are looked at: of a larger one the beginning of each tensor."""
+"""Bytes of a model's weights that are checked. Of a larger model the beginning of each tensor is."""
 _NAMES = ("architectures", "dtype", "torch_dtype", "transformers_version", "name_or_path", "use_cache")
-"""Keys of a configuration that change nothing in what its weights compute."""
+"""Keys of a configuration that do not change the function of its weights."""
 
 
 @dataclass(slots=True)
 class Models:
-    """What the checks found out, for the estimate and the KL check."""
+    """Results of the checks, for the estimate and the KL check."""
 
     tokenizer: Any = None
     config: Any = None
     """The student's Hugging Face configuration."""
     chat: bool = False
-    """Whether some prompts are messages, so that the chat template counts."""
+    """Some prompts are messages, so the chat template counts."""
     stops: tuple[int, ...] = ()
-    """Ids at which every response ends."""
+    """Ids that end every response."""
     student: ModelShape | None = None
     teachers: dict[str, ModelShape] = field(default_factory=dict)
     weights: bool = True
-    """Whether weights are looked at. If not, no model is that does not lie in a folder here."""
+    """Weights are checked. If not, only models in local folders are checked."""
 
     def sees(self, *places: str | None) -> bool:
-        """Whether what lies in `places` is looked at."""
+        """Return whether the models at `places` are checked."""
         given = [place for place in places if place is not None]
         return self.weights or (bool(given) and all(Path(place).is_dir() for place in given))
 
 
 def check_models(recipe: Recipe, domains: Mapping[str, Domain], models: Models) -> list[Finding]:
-    """Checks student, teachers and prompts; fills `models`."""
+    """Check student, teachers and prompts, and fill `models`."""
     findings = []
     if models.sees(recipe.model.path, recipe.model.tokenizer):
         findings = attempt("student", lambda: _check_student(recipe, domains, models))
         if models.student is None:
-            return findings  # what the rest is compared with
+            return findings  # the rest is compared with the student
     models.chat = any(prompt.messages is not None for d in domains.values() for prompt in d.train[:_PEEK])
     if models.tokenizer is not None:
         findings += attempt("stop ids", lambda: check_stops(recipe, models))
@@ -87,12 +87,12 @@ def _check_teachers(recipe: Recipe, models: Models) -> list[Finding]:
             found = attempt(f"teacher {name}", lambda n=name, p=path: _check_teacher(recipe, n, p, models))
             findings += found
             if any(one.level == "error" for one in found):
-                faulty.add(name)  # of which nothing more is said
+                faulty.add(name)  # its other checks are skipped
     return findings + _check_streams(recipe, models, faulty)
 
 
 def check_device(recipe: Recipe) -> list[Finding]:
-    """Nothing. Raises `ModelError` for a device that is not there."""
+    """Return no findings. Raises `ModelError` for a device that is not there."""
     from opd.models.causal_lm import torch_device
 
     torch_device(recipe.model.device)
@@ -141,7 +141,7 @@ def _check_student(recipe: Recipe, domains: Mapping[str, Domain], models: Models
 
 
 def require_folders(model: ModelConfig) -> None:
-    """Raise `ModelError` for a folder that `model` names and that is none."""
+    """Raise `ModelError` if a path of `model` is not a folder."""
     from opd.models.hf_folder import folder_fault
 
     for key, what in (("path", "model"), ("tokenizer", "tokenizer")):
@@ -152,7 +152,7 @@ def require_folders(model: ModelConfig) -> None:
 
 
 def _look_at_values(folder: Path, models: Models) -> None:
-    """Raise `CheckpointError` for weights that are no numbers, in as much of them as is read here."""
+    """Raise `CheckpointError` for weights that are not numbers, in the bytes that are read here."""
     from opd.models.hf_folder import described_in
     from opd.storage.weight_folder import check_numbers
 
@@ -163,7 +163,7 @@ def _look_at_values(folder: Path, models: Models) -> None:
 
 
 def _check_sent(recipe: Recipe, module: Any) -> list[Finding]:
-    """Whether servers on which the student writes know its tensors by the names under which they are sent."""
+    """Check that the student's servers know its tensors by the names under which they are sent."""
     from opd.models.architecture import kept_otherwise
     from opd.pipelines.stages.served_engine import merged_because
 
@@ -210,13 +210,13 @@ def _check_teacher(recipe: Recipe, name: str, source: str, models: Models) -> li
 
 
 def _check_streams(recipe: Recipe, models: Models, lost: Collection[str]) -> list[Finding]:
-    """Whether teachers that are to be streamed can be; of those that this run trains it would else be known
-    once they are trained.
+    """Check that streamed teachers can be streamed. For teachers of this run the error would otherwise appear
+    only after their training.
     """
     together: dict[str | None, list[str]] = {}
     given = recipe.given_teachers()
     for name in recipe.used_teachers():
-        seen = name in given or models.student is not None  # what it is, or is to become
+        seen = name in given or models.student is not None  # its configuration is known
         if recipe.teacher(name).type == "streamed" and name not in lost and seen:
             together.setdefault(given.get(name), []).append(name)
     findings = []
@@ -233,7 +233,7 @@ def _check_streams(recipe: Recipe, models: Models, lost: Collection[str]) -> lis
 
 
 def _stream_names(recipe: Recipe, source: str | None, models: Models) -> list[Finding]:
-    """Nothing, or what `check_streams` raises; `source` is `None` for what the student becomes."""
+    """Return no findings, or raise as `check_streams`. `source` is `None` for the student's checkpoint."""
     from opd.models.hf_folder import read_config
     from opd.storage.published import PublishedModel
     from opd.teachers.published_adapter import PublishedAdapter, is_adapter
@@ -256,7 +256,7 @@ def _check_teacher_files(recipe: Recipe, name: str, path: Path, config: Any, mod
     title, shape = f"teacher {name}", models.teachers[name]
     told = Finding("ok", title, f"{config.model_type}, {shape.parameters:,} parameters")
     if models.student is None:
-        return [told]  # nothing to compare it with
+        return [told]  # no student to compare it with
     return [
         told,
         *check_rows(title, config, models.tokenizer, SAME_TOKENS),
@@ -268,7 +268,7 @@ def _check_teacher_files(recipe: Recipe, name: str, path: Path, config: Any, mod
 
 
 def _check_weight_merges(title: str, recipe: Recipe, config: Any, models: Models) -> list[Finding]:
-    """Arithmetic on weights needs models of one configuration; distillation does not."""
+    """Check that teachers have the student's configuration if the run does arithmetic on weights."""
     asked = [method for method in recipe.baselines.methods if method in WEIGHT_MERGES]
     ours, theirs = _form(models.config), _form(config)
     apart = sorted(key for key in ours.keys() | theirs.keys() if ours.get(key) != theirs.get(key))
@@ -279,13 +279,13 @@ def _check_weight_merges(title: str, recipe: Recipe, config: Any, models: Models
 
 
 def _form(config: Any) -> dict[str, Any]:
-    """What of a configuration changes the function its weights compute."""
+    """Return the keys of a configuration that change the function of its weights."""
     form = config.get_text_config().to_dict()
     return {key: value for key, value in form.items() if not key.startswith("_") and key not in _NAMES}
 
 
 def _check_positions(title: str, config: Any, recipe: Recipe, models: Models) -> list[Finding]:
-    """Whether a teacher can read, and when it is measured write, what the student may write."""
+    """Check that a teacher has positions for the student's samples, and for its own when it is measured."""
     from opd.models.hf_folder import angles_change_at
     from opd.pipelines.stages.domains import room_in
 
@@ -302,7 +302,7 @@ def _check_positions(title: str, config: Any, recipe: Recipe, models: Models) ->
 
 
 def _check_sampling(title: str, path: str | None, rollout: RolloutConfig) -> list[Finding]:
-    """A model tuned to be sampled in another way than the recipe's is another policy."""
+    """Warn if a model was tuned for other sampling parameters than the recipe's."""
     from opd.models.hf_folder import read_object
 
     file = Path(path) / "generation_config.json" if path is not None else None
@@ -323,7 +323,7 @@ def _check_sampling(title: str, path: str | None, rollout: RolloutConfig) -> lis
 
 
 def look(source: str) -> None:
-    """Read the description of a published teacher. Raises `StorageError` if that cannot be done."""
+    """Read the description of a published teacher. Raises `StorageError` if it cannot."""
     from opd.storage.published import PublishedModel
     from opd.teachers.published_adapter import PublishedAdapter, is_adapter
 
@@ -332,8 +332,8 @@ def look(source: str) -> None:
 
 
 def unreachable(teachers: Mapping[str, str], look: Callable[[str], None]) -> dict[str, OpdError]:
-    """What is wrong with those that are published and cannot be read; all are looked at side by side, since
-    each may take its time to be given up.
+    """Return the errors of published teachers that cannot be read. All are tried concurrently because each
+    may take a while to fail.
     """
     from opd.teachers.skeleton import is_published
 
@@ -353,7 +353,7 @@ def unreachable(teachers: Mapping[str, str], look: Callable[[str], None]) -> dic
 
 
 def told_together(teachers: Mapping[str, str], lost: Mapping[str, OpdError]) -> list[Finding]:
-    """One finding for all that fail in the same way."""
+    """Return one finding for all teachers that fail in the same way."""
     alike: dict[str, list[str]] = {}
     for name, error in lost.items():
         alike.setdefault(str(error).replace(teachers[name], "URL"), []).append(name)

@@ -1,5 +1,5 @@
-"""`opd doctor --parity`: every back end scores the same samples of the student, and their log-probabilities
-and KL are compared at several temperatures.
+"""Compare the scores of every back end: `opd doctor --parity`. All score the same samples of the student, and
+log-probabilities and KL are compared at several temperatures.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ if TYPE_CHECKING:
     from opd.models.causal_lm import CausalLM
 
 TEMPERATURES = (1.0, 0.7)
-"""At 1 a back end that ignores the temperature goes unnoticed."""
+"""At 1 an ignored temperature would go unnoticed."""
 TOLERANCE = {"float32": 1e-4, "bfloat16": 1e-1, "float16": 2e-2}
-"""Nats. For 16 bits it is the rounding of every layer's output, done in another order."""
+"""Nats. For 16 bits it is the rounding of every layer's output, in another order."""
 
 
 @dataclass(frozen=True, slots=True)
 class ParityProblem:
-    """The samples, and the student that wrote them."""
+    """The samples, and the student that generated them."""
 
     samples: Sequence[Sample]
     targets: Tensor
     """[N] int64: the response tokens, end to end."""
     student_hidden: Tensor
-    """[N, D]: the student's last hidden states where it predicts them."""
+    """[N, D]: the student's last hidden states that predict them."""
     student_head: Head
     """Over the tokenizer's vocabulary."""
     placement: Placement
@@ -57,12 +57,12 @@ class ParityProblem:
 
 @dataclass(frozen=True, slots=True)
 class ParityScores:
-    """What one back end says of a teacher on the samples of a problem."""
+    """One back end's scores of a teacher on the samples of a problem."""
 
     logprobs: Mapping[float, Tensor]
     """Temperature -> [N] float32 nats: the teacher's log-probability of every response token."""
     kl: Mapping[float, Tensor]
-    """Temperature -> [N] float32 nats: KL(student || teacher); nothing where only tokens are scored."""
+    """Temperature -> [N] float32 nats: KL(student || teacher). Empty if only tokens are scored."""
 
 
 Mode = Callable[[ParityProblem, Mapping[str, str]], dict[str, ParityScores]]
@@ -75,15 +75,15 @@ class Difference:
 
     logprobs: float
     kl: float
-    """NaN where one of the two has none."""
+    """NaN if one of the two has none."""
 
     def within(self, tolerance: float) -> bool:
-        """Whether both are; a missing KL does not count."""
+        """Return whether both are within the tolerance. A missing KL does not count."""
         return self.logprobs <= tolerance and not self.kl > tolerance
 
 
 def difference(ours: ParityScores, theirs: ParityScores) -> Difference:
-    """At the temperatures both have. Raises `TeacherError` if there is none or if tokens are missing."""
+    """Compare at the common temperatures. Raises `TeacherError` if there is none or if tokens are missing."""
     common = [temperature for temperature in ours.logprobs if temperature in theirs.logprobs]
     if not common:
         raise TeacherError("two back ends have scored at no common temperature; score at one of them again.")
@@ -95,9 +95,9 @@ def difference(ours: ParityScores, theirs: ParityScores) -> Difference:
 
 
 def scores_of(problem: ParityProblem, teacher: Teacher) -> ParityScores:
-    """What `teacher` says, whichever of its signals it gives.
+    """Score the problem with `teacher`, by any of its signals.
 
-    Log-probabilities that come without hidden states count for temperature 1 alone.
+    Log-probabilities without hidden states count for temperature 1 alone.
     """
     targets = teacher.score(problem.samples)
     if isinstance(targets, TokenLogprobs):
@@ -121,7 +121,7 @@ def scores_of(problem: ParityProblem, teacher: Teacher) -> ParityScores:
 
 
 def by_torch(problem: ParityProblem, sources: Mapping[str, str]) -> dict[str, ParityScores]:
-    """Hugging Face models in this process; published ones are streamed."""
+    """Score with Hugging Face models in this process. Published ones are streamed."""
     found = {}
     for name, source in sources.items():
         with open_here(name, source, problem.placement) as teacher:
@@ -130,7 +130,7 @@ def by_torch(problem: ParityProblem, sources: Mapping[str, str]) -> dict[str, Pa
 
 
 def by_megatron(problem: ParityProblem, sources: Mapping[str, str]) -> dict[str, ParityScores]:
-    """Megatron-Core in this process."""
+    """Score with Megatron-Core in this process."""
     from opd.teachers.megatron_teacher import megatron_teachers
 
     with megatron_teachers(sources, problem.placement) as teachers:
@@ -138,7 +138,7 @@ def by_megatron(problem: ParityProblem, sources: Mapping[str, str]) -> dict[str,
 
 
 def by_kind(recipe: Recipe, type: str) -> Mode:
-    """The mode of the recipe's own teachers of that kind, opened as a merge does."""
+    """Return the mode of the recipe's own teachers of that kind, opened as a merge does."""
 
     def score(problem: ParityProblem, sources: Mapping[str, str]) -> dict[str, ParityScores]:
         from opd.teachers.kinds import TeacherOpening, open_kinds
@@ -157,7 +157,7 @@ def by_kind(recipe: Recipe, type: str) -> Mode:
 
 @contextmanager
 def _published(source: str) -> Iterator[str]:
-    """`source` published, for as long as the block runs if it was not."""
+    """Yield `source` published, temporarily if it was not."""
     from opd.pipelines.stages.publishing import publish_checkpoint
     from opd.teachers.skeleton import is_published
 
@@ -182,12 +182,12 @@ def _largest(one: Tensor, other: Tensor) -> float:
 
 REFERENCE = "torch"
 ITSELF = "the student itself"
-"""The teacher of the noise floor: what its KL is above 0 is the back end's rounding."""
+"""The teacher of the noise floor: its KL above 0 is the back end's rounding."""
 
 
 def modes_of(recipe: Recipe) -> dict[str, Mode]:
-    """The back ends that can run here, by name, the reference first."""
-    from opd.pipelines.check.parity_ranks import RANKS, by_two_ranks  # which import this file
+    """Return the back ends that can run here, by name, the reference first."""
+    from opd.pipelines.check.parity_ranks import RANKS, by_two_ranks  # it imports this file
 
     modes: dict[str, Mode] = {REFERENCE: by_torch}
     if find_spec("megatron") is not None:
@@ -204,10 +204,11 @@ def modes_of(recipe: Recipe) -> dict[str, Mode]:
 def check_parity(
     recipe: Recipe, console: Console | None = None, modes: Mapping[str, Mode] | None = None
 ) -> int:
-    """Compare and print a table; returns the exit status: 2 if back ends differ by more than they may.
+    """Compare the back ends, print a table and return the exit status.
 
-    The teachers are those of the recipe that exist already, and the student itself. Its samples are answers
-    to held-out prompts of every domain, and a prompt alone, and answers of one token.
+    The status is 2 if back ends differ by more than the tolerance. The teachers are the recipe's existing
+    ones and the student itself. The samples are its answers to held-out prompts of every domain, a prompt
+    without an answer, and an answer of one token.
     """
     console = console or Console()
     modes = modes_of(recipe) if modes is None else modes
@@ -248,7 +249,7 @@ def check_parity(
 def _score(
     problem: ParityProblem, sources: Mapping[str, str], modes: Mapping[str, Mode]
 ) -> tuple[dict[str, dict[str, ParityScores]], dict[str, str]]:
-    """Mode -> teacher -> scores, and why a mode has none. The reference must not fail."""
+    """Return mode -> teacher -> scores, and the errors of failed modes. The reference must not fail."""
     found, failed = {REFERENCE: modes[REFERENCE](problem, sources)}, {}
     for name, mode in modes.items():
         if name != REFERENCE:
@@ -265,7 +266,7 @@ def _mean_kl(scores: ParityScores) -> str:
 
 @contextmanager
 def _problem(recipe: Recipe) -> Iterator[tuple[ParityProblem, dict[str, str]]]:
-    """The samples, and every teacher's folder or URL, the student's among them, while the block runs."""
+    """Yield the samples, and every teacher's folder or URL, with the student's, while the block runs."""
     from opd.models.causal_lm import CausalLM
     from opd.models.checkpoint import save_checkpoint
     from opd.pipelines.stages.domains import load_domains, student_tokenizer
@@ -291,7 +292,7 @@ def _problem(recipe: Recipe) -> Iterator[tuple[ParityProblem, dict[str, str]]]:
 
 
 def problem_of(recipe: Recipe, student: CausalLM, samples: list[Sample], vocabulary: int) -> ParityProblem:
-    """`samples` with the student's hidden states at their responses and its head over `vocabulary` tokens."""
+    """Return `samples` with the student's hidden states at their responses and its head over `vocabulary`."""
     from opd.pipelines.stages.teachers import placement_of
     from opd.train.packing import pack_tokens
 
@@ -309,7 +310,7 @@ def problem_of(recipe: Recipe, student: CausalLM, samples: list[Sample], vocabul
 
 
 def _with_short_ones(samples: list[Sample]) -> list[Sample]:
-    """`samples`, the first one's prompt without a response, and its first token alone."""
+    """Return `samples`, the first one's prompt without a response, and its first token alone."""
     if not samples:
         return []
     first: Any = samples[0]

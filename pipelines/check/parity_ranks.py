@@ -2,7 +2,7 @@
 
     python -m opd.pipelines.check.parity_ranks FOLDER RANK
 
-What the ranks are to score lies in the folder; rank 0 writes the scores beside it.
+The folder holds the ranks' input. Rank 0 writes the scores beside it.
 """
 
 from __future__ import annotations
@@ -35,13 +35,14 @@ from opd.types import Sample
 
 RANKS = 2
 TIMEOUT = 600.0
-"""Seconds for both ranks together."""
+"""Seconds for both ranks."""
 
 
 def by_two_ranks(problem: ParityProblem, sources: Mapping[str, str]) -> dict[str, ParityScores]:
-    """Megatron-Core in two processes on this machine, with the heads and the KL cut over the vocabulary.
+    """Score with Megatron-Core in two processes on this machine.
 
-    Raises `TeacherError` with a rank's own words if one fails or both take longer than `TIMEOUT`.
+    Heads and KL are sharded over the vocabulary. Raises `TeacherError` with a rank's message if one fails or
+    both take longer than `TIMEOUT`.
     """
     with TemporaryDirectory(prefix="opd-parity-") as name:
         folder = Path(name)
@@ -136,7 +137,7 @@ def _answer(folder: Path, rank: int) -> None:
 
 @torch.no_grad()
 def _scores(problem: ParityProblem, teacher: MegatronTeacher) -> dict[str, Tensor]:
-    """`logprobs/T` and `kl/T` of both temperatures, from this rank's rows of both heads."""
+    """Return `logprobs/T` and `kl/T` of both temperatures, from this rank's rows of both heads."""
     rows, shard = teacher.score(problem.samples).rows, teacher.load_head_shard()
     device = rows.device
     head = problem.student_head
@@ -151,8 +152,8 @@ def _scores(problem: ParityProblem, teacher: MegatronTeacher) -> dict[str, Tenso
 
 
 def main() -> int:
-    """Answer as one rank; what goes wrong becomes one sentence on the error stream."""
-    parent()  # this process ends with the one that started it
+    """Score as one rank. An error becomes one sentence on the error stream."""
+    parent()  # this process ends with its parent
     torch.set_num_threads(1)
     try:
         _answer(Path(sys.argv[1]), int(sys.argv[2]))

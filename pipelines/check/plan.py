@@ -1,4 +1,4 @@
-"""`opd plan`: what one epoch or step would look like, worked out and printed without touching heavy data."""
+"""Estimate one epoch or step and print it, without touching heavy data: `opd plan`."""
 
 from __future__ import annotations
 
@@ -32,28 +32,28 @@ from opd.types import Status
 
 MIB = 1 << 20
 _BILLION = ModelShape(10**9, 2048, (None,) * 24, vocabulary=32_000, kv_width=2048)
-"""The student where no recipe says another: a decoder of a billion parameters."""
+"""The default student without a recipe: a decoder of a billion parameters."""
 _SHOWN = 24
-"""Most micro-batches that are listed."""
+"""Maximum number of listed micro-batches."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlanOptions:
-    """What the command line says about the machine."""
+    """The machine's figures from the command line."""
 
     store: Path | None = None
     ranks: int | None = None
-    """By default those of the recipe, or one."""
+    """Default: the recipe's ranks, or one."""
     mini_batch: int | None = None
-    """Trajectories of a step; by default what the recipe samples, or 64."""
+    """Trajectories of a step. Default: the number that the recipe samples, or 64."""
     budget_mb: float = 16384.0
-    """Memory of a device for activations, the data of a micro-batch and that of the next (MiB)."""
+    """Memory of a device for activations and for the data of a micro-batch and the next (MiB)."""
     tflops: float = 1.0
-    """What a device computes in a second (1e12 operations)."""
+    """Speed of a device (1e12 operations per second)."""
     read_mb: float = 1000.0
-    """What a device is given of heavy data in a second (MiB)."""
+    """Bandwidth of heavy data to a device (MiB per second)."""
     overhead_ms: float = 10.0
-    """What a micro-batch costs however small it is."""
+    """Fixed cost of a micro-batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,17 +64,17 @@ class _Task:
     teachers: list[str]
     source: str
     told: tuple[str, ...] = ()
-    """Lines about what is planned: prompts that leave no room for their responses, answers of teachers."""
+    """Lines about the plan: prompts that leave no tokens for their responses, answers of teachers."""
     beside: tuple[str, ...] = ()
-    """Lines about the rest of the run: what specialists write, what a process holds."""
+    """Lines about the rest of the run: answers of specialists, memory of a process."""
 
 
 def print_plan(recipe: Recipe | None, options: PlanOptions) -> int:
-    """Plan an epoch over the trajectories of `options.store`, or else one step of the recipe's merge with
-    responses as long as they may get, and print it. Returns the exit status.
+    """Plan an epoch or a step, print it and return the exit status.
 
-    Raises `ConfigError` if there is neither, `DataError` if there is nothing to train on, and what is wrong
-    with recipe or store.
+    It plans an epoch over the trajectories of `options.store`, or else one step of the recipe's merge with
+    responses of maximum length. Raises `ConfigError` if there is neither, `DataError` if there is nothing to
+    train on, and the errors of recipe or store.
     """
     if recipe is None and options.store is None:
         raise ConfigError("opd plan needs a recipe, or --store with a folder of trajectories; give one")
@@ -108,16 +108,16 @@ def print_plan(recipe: Recipe | None, options: PlanOptions) -> int:
 
 
 def _context(recipe: Recipe | None, ranks: int, work: Workload, budget: DeviceBudget) -> int:
-    """Ranks that share each trajectory; of sizes that are chosen step by step the largest."""
+    """Return the number of ranks that share each trajectory. If steps choose it, return the largest."""
     given = 1 if recipe is None else recipe.train.context_parallel
     if given != "auto":
         return int(given)
-    assert budget.max_tokens is not None  # of a recipe
+    assert budget.max_tokens is not None  # a recipe's budget has them
     return context_size(int(work.lengths.max()), ranks, budget.max_tokens)
 
 
 def _on_ranks(recipe: Recipe, ranks: int) -> Recipe:
-    """`recipe` as so many ranks would train it. Raises `ConfigError` if they cannot be divided."""
+    """Return `recipe` for that many ranks. Raises `ConfigError` if they cannot be divided."""
     if misfit := recipe.train.misfit(ranks):
         raise ConfigError(f"{misfit}.")
     return recipe.model_copy(update={"train": recipe.train.model_copy(update={"ranks": ranks})})
@@ -158,10 +158,10 @@ def _step_size(recipe: Recipe) -> int:
 
 
 def _of_store(folder: Path, recipe: Recipe | None) -> _Task:
-    """The trainable trajectories of a store."""
+    """Return the trainable trajectories of a store."""
     known: list[str] = []
     if recipe is not None:
-        from opd.teachers.schedule import Router  # which needs torch
+        from opd.teachers.schedule import Router  # it needs torch
 
         known = Router.from_recipe(recipe).teachers
     store = SampleStore.open([folder])
@@ -175,7 +175,7 @@ def _of_store(folder: Path, recipe: Recipe | None) -> _Task:
 
 
 def _of_recipe(recipe: Recipe, needs_work: bool) -> tuple[ModelShape, _Task | None]:
-    """The student's shape, and the first step of the merge. Reads prompts, configurations and tokenizer."""
+    """Return the student's shape and the merge's first step. Reads prompts, configurations and tokenizer."""
     from opd.pipelines.check.domains import check_domains
     from opd.pipelines.check.models import Models, check_models
     from opd.pipelines.stages.domains import DomainSet
@@ -220,9 +220,7 @@ def _of_recipe(recipe: Recipe, needs_work: bool) -> tuple[ModelShape, _Task | No
 
 
 def _beside(recipe: Recipe, student: ModelShape, teachers: Mapping[str, ModelShape]) -> list[str]:
-    """What specialists write at most, what the stage holds in memory that takes the most of it, and the disk
-    that the run takes.
-    """
+    """Describe the answers of specialists, the memory of the largest stage, and the run's disk space."""
     packed = number_of(merge_tokens(recipe, student, teachers), "token")
     chosen = " (distill.batch.max_tokens auto)" if recipe.distill.batch.max_tokens == "auto" else ""
     lines = [f"packing   micro-batches of the merge have up to {packed}{chosen}"]
@@ -240,7 +238,7 @@ def _beside(recipe: Recipe, student: ModelShape, teachers: Mapping[str, ModelSha
 def describe(
     work: Workload, teachers: Sequence[str], plan: TrainingPlan, cost: CostModel, budget: DeviceBudget
 ) -> list[str]:
-    """The plan, for people."""
+    """Format the plan."""
     operations = cost.operations(work.lengths)
     attention = cost.attention(work.lengths).sum() / max(operations.sum(), 1.0)
     counts = np.bincount(work.teachers, minlength=len(teachers))
@@ -279,7 +277,7 @@ def describe(
 
 
 def _oversize(work: Workload, rows: np.ndarray, budget: DeviceBudget) -> str:
-    """What does not fit, and the numbers with which it would."""
+    """Describe the trajectories that do not fit, and the numbers with which they would."""
     what = "no trajectory fits" if len(rows) == len(work) else f"{len(rows):,} of {len(work):,} do not fit"
     needed = (budget.bytes_per_token * work.lengths[rows] + 2 * work.sizes[rows]).max() / MIB
     enough = [f"--budget-mb {math.ceil(needed * 1.001)}"]

@@ -1,4 +1,4 @@
-"""How much disk a run takes, and whether memory and disk have room for it."""
+"""Estimate a run's disk space, and compare memory and disk with the free space."""
 
 from __future__ import annotations
 
@@ -44,25 +44,25 @@ from opd.pipelines.stages.precision import (
 from opd.storage.object_store import folder_of
 
 _COPIES = "weights_cache"
-"""Where in a run folder copies of teachers in object stores lie, if `runtime.weights_cache` is not set."""
+"""Folder in a run for copies of teachers from object stores, if `runtime.weights_cache` is not set."""
 _TIGHT = 0.8
 
 _LIBRARIES = 290 << 20
-"""Bytes that a process has for itself once it has loaded PyTorch and transformers, as measured on Linux."""
+"""Bytes of a process with PyTorch and transformers loaded, measured on Linux."""
 
 
 @dataclass(frozen=True, slots=True)
 class DiskPart(Part):
-    """Bytes that a run writes."""
+    """Bytes on disk that a run writes."""
 
     place: str = ""
-    """Where in the run folder it is written once; empty for what every stage has of its own."""
+    """The path in the run folder if it is written once. Empty if every stage has its own."""
     needed_by: tuple[str, ...] = ()
-    """Stages that write or read it: once all are done it is written no more."""
+    """Stages that write or read it. Once all are done it is no longer written."""
 
 
 def disk_parts(recipe: Recipe, student: ModelShape, teachers: Mapping[str, ModelShape]) -> list[DiskPart]:
-    """Every model folder, every kept checkpoint and every published or fetched teacher of a run."""
+    """Return every model folder, retained checkpoint and published or fetched teacher of a run."""
     parts = _stage_parts(recipe, student) + _teacher_parts(recipe, student, teachers)
     if recipe.runtime.offload.trainer and not on_cuda(recipe.model.device):
         parts.append(DiskPart("what the trainer puts away", _put_away(recipe, student, teachers)))
@@ -76,7 +76,7 @@ def disk_parts(recipe: Recipe, student: ModelShape, teachers: Mapping[str, Model
 
 
 def _stage_parts(recipe: Recipe, student: ModelShape) -> list[DiskPart]:
-    """What each stage leaves: its model, its checkpoints, and one that is being written."""
+    """Return the output of each stage: its model, its checkpoints, and one checkpoint in progress."""
     width, own, lora = WIDTH[model_dtype(recipe)], learning_width(recipe), recipe.model.lora is not None
     learns, methods = student.adapters if lora else student.parameters, recipe.baselines.methods
     trained = sum(_writers(recipe).values())
@@ -85,19 +85,19 @@ def _stage_parts(recipe: Recipe, student: ModelShape) -> list[DiskPart]:
     folders = adapters + 2 + len(methods)
     mixed = ("mixed_grpo" in methods) + recipe.baselines.mixed_grpo_all_tokens
     critics = len(with_critic(recipe)) + mixed * (recipe.specialist.advantage.type == "gae")
-    # Weights as they are learnt, and two moments of each.
+    # Trained weights, and two moments of each.
     values = (trained - recipe.trains_base) * learns + (recipe.trains_base + critics) * student.parameters
     checkpoints = 3 * own * values
     return [
         DiskPart("model folders", folders * student.parameters * width + adapters * lora * learns * own),
         DiskPart("checkpoints", recipe.runtime.keep_checkpoints * checkpoints),
-        # Before the oldest one goes, of the stage that is at work.
+        # Before the oldest checkpoint of the current stage goes.
         DiskPart("a checkpoint being written", checkpoints // max(1, trained)),
     ]
 
 
 def _teacher_parts(recipe: Recipe, student: ModelShape, teachers: Mapping[str, ModelShape]) -> list[DiskPart]:
-    """What is written of teachers: published, fetched, cached and copied."""
+    """Return the disk space of teachers: published, fetched, cached and copied."""
     width, own, lora = WIDTH[model_dtype(recipe)], learning_width(recipe), recipe.model.lora is not None
     weights, learns = student.parameters * width, student.adapters if lora else student.parameters
     parts: list[DiskPart] = []
@@ -127,8 +127,8 @@ def _teacher_parts(recipe: Recipe, student: ModelShape, teachers: Mapping[str, M
 
 
 def _kept_weights(recipe: Recipe, teachers: Mapping[str, ModelShape], published: int) -> int:
-    """Bytes of weights that a node keeps of what it reads in object stores; `published`: of the teachers that
-    the run publishes.
+    """Return the bytes of weights that a node caches from object stores. `published`: bytes of the teachers
+    that the run publishes.
     """
     ours, most = recipe.storage.published, recipe.runtime.weights_cache_mb
     found = {"": published if ours is not None and folder_of(ours) is None else 0}
@@ -136,7 +136,7 @@ def _kept_weights(recipe: Recipe, teachers: Mapping[str, ModelShape], published:
         settings = recipe.teacher(name)
         if shape.digest and settings.streams:
             size = shape.stored
-            if settings.elsewhere:  # the head alone is read here
+            if settings.elsewhere:  # only the head is read here
                 size = size * shape.vocabulary * shape.hidden_size // max(shape.parameters, 1)
             found[shape.digest] = max(found.get(shape.digest, 0), size)
     size = sum(found.values())
@@ -144,12 +144,12 @@ def _kept_weights(recipe: Recipe, teachers: Mapping[str, ModelShape], published:
 
 
 def _put_away(recipe: Recipe, student: ModelShape, teachers: Mapping[str, ModelShape]) -> int:
-    """Bytes of weights and moments that are elsewhere while the student writes, at most."""
+    """Return the maximum bytes of weights and moments offloaded during rollout."""
     return max(map(put_away, stages_of(recipe, student, teachers)))
 
 
 def _caches(recipe: Recipe) -> int:
-    """How many caches of hidden states there are at once: each stage's goes when it is done."""
+    """Return the number of caches of hidden states at once. A stage's cache goes when the stage is done."""
     beside = min(recipe.runtime.workers, sum(map(bool, recipe.following())))
     return max(beside, 1)
 
@@ -157,7 +157,7 @@ def _caches(recipe: Recipe) -> int:
 def disk_left(
     recipe: Recipe, student: ModelShape, teachers: Mapping[str, ModelShape], run_dir: Path
 ) -> list[DiskPart]:
-    """`disk_parts` of what a run in `run_dir` still writes, without what is there or done."""
+    """Return the `disk_parts` that a run in `run_dir` still has to write."""
     parts = disk_parts(recipe, student, teachers)
     if not (run_dir / "stages").is_dir():
         return parts
@@ -181,7 +181,7 @@ def disk_left(
 
 
 def _writers(recipe: Recipe) -> dict[str, bool]:
-    """The stages that leave a model, and whether they keep checkpoints."""
+    """Return the stages that leave a model, and whether they have checkpoints."""
     methods = [*recipe.baselines.methods, *["mixed_grpo_all"] * recipe.baselines.mixed_grpo_all_tokens]
     made_here = recipe.trains_base or recipe.model.config is not None
     started = filter(recipe.is_started, recipe.specialist_domains())
@@ -195,12 +195,12 @@ def _writers(recipe: Recipe) -> dict[str, bool]:
 
 
 def _size(folder: Path) -> int:
-    """Bytes of all files below `folder`, 0 where there is none."""
+    """Return the bytes of all files below `folder`, 0 if there is none."""
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 def check_precision(recipe: Recipe, models: Models) -> list[Finding]:
-    """What weights learn in, and what that costs."""
+    """Check the precision of training, and estimate its cost."""
     dtype, student = model_dtype(recipe), models.student
     if student is None:
         return []
@@ -216,14 +216,14 @@ def check_precision(recipe: Recipe, models: Models) -> list[Finding]:
     shares = [
         f"{_lost(recipe, lr):.0%} of the weights do not move at the lr {lr:g} of {stage}"
         for stage, lr in _learning_rates(recipe).items()
-        if recipe.model.lora is None  # adapters begin at zero, where every number is near
+        if recipe.model.lora is None  # adapters begin at zero, with fine resolution
     ]
     detail = f"train.precision pure saves {readable(max(saved, 0))} and rounds every update to {dtype}"
     return [Finding("warning", "precision", "; ".join([detail, *shares, "leave it at mixed"]))]
 
 
 def _learning_rates(recipe: Recipe) -> dict[str, float]:
-    """The peak of every stage that trains."""
+    """Return the peak learning rate of every stage that trains."""
     found = {"the warm-up": recipe.base.optim.lr} if recipe.base is not None else {}
     found |= {f"sft of {domain or 'the base'}": sft.optim.lr for domain, sft in recipe.demonstrated().items()}
     for name in recipe.grpo_domains():
@@ -234,7 +234,7 @@ def _learning_rates(recipe: Recipe) -> dict[str, float]:
 
 
 def _lost(recipe: Recipe, lr: float) -> float:
-    """Share of the base's weights that an update of `lr` does not move; of new ones as they are drawn."""
+    """Return the share of the base's weights that an update of `lr` does not move. New weights are drawn."""
     import torch
 
     if recipe.model.path is not None:
@@ -245,7 +245,7 @@ def _lost(recipe: Recipe, lr: float) -> float:
 
 
 def check_resources(recipe: Recipe, models: Models, run_dir: Path) -> list[Finding]:
-    """Compares the estimates with what the machine has left."""
+    """Compare the estimates with the machine's free space."""
     if models.student is None:
         return []
     memory = memory_parts(recipe, models.student, models.teachers)
@@ -254,10 +254,10 @@ def check_resources(recipe: Recipe, models: Models, run_dir: Path) -> list[Findi
         apart.append(_check_copies(recipe, [part for part in disk if part.place == _COPIES]))
         disk = [part for part in disk if part.place != _COPIES]
     free, ranks = available_memory(recipe.model.device), recipe.train.ranks or 1
-    shared = not on_cuda(recipe.model.device)  # each rank has a GPU of its own
+    shared = not on_cuda(recipe.model.device)  # each rank has its own GPU
     limit, libraries = _own_limit(), 0
     if shared:
-        # What is free is what one process, that has its libraries already, and its limit leave.
+        # The free memory counts one process, which has its libraries already.
         libraries = _LIBRARIES if ranks > 1 or limit < free else 0
         free = min(free // ranks, limit)
     memory = [*memory, Part("libraries", libraries)]
@@ -275,7 +275,7 @@ def check_resources(recipe: Recipe, models: Models, run_dir: Path) -> list[Findi
 
 
 def _check_packing(recipe: Recipe, models: Models) -> list[Finding]:
-    """How many tokens a micro-batch of the merge has, where the recipe leaves that open."""
+    """Report the tokens of a micro-batch of the merge, if the recipe leaves them open."""
     if models.student is None or recipe.distill.batch.max_tokens != "auto":
         return []
     tokens = merge_tokens(recipe, models.student, models.teachers)
@@ -283,7 +283,7 @@ def _check_packing(recipe: Recipe, models: Models) -> list[Finding]:
 
 
 def _check_host(recipe: Recipe, models: Models) -> list[Finding]:
-    """Whether the host has room for what leaves GPUs."""
+    """Check that the host has memory for offloaded GPU data."""
     if models.student is None:
         return []
     parts: list[Part] = []
@@ -296,8 +296,8 @@ def _check_host(recipe: Recipe, models: Models) -> list[Finding]:
 
 
 def _sleeping(recipe: Recipe, student: ModelShape, teachers: Mapping[str, ModelShape]) -> int:
-    """What teachers' servers leave in the host's memory while all of them sleep, as they do while the student
-    learns: each server the whole of its model.
+    """Return the host memory of teachers' servers while all of them sleep. They sleep while the student
+    trains. Each server leaves its full model there.
     """
     total, in_turn = 0, recipe.servers_in_turn
     for name, entry in recipe.teachers.items():
@@ -310,7 +310,7 @@ def _sleeping(recipe: Recipe, student: ModelShape, teachers: Mapping[str, ModelS
 
 
 def _check_cache(recipe: Recipe, student: ModelShape) -> list[Finding]:
-    """Whether the embedded engine has room for the keys and values of a response."""
+    """Check that the embedded engine has memory for the keys and values of a response."""
     given, name = recipe.runtime.decode.kv_cache_mb, "runtime.decode.kv_cache_mb"
     if given is None or recipe.rollout.engine.type != "torch":
         return []
@@ -322,7 +322,7 @@ def _check_cache(recipe: Recipe, student: ModelShape) -> list[Finding]:
 
 
 def _check_copies(recipe: Recipe, copies: Sequence[DiskPart]) -> Finding:
-    """Whether the folder that the recipe names for copies of teachers can take them."""
+    """Check that the recipe's folder for copies of teachers can take them."""
     title, given = "runtime.weights_cache", str(recipe.runtime.weights_cache)
     if "://" in given:
         return Finding("error", title, f"{given} is no folder; give one on each node's own disk")
@@ -337,19 +337,19 @@ def _check_copies(recipe: Recipe, copies: Sequence[DiskPart]) -> Finding:
 
 
 def available_memory(device: str) -> int:
-    """Bytes free on the device the recipe trains on; on a CPU, within the limit of the process's group."""
+    """Return the free bytes on the recipe's device. On a CPU the limit of the process's group counts."""
     free = free_on_cuda(device) if on_cuda(device) else None
     return free_memory() if free is None else free
 
 
 def _own_limit() -> int:
-    """Bytes that a process may have."""
+    """Return the byte limit of this process."""
     limits = [resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_DATA, resource.RLIMIT_AS)]
     return min((limit for limit in limits if limit != resource.RLIM_INFINITY), default=sys.maxsize)
 
 
 def _compare(title: str, parts: Sequence[Part], free: int, room: str = "") -> Finding:
-    """`room`: what would make it fit, where somebody knows."""
+    """Compare the needed bytes with `free`. `room`: a setting that would make them fit, if known."""
     needed = total(parts)
     text = f"about {readable(needed)} of {readable(free)} free ({listed(parts)})"
     numbers = {"needed": needed, "free": free, **sizes_of(parts)}
@@ -361,7 +361,7 @@ def _compare(title: str, parts: Sequence[Part], free: int, room: str = "") -> Fi
 
 
 def answers_asked(recipe: Recipe, domain: str) -> tuple[str, dict[str, float]]:
-    """What the specialist of `domain` writes while it is trained, at most: a sentence, and its numbers."""
+    """Return the maximum answers that the specialist of `domain` samples, as a sentence and numbers."""
     own = recipe.for_domain(domain)
     config, longest = own.specialist, own.rollout.max_new_tokens
     answers = config.steps * config.prompts_per_step * config.group_size
@@ -387,13 +387,13 @@ def answers_asked(recipe: Recipe, domain: str) -> tuple[str, dict[str, float]]:
 
 
 def _prompts(recipe: Recipe, domain: str) -> int:
-    """Training prompts of a domain, as far as the recipe says it."""
+    """Return the training prompts of a domain, as far as the recipe gives them."""
     config = recipe.domains[domain]
     return 1 << 62 if config.is_file else config.prompts
 
 
 def check_asked(recipe: Recipe) -> list[Finding]:
-    """What specialists write that choose their prompts: one finding each."""
+    """Report the answers of specialists that choose their prompts: one finding each."""
     findings = []
     for name in recipe.grpo_domains():
         config = recipe.for_domain(name).specialist

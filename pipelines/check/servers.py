@@ -1,5 +1,4 @@
-"""What the doctor can tell of servers: those that a recipe starts, the workers of its rollout, teachers of
-each kind, and the Ray cluster they run on.
+"""The doctor's checks of servers: those of the recipe, rollout workers, teachers and the Ray cluster.
 
 Importable without torch, as `checks.py` is.
 """
@@ -28,11 +27,11 @@ if TYPE_CHECKING:
 
 WORKERS = "rollout workers"
 _SCRIPTS = re.compile(r"(ba|da|z|k)?sh|python[\d.]*")
-"""Programs whose first word that is no option is a file to run."""
+"""Programs whose first argument, if it is no option, is a file to run."""
 
 
 def check_servers(recipe: Recipe) -> list[Finding]:
-    """What the run needs to start servers itself."""
+    """Check the programs and settings of servers that the run starts."""
     findings = _check_folder(recipe)
     for name, group in recipe.servers.items():
         if found := attempt(f"servers {name}", partial(_check_room, recipe, name, group)):
@@ -47,7 +46,7 @@ def check_servers(recipe: Recipe) -> list[Finding]:
 
 
 def _check_folder(recipe: Recipe) -> list[Finding]:
-    """Whether new weights can be written where the workers are to read them: an error, or nothing."""
+    """Return an error if new weights cannot be written to the workers' folder."""
     engine = recipe.rollout.engine
     if not isinstance(engine, ServedEngineConfig) or engine.folder is None:
         return []
@@ -58,13 +57,13 @@ def _check_folder(recipe: Recipe) -> list[Finding]:
 
 
 def _written_on(recipe: Recipe, name: str) -> ServedEngineConfig | None:
-    """The engine whose workers the group `name` is, if that is the student's."""
+    """Return the student's engine if its workers are the group `name`."""
     engine = recipe.rollout.engine
     return engine if isinstance(engine, ServedEngineConfig) and engine.servers == name else None
 
 
 def _check_room(recipe: Recipe, name: str, group: ServerGroupConfig) -> list[Finding]:
-    """Whether the student's servers are told to take as many tokens as a request may have."""
+    """Check that the student's servers accept the maximum tokens of a request."""
     engine, argument = _written_on(recipe, name), group.server_program.room
     told = group.arguments.get(argument)
     if engine is None or told is None:
@@ -80,7 +79,7 @@ def _check_room(recipe: Recipe, name: str, group: ServerGroupConfig) -> list[Fin
 
 
 def _check_adapters(recipe: Recipe, name: str, group: ServerGroupConfig) -> list[Finding]:
-    """Whether the student's servers are told to take no adapters, though they are to be sent those alone."""
+    """Check that the student's servers accept adapters, if they are sent adapters alone."""
     engine, lora = _written_on(recipe, name), recipe.model.lora
     if engine is None or lora is None or recipe.merged_because is not None:
         return []
@@ -97,7 +96,7 @@ def _check_adapters(recipe: Recipe, name: str, group: ServerGroupConfig) -> list
 
 
 def _form(recipe: Recipe) -> dict[str, Any]:
-    """The student's Hugging Face configuration."""
+    """Return the student's Hugging Face configuration."""
     if recipe.model.path is None:
         return dict(recipe.model.config or {})
     from opd.models.hf_folder import read_object
@@ -105,17 +104,17 @@ def _form(recipe: Recipe) -> dict[str, Any]:
 
     with small_files(recipe.model.path) as folder:
         file = folder / "config.json"
-        return read_object(file) if file.exists() else {}  # which `check_models` reports
+        return read_object(file) if file.exists() else {}  # `check_models` reports it
 
 
 def _longest(recipe: Recipe, form: dict[str, Any]) -> int:
-    """Prompt plus response tokens of a request, at most."""
+    """Return the maximum of prompt plus response tokens of a request."""
     from opd.models.hf_folder import config_of
     from opd.pipelines.stages.domains import room_in
 
     try:
         return room_in(config_of(form), recipe, recipe.rollout.max_sequence)
-    except Exception:  # of a library's constructor, which `check_models` reports
+    except Exception:  # a library's constructor; `check_models` reports it
         return recipe.rollout.max_sequence
 
 
@@ -141,14 +140,14 @@ def _check_servers(name: str, group: ServerGroupConfig) -> list[Finding]:
 
 
 def _script(command: list[str]) -> str | None:
-    """The file that a shell or Python is told to run, if `command` is such."""
+    """Return the file that a shell or Python is to run, if `command` is such."""
     if len(command) < 2 or not _SCRIPTS.fullmatch(Path(command[0]).name):
         return None
     return None if command[1].startswith("-") else command[1]
 
 
 def check_shared(recipe: Recipe) -> list[Finding]:
-    """Whether two URLs of teachers or of the student lead to one server: an error, or nothing."""
+    """Return an error if two URLs of teachers or of the student lead to one server."""
     from opd.config.teachers import ServedTeacherConfig
 
     engine, options = recipe.rollout.engine, {}
@@ -168,12 +167,12 @@ def check_shared(recipe: Recipe) -> list[Finding]:
     except TeacherError as error:
         return [Finding("error", "servers", str(error))]
     except (ConfigError, MissingExtraError):
-        return []  # which the visit of each server reports
+        return []  # the visit of each server reports it
     return []
 
 
 def check_workers(recipe: Recipe) -> list[Finding]:
-    """The servers that the student writes on, if it does and they are there already."""
+    """Check the student's servers, if it uses some and they exist already."""
     engine = recipe.rollout.engine
     if not isinstance(engine, ServedEngineConfig) or engine.servers is not None:
         return []
@@ -181,7 +180,7 @@ def check_workers(recipe: Recipe) -> list[Finding]:
 
 
 def _check_workers(recipe: Recipe, config: ServedEngineConfig) -> list[Finding]:
-    """Each worker: is it there, and does it serve a model of the student's form?"""
+    """Check that each worker answers and serves a model of the student's form."""
     from opd.loop_thread import LoopThread
     from opd.served.http_pool import HTTPPool
     from opd.teachers.served_teacher import pool_options
@@ -220,8 +219,9 @@ async def _visit_worker(
 
 
 async def _adapters(recipe: Recipe, pool: HTTPPool, server: Server) -> str:
-    """How it is sent the recipe's adapters, if that trains some, as the end of a sentence. Raises
-    `RolloutError` where the recipe wants them alone and it was not started for that, and as `HTTPPool.ask`.
+    """Describe the transfer of the recipe's adapters to a worker, as the end of a sentence. Empty if it
+    trains none. Raises `RolloutError` if the recipe wants adapters alone and the worker was not started for
+    that, and as `HTTPPool.ask`.
     """
     from opd.rollout.served_engine import program_named
 
@@ -243,7 +243,7 @@ _LAUNCH = "launch"
 
 
 def check_cluster(recipe: Recipe) -> list[Finding]:
-    """Address, port and GPUs of a run on Ray; nothing without Ray, which `check_extras` reports."""
+    """Check address, port and GPUs of a run on Ray. Without Ray `check_extras` reports it."""
     if not isinstance(recipe.launch, RayLaunch) or find_spec("ray") is None:
         return []
     if recipe.launch.address is None:
@@ -252,7 +252,7 @@ def check_cluster(recipe: Recipe) -> list[Finding]:
 
 
 def _check_cluster_there(address: str, launch: RayLaunch) -> list[Finding]:
-    """A cluster that is there already. A job's own is seen from inside the job alone."""
+    """Check a running cluster. A job's own is visible only inside the job."""
     from opd.pipelines.launch.ray.cluster import probe, resolved
 
     if address == "auto" and not os.environ.get("RAY_ADDRESS"):
@@ -264,7 +264,7 @@ def _check_cluster_there(address: str, launch: RayLaunch) -> list[Finding]:
 
 
 def _check_own_cluster(recipe: Recipe, launch: RayLaunch) -> list[Finding]:
-    """One that the run starts on this machine, which has no other GPUs than this one."""
+    """Check the cluster that the run starts on this machine, which has no other GPUs than this one."""
     from torch.cuda import device_count
 
     from opd.pipelines.launch.ray.cluster import BundleLayout, needed, require_free, require_gpus_asked
@@ -282,7 +282,7 @@ def _check_own_cluster(recipe: Recipe, launch: RayLaunch) -> list[Finding]:
 
 
 def check_kinds(recipe: Recipe) -> list[Finding]:
-    """What the kind of each teacher has to say of it, as the merge follows it and as specialists do."""
+    """Return the findings of each teacher's kind, for the merge and for specialists."""
     findings: list[Finding] = []
     for own in (recipe, *recipe.following().values()):
         for name in own.taught():

@@ -1,4 +1,4 @@
-"""The shape of a model: what estimates know of it, and the formulas that need nothing else."""
+"""Describe the shape of a model for estimates, and the formulas that need nothing else."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ from opd.config.train import LoRAConfig
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """What an estimate needs to know of a model."""
+    """The figures of a model for an estimate."""
 
     parameters: int
     hidden_size: int
     windows: tuple[int | None, ...]
-    """How far each layer's attention sees; `None`: to the beginning."""
+    """Attention window of each layer. `None`: unlimited."""
     vocabulary: int
     kv_width: int
     """Key-value heads times head size: values per token, layer and side of the cache."""
     adapters: int = 0
     """Parameters of the adapters that `model.lora` puts on it."""
     adapted: int = 0
-    """Parameters of the layers they belong to."""
+    """Parameters of the layers with adapters."""
     narrowest: int = 0
-    """The smallest width of one of these."""
+    """The smallest width of such a layer."""
     fused: int = 0
-    """Parameters of the layers that decode multiplies together with others, from a copy: queries, keys and
-    values; gate and up. None of a model whose own code decodes."""
+    """Parameters of the layers that decode fuses from a copy. They are queries, keys and values, and gate and
+    up. 0 for a model whose own code decodes."""
     linear: int = 0
-    """Those of the other linear layers that decode multiplies."""
+    """Parameters of the other linear layers that decode multiplies."""
     stored: int = 0
-    """Bytes of its weights where they lie."""
+    """Bytes of its stored weights."""
     published: bool = False
-    """Whether they lie where `opd publish` writes."""
+    """`opd publish` wrote the weights."""
     digest: str = ""
-    """Of what is read of it from an object store: adapters on one base have one digest."""
+    """Digest of the files read from an object store. Adapters on one base have one digest."""
 
     @property
     def layers(self) -> int:
@@ -45,7 +45,7 @@ class ModelShape:
 
 
 def stored_of(source: str) -> dict[str, Any]:
-    """How much disk the weights of a teacher take where they are, and whether they were published."""
+    """Return the stored bytes of a teacher's weights, and whether they are published."""
     from opd.models.hf_folder import described_in
     from opd.storage.object_store import folder_of
     from opd.storage.published import PublishedModel
@@ -58,7 +58,7 @@ def stored_of(source: str) -> dict[str, Any]:
         with PublishedModel.open(url) as model:
             digest = model.manifest.digest if folder_of(url) is None else ""
             return {"stored": sum(model.manifest.sizes), "published": True, "digest": digest}
-    folder = described_in(Path(source))  # of an adapter, its base: what it adds is small
+    folder = described_in(Path(source))  # for an adapter, its base, because the adapter is small
     return {"stored": sum(tensor.nbytes for tensor in read_headers(folder).values())}
 
 
@@ -66,7 +66,7 @@ _FUSED = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 
 
 def shape_of(config: Any, module: Any, lora: LoRAConfig | None = None) -> ModelShape:
-    """Counts the parameters of `module`, the model of `config` on the meta device."""
+    """Count the parameters of `module`, the model of `config` on the meta device."""
     import torch
 
     from opd.models.adapters import target_layers

@@ -1,7 +1,4 @@
-"""The simulation of a cluster: batches are written, scored and learnt from, each by whoever is free.
-
-See `pipelines/check/README.md`.
-"""
+"""Simulate a cluster: free workers generate, score and train batches. See `pipelines/check/README.md`."""
 
 from __future__ import annotations
 
@@ -33,7 +30,7 @@ from opd.pipelines.check.cluster import (
 
 
 class Clock:
-    """Calls what is due, in order of time; events of one moment in the order in which they were made."""
+    """Call due events in order of time. Events of one moment run in the order of their creation."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -42,13 +39,13 @@ class Clock:
         self._serial = count()
 
     def at(self, time: float, call: Callable[[], None]) -> None:
-        """Call `call` at `time`, which must not have passed."""
+        """Call `call` at `time`, which must not be in the past."""
         if time < self.now:
             raise ValueError(f"an event at {time} was asked for at {self.now}")
         heapq.heappush(self._events, (time, next(self._serial), call))
 
     def run(self) -> None:
-        """Until nothing is left to happen."""
+        """Run until no events are left."""
         while self._events:
             self.now, _, call = heapq.heappop(self._events)
             call()
@@ -56,20 +53,20 @@ class Clock:
 
 @dataclass(slots=True)
 class WorkerUsage:
-    """Seconds of one kind of worker: what is neither busy nor stalled was idle."""
+    """Seconds of one kind of worker. The rest, neither busy nor stalled, was idle."""
 
     busy: float = 0.0
     stalled: float = 0.0
-    """There was work, and it waited for bytes."""
+    """There was work, but it waited for bytes."""
 
     def idle(self, total: float) -> float:
-        """The rest of `total` seconds."""
+        """Return the rest of `total` seconds."""
         return total - self.busy - self.stalled
 
 
 @dataclass(slots=True)
 class SimulatedRequest:
-    """One response to write."""
+    """One response to generate."""
 
     batch: int
     prompt: float
@@ -80,12 +77,12 @@ class SimulatedRequest:
 
 
 class SimulatedEngine:
-    """Advances all running requests together, token by token, in closed form between two ends."""
+    """Advance all running requests token by token, in closed form between two ends."""
 
     def __init__(
         self, clock: Clock, decode: Decode, prefill: Callable[[float], float], slots: int, factor: float = 1.0
     ) -> None:
-        """`factor`: how much slower than planned this engine is."""
+        """`factor`: slowdown of this engine against the plan."""
         self._clock, self._decode, self._prefill = clock, decode, prefill
         self._slots, self._factor = slots, factor
         self._running: list[
@@ -114,7 +111,7 @@ class SimulatedEngine:
         self._epoch += 1
 
     def resume(self, *, rebuild: bool) -> None:
-        """Go on; with `rebuild`, keys and values are computed anew, since the weights are others."""
+        """Go on. With `rebuild`, keys and values are computed again because the weights changed."""
         self._since, self._paused = self._clock.now, False
         if rebuild and self._running:
             self._debt += self._prefill(self._cached)
@@ -126,7 +123,7 @@ class SimulatedEngine:
         done: Callable[[SimulatedRequest], None],
         again: Callable[[], None],
     ) -> None:
-        """Take requests into free slots and plan the next end, which calls `done`, then `again`."""
+        """Admit requests into free slots and plan the next end, which calls `done`, then `again`."""
         if self._paused:
             return
         self._settle()
@@ -146,7 +143,7 @@ class SimulatedEngine:
 
     def _ended(self, epoch: int, done: Callable[[SimulatedRequest], None], again: Callable[[], None]) -> None:
         if epoch != self._epoch:
-            return  # it was planned anew in the meantime
+            return  # it was planned again in the meantime
         self._settle(self._running[0][0])
         while self._running and self._running[0][0] <= self._position:
             _, _, request = heapq.heappop(self._running)
@@ -157,13 +154,13 @@ class SimulatedEngine:
         again()
 
     def _seconds(self, tokens: float) -> float:
-        """Of `tokens` decode steps of what runs now; keys and values grow by one token each a step."""
+        """Return the seconds of `tokens` decode steps, with one more token cached per request each step."""
         decode, running = self._decode, len(self._running)
         linear = decode.fixed(running) + decode.per_token * self._cached
         return tokens * linear + decode.per_token * running * tokens * tokens / 2
 
     def _settle(self, position: float | None = None) -> None:
-        """Bring position and usage to the present, or to `position`, which is reached now."""
+        """Advance position and usage to the present, or to `position`, which is reached now."""
         elapsed, self._since = self._clock.now - self._since, self._clock.now
         if self._paused or not self._running:
             return
@@ -178,7 +175,7 @@ class SimulatedEngine:
         self._position += tokens
 
     def _tokens(self, seconds: float) -> float:
-        """The inverse of `_seconds`."""
+        """Return the inverse of `_seconds`."""
         decode, running = self._decode, len(self._running)
         linear = decode.fixed(running) + decode.per_token * self._cached
         square = decode.per_token * running / 2
@@ -193,26 +190,26 @@ class Pass:
     """One scoring pass over all teachers."""
 
     end: float
-    """Seconds, on the clock its begin is on."""
+    """Seconds, on the clock of its begin."""
     busy: float
     stalled: float
 
 
 class TeacherPasses:
-    """Passes one after another on the same ranks. The loader reads on into the window while nothing computes,
-    as `LayerStream` does: the first layers of a pass may have come during what was before it.
+    """Passes in sequence on the same ranks. As in `LayerStream`, the loader reads on into the window while
+    nothing computes. So the first layers of a pass may be loaded before it begins.
     """
 
     def __init__(self, prefetch_bytes: float, *, ahead: bool = True) -> None:
-        """`ahead`: the first layers are read before the pass begins. Without, every pass starts empty."""
+        """`ahead`: read the first layers before the pass begins. Without it every pass starts empty."""
         self._prefetch = prefetch_bytes
         self._ahead = ahead
         self._loader_free = 0.0
         self._held: deque[tuple[float, float]] = deque()
-        """(bytes, when they are given back) of layers in the window."""
+        """(bytes, time of release) of layers in the window."""
 
     def run(self, begin: float, layers: Sequence[LayerCost]) -> Pass:
-        """Every layer of `layers` in order, from `begin` on."""
+        """Run every layer of `layers` in order, from `begin` on."""
         if not self._ahead:
             self._loader_free = max(self._loader_free, begin)
         now, busy, stalled = begin, 0.0, 0.0
@@ -226,10 +223,10 @@ class TeacherPasses:
         return Pass(now, busy, stalled)
 
     def _load(self, layer: LayerCost) -> float:
-        """When `layer` is there: after the layers before it, and once there is room for it."""
+        """Return the time at which `layer` is loaded: after previous layers, once there is memory for it."""
         start = self._loader_free
         held = sum(nbytes for nbytes, _ in self._held)
-        # The layer in use and `prefetch` more: with nothing in the window there is always room.
+        # The layer in use and `prefetch` more. An empty window always has space.
         while self._held and held > self._prefetch:
             nbytes, back = self._held.popleft()
             held -= nbytes
@@ -240,7 +237,7 @@ class TeacherPasses:
 
 @dataclass(slots=True)
 class SimulatedBatch:
-    """One step's requests, and when what happened to them (seconds)."""
+    """One step's requests, and the times of its events (seconds)."""
 
     requests: list[SimulatedRequest]
     left: int
@@ -255,23 +252,23 @@ class SimulatedBatch:
     """Versions between the oldest first token and the weights that learn from it."""
 
     def sizes(self, share: slice = slice(None)) -> tuple[float, float]:
-        """(tokens, squares of lengths) of some of its sequences, prompts included."""
+        """Return (tokens, squares of lengths) of some of its sequences, prompts included."""
         lengths = np.array([r.prompt + r.length for r in self.requests[share]])
         return float(lengths.sum()), float((lengths**2).sum())
 
 
 @dataclass(slots=True)
 class Simulated:
-    """What came out."""
+    """The result of a simulation."""
 
     seconds: float
-    """Until the last update."""
+    """Time of the last update."""
     batches: list[SimulatedBatch]
     usage: dict[str, WorkerUsage]
     workers: dict[str, int]
-    """How many of each kind `usage` adds up."""
+    """Number of workers of each kind in `usage`."""
     limit: int
-    """Requests an engine wrote at once."""
+    """Requests of an engine at once."""
 
     @property
     def step_seconds(self) -> float:
@@ -282,7 +279,7 @@ class Simulated:
 
     @property
     def tokens(self) -> float:
-        """Response tokens learnt from."""
+        """Response tokens that were trained on."""
         return float(sum(r.length for batch in self.batches for r in batch.requests))
 
 
@@ -326,12 +323,12 @@ class _Simulation:
         return Simulated(self._batches[-1].learnt, self._batches, usage, workers, self.limit)
 
     def _factor(self) -> float:
-        """One random factor with mean 1."""
+        """Draw one random factor with mean 1."""
         sigma = self.cluster.jitter
         return float(self._rng.lognormal(-sigma * sigma / 2, sigma)) if sigma else 1.0
 
     def _open(self) -> None:
-        """Begin every batch that may be begun: at most `ahead` updates before its turn."""
+        """Begin every batch that may begin: at most `ahead` updates before its turn."""
         work, lengths = self.cluster.work, self.cluster.lengths
         while len(self._batches) < min(work.steps, self._version + self.cluster.ahead + 1):
             rng = np.random.default_rng((self.cluster.seed, len(self._batches)))
@@ -358,7 +355,7 @@ class _Simulation:
             self._score()
 
     def _score(self) -> None:
-        """Begin the teachers' pass over the next batch, if it is written and somebody is free to."""
+        """Begin the teachers' pass over the next batch, if it is generated and the ranks are free."""
         learner = self._learner
         number = learner.scored
         if learner.scoring or number >= len(self._batches) or self._batches[number].left:
@@ -376,7 +373,7 @@ class _Simulation:
         self.clock.at(done.end, lambda: self._scored(batch))
 
     def _layers(self, batch: SimulatedBatch) -> list[LayerCost]:
-        """All layers of all teachers, each for its share of the samples."""
+        """Return all layers of all teachers, each for its share of the samples."""
         cluster, layers = self.cluster, []
         for teacher in range(cluster.teachers):
             cost = layer_cost(cluster, *batch.sizes(slice(teacher, None, cluster.teachers)))
@@ -405,7 +402,7 @@ class _Simulation:
         self.clock.at(self.clock.now + batch.train_seconds, lambda: self._sync(batch))
 
     def _sync(self, batch: SimulatedBatch) -> None:
-        """New weights: engines stop between two tokens and go on under them."""
+        """Send new weights. Engines stop between two tokens and go on under them."""
         self._learner.training, self._syncing = False, True
         for engine in self.engines:
             engine.pause()
@@ -424,15 +421,15 @@ class _Simulation:
 
 
 def simulate(cluster: SimulatedCluster) -> Simulated:
-    """Run `cluster.work.steps` steps; the same cluster and seed give the same result. Raises `ConfigError` if
+    """Run `cluster.work.steps` steps. The same cluster and seed give the same result. Raises `ConfigError` if
     the student does not fit into an engine.
     """
     return _Simulation(cluster).run()
 
 
 def print_simulation(path: Path) -> int:
-    """Simulate the cluster in `path` and print the answer. Returns the exit status: 1 if a rank's memory does
-    not suffice. Raises `ConfigError` for what is wrong with the file.
+    """Simulate the cluster in `path` and print the result. Returns the exit status: 1 if a rank's memory does
+    not suffice. Raises `ConfigError` if the file is wrong.
     """
     cluster = load_cluster(path)
     found = simulate(cluster)
@@ -442,7 +439,7 @@ def print_simulation(path: Path) -> int:
 
 
 def describe(cluster: SimulatedCluster, found: Simulated) -> Iterator[str]:
-    """The lines of the answer."""
+    """Yield the lines of the result."""
     work, steps = cluster.work, found.batches[1:] or found.batches
     mean = {
         "rollout": float(np.mean([batch.written - batch.opened for batch in steps])),
@@ -484,7 +481,7 @@ def describe(cluster: SimulatedCluster, found: Simulated) -> Iterator[str]:
 
 
 def _bound(cluster: SimulatedCluster, found: Simulated) -> str:
-    """What one teacher layer takes, and so what limits the pass."""
+    """Compare the load and compute time of one teacher layer, and name the limit of the pass."""
     tokens, squares = found.batches[-1].sizes(slice(0, None, cluster.teachers))
     cost = layer_cost(cluster, tokens, squares)
     limit = "reading" if cost.load > cost.compute else "computing"

@@ -1,6 +1,4 @@
-"""What the doctor can tell of tokenizers: where answers end, whether the chat template writes the same again,
-whether teachers have the same tokens, and whether prompts fit.
-"""
+"""The doctor's checks of tokenizers: ends of answers, chat template, teachers' tokens, lengths of prompts."""
 
 from __future__ import annotations
 
@@ -21,10 +19,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Mends:
-    """What somebody can do about a model that does not end its answers: here by a recipe."""
+    """Advice for a model that does not end its answers, for users of a recipe."""
 
     stop: str = "add {id} to rollout.stop_ids"
-    """Where it ends them with the token `id`."""
+    """Advice if it ends them with the token `id`."""
     endless: str = (
         "give rollout.stop what it writes there, or model.chat_template one that ends an answer: else it goes"
         " on to rollout.max_new_tokens"
@@ -39,9 +37,9 @@ def template_findings(
     strings: Sequence[str] = (),
     mends: Mends = Mends(),
 ) -> list[Finding]:
-    """Whether answers end where the chat template ends them, and prompts go on to where the model begins.
+    """Check that answers end as in the chat template, and that prompts have the generation prompt.
 
-    `template`: its own arguments; `stops`, `strings`: what ends a response.
+    `template`: its arguments. `stops`, `strings`: the ends of a response.
     """
     from opd.data.demonstrations import missing_header
     from opd.models.tokenizers import after_answer, end_of_turn
@@ -70,7 +68,7 @@ def template_findings(
 
 
 def written(tokenizer: Any, template: Mapping[str, Any], day: str = "2020-01-01") -> str | None:
-    """A conversation as the chat template writes it: templates that write the same are the same."""
+    """Render a conversation with the chat template, to compare templates."""
     from opd.models.chat_templates import TemplateError, render
 
     if not tokenizer.chat_template:
@@ -79,7 +77,7 @@ def written(tokenizer: Any, template: Mapping[str, Any], day: str = "2020-01-01"
     conversation = [{"role": role, "content": f"words of {role}"} for role in roles]
     try:
         return render(tokenizer, conversation, template, answer=True, day=day)
-    except TemplateError as error:  # equal ones raise the same
+    except TemplateError as error:  # equal templates raise the same
         return str(error)
 
 
@@ -88,9 +86,7 @@ _DATES = re.compile(r"\b\w*(?:date|today|time)\w*\b(?!\s*\()", re.IGNORECASE)
 
 
 def check_sameness(tokenizer: Any, template: Mapping[str, Any]) -> list[Finding]:
-    """Whether the chat template writes the same prompts when they are written again: another time, another
-    day.
-    """
+    """Check that the chat template renders the same prompts at another time and on another day."""
     said = []
     source = str(tokenizer.chat_template)
     if _DRAWS.search(source):
@@ -113,7 +109,7 @@ def check_sameness(tokenizer: Any, template: Mapping[str, Any]) -> list[Finding]
 
 
 def _mend_of_time(tokenizer: Any, template: Mapping[str, Any]) -> str:
-    """Return what makes a template write the same: an argument of its own in the time's place, or another."""
+    """Return the fix for a template that renders the time: an argument in its place, or another template."""
     for name in dict.fromkeys(_DATES.findall(str(tokenizer.chat_template))):
         given = {**template, name: "1 Jan 2020"}
         if written(tokenizer, given) == written(tokenizer, given, "2021-12-31T23:59:59"):
@@ -122,7 +118,7 @@ def _mend_of_time(tokenizer: Any, template: Mapping[str, Any]) -> str:
 
 
 def check_tokenizer(title: str, path: Path, recipe: Recipe, models: Models) -> list[Finding]:
-    """Whether the teacher's scores are of the student's tokens: what differs, one sentence each."""
+    """Check that the teacher's tokens are the student's: one sentence for each difference."""
     from opd.models.tokenizers import compare, has_tokenizer, load_tokenizer
 
     if not has_tokenizer(path):
@@ -137,8 +133,8 @@ def check_tokenizer(title: str, path: Path, recipe: Recipe, models: Models) -> l
 
 
 def _advice(recipe: Recipe, theirs: Any, models: Models) -> str:
-    """What mends tokens that are not the teacher's. A student's weights know one tokenizer: only one that was
-    named in its place, or a student that has learnt nothing yet, may get another.
+    """Return the fix for tokens that differ from the teacher's. A student's weights know one tokenizer. Only
+    an explicit tokenizer, or a student that is not yet trained, can be changed.
     """
     from opd.models.tokenizers import compare, has_tokenizer, load_tokenizer
 
@@ -154,7 +150,7 @@ def _advice(recipe: Recipe, theirs: Any, models: Models) -> str:
 
 
 def _check_turns(title: str, path: Path, tokenizer: Any, recipe: Recipe, models: Models) -> list[Finding]:
-    """Whether the teacher ends its responses, and writes prompts, as the student does."""
+    """Check that the teacher ends its responses and renders prompts as the student does."""
     from opd.models.tokenizers import stops_of
 
     findings, model = [], recipe.model
@@ -173,7 +169,7 @@ def _check_turns(title: str, path: Path, tokenizer: Any, recipe: Recipe, models:
 
 
 def check_stops(recipe: Recipe, models: Models) -> list[Finding]:
-    """Where responses end, and whether that is where the chat template ends a turn."""
+    """Find the stop ids, and check that they are the chat template's end of turn."""
     from opd.pipelines.stages.student import model_stops
 
     tokenizer, title = models.tokenizer, "stop ids"
@@ -199,7 +195,7 @@ def check_stops(recipe: Recipe, models: Models) -> list[Finding]:
 
 
 def check_rows(title: str, config: Any, tokenizer: Any, advice: str) -> list[Finding]:
-    """Whether a model has a row for every token of the student's tokenizer; more are cut off."""
+    """Check that a model has a row for every token of the student's tokenizer. Extra rows are cut off."""
     from opd.models.tokenizers import rows_fault
 
     fault = rows_fault(config, tokenizer)
@@ -215,7 +211,7 @@ def check_bos(title: str, config: Any, tokenizer: Any) -> list[Finding]:
 
 
 def check_prompts(recipe: Recipe, domain: Domain, tokenizer: Any) -> list[Finding]:
-    """All prompts: do they need a chat template, do they fit? Of some, how long are they?"""
+    """Check that all prompts fit and have a chat template if they need one, and measure some lengths."""
     from opd.pipelines.stages.domains import prompt_room, template_arguments
     from opd.rollout.prompts import encode_prompts, fit
 
@@ -244,13 +240,13 @@ def check_prompts(recipe: Recipe, domain: Domain, tokenizer: Any) -> list[Findin
 
 
 _MEASURED = 256
-"""Prompts of a domain that are encoded to see how long they are."""
+"""Prompts of a domain that are encoded to measure their lengths."""
 
 SAME_TOKENS = "use a teacher with the student's tokens"
 
 
 def check_tools_shown(recipe: Recipe, domain: Domain, tokenizer: Any) -> list[Finding]:
-    """Whether the chat template tells the model of the tools that it may call."""
+    """Check that the chat template renders the tools that the model may call."""
     from opd.pipelines.stages.domains import template_arguments
     from opd.rollout.prompts import encode_prompt
 

@@ -1,1 +1,1 @@
-"""Commands beside a run: `opd wal`, `opd publish`, `opd push`, `opd sample`; and how every command ends."""
+"""Commands beside a run: `opd wal`, `opd publish`, `opd push`, `opd sample`. And every command's exit."""

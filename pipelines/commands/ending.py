@@ -1,4 +1,4 @@
-"""How a command ends: its exit status, and its last words. Importable without torch."""
+"""Exit statuses of commands and their last messages. Importable without torch."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from opd.redact import redact
 
 ERROR, INTERRUPTED, BROKEN_PIPE, PREEMPTED = 2, 130, 141, 143
 _LONGEST = 1200
-"""Characters of a sentence: a path of thousands hides what is wrong with it."""
+"""Characters of a sentence. A path of thousands would hide the error."""
 _ADDRESS_SPACE = 1280 * 2**20
-"""Bytes that torch and the libraries with it take before there is a model: 0.9 GiB were measured."""
+"""Bytes that torch and its libraries need before there is a model. 0.9 GiB were measured."""
 _CACHE_MAPS = 2 * 2**30
-"""Bytes of address space, not of memory, that the cache's index and one of its segments take."""
+"""Bytes of address space, not of memory, of the cache's index and one of its segments."""
 _UNWIND = 5
-"""Seconds after SIGTERM in which a command that does not listen for it closes what it has open; it is told
-again every second."""
+"""Seconds after SIGTERM in which a command without a handler closes its files. It gets the signal again every
+second."""
 
 
 _COMMAND = "OPD_COMMAND"
@@ -39,11 +39,11 @@ _GOING_ON = ("--resume", "--accept-changed-code", "--accept-changed-settings")
 
 @contextlib.contextmanager
 def started_by(words: Sequence[str]) -> Iterator[None]:
-    """While the block runs, this process and those that it starts know by which words of a command."""
+    """Store the command line for this process and its children while the block runs."""
     before = os.environ.get(_COMMAND)
-    if PARENT not in os.environ:  # else this is a process of the command's
+    if PARENT not in os.environ:  # else this is a child process of the command
         command = shlex.join(["opd", *(word for word in words if word not in _GOING_ON)])
-        os.environ[_COMMAND] = command.replace("\0", "")  # which no environment holds; it is refused later
+        os.environ[_COMMAND] = command.replace("\0", "")  # no environment can hold it; refused later
     try:
         yield
     finally:
@@ -53,15 +53,16 @@ def started_by(words: Sequence[str]) -> Iterator[None]:
 
 
 def again(switches: str) -> str:
-    """The command that this run was started by, to be given again with `switches`."""
+    """Return the command line of this run, with `switches` added."""
     return f"{os.environ.get(_COMMAND, 'the same command and')} {switches}"
 
 
 def ended(command: Callable[[], int], *, resumes: bool, last: bool = False) -> int:
-    """Run `command`; returns the exit status: its own, 2 for a user's error or what the machine refuses, 1
-    for a bug (with its traceback), 130 for Ctrl-C, 141 where nobody reads what is printed, 143 for SIGTERM.
+    """Run `command` and return the exit status.
 
-    `resumes`: whether what was stopped goes on with `--resume`; `last`: whether the process ends with it.
+    It is the command's own, or 2 for a user's or system's error, 1 for a bug (with its traceback), 130 for
+    Ctrl-C, 141 if nobody reads the output, 143 for SIGTERM. `resumes`: a stopped command continues with
+    `--resume`. `last`: the process ends with it.
     """
     guard_streams()
     with _no_false_success(resumes, last) as status:
@@ -81,20 +82,20 @@ def _ended(command: Callable[[], int], resumes: bool) -> int:
         except BaseException as error:
             if not stopped:
                 return _status(error, resumes)
-        # Whatever came of it: a library may have caught the exit in the middle of an import.
+        # Whatever the result: a library may have caught the exit in the middle of an import.
         _say_stopped("asked to stop, and did" + _goes_on(resumes))
         return PREEMPTED
 
 
 def _say_stopped(sentence: str) -> None:
-    """Of a rank the process that started it says so, whichever has stopped first."""
+    """Print `sentence`, unless this is a rank. Its parent prints it then, whichever stops first."""
     launching = sys.modules.get("opd.pipelines.launch.supervisor")  # nothing is imported on the way out
     if PARENT not in os.environ and (launching is None or launching.parent() is None):
         _say(sentence)
 
 
 def _status(error: BaseException, resumes: bool) -> int:
-    """The exit status after `error`, which is said."""
+    """Print `error` and return the exit status for it."""
     if isinstance(error, PreemptedError):
         _say_stopped(str(error))
         return PREEMPTED
@@ -102,9 +103,9 @@ def _status(error: BaseException, resumes: bool) -> int:
         _say("interrupted" + ("; continue with --resume" * resumes))
         return INTERRUPTED
     if isinstance(error, BrokenPipeError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is flushed at exit goes nowhere
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the flush at exit goes nowhere
         return BROKEN_PIPE
-    if isinstance(error, SystemExit):  # of whatever it called: the command itself returns
+    if isinstance(error, SystemExit):  # from a callee: the command itself returns
         where = traceback.extract_tb(error.__traceback__)[-1]
         _say(f"error: {_left(f'sys.exit({told(error.code, repr)})', where.filename, where.lineno, resumes)}")
         return ERROR
@@ -122,9 +123,9 @@ def _left(by: str, file: str, line: int | None, resumes: bool) -> str:
 
 @contextlib.contextmanager
 def _no_false_success(resumes: bool, last: bool) -> Iterator[list[int]]:
-    """Who else ends this process by `os._exit`, or lets another program take its place, is named, and status
-    0, which would be success, is not 0. The block gives the command's own status into the list, which then
-    is that of the process, whatever is called `atexit`.
+    """Report other code that ends this process by `os._exit` or replaces its program. Its status 0 would look
+    like success, so it becomes an error. The block appends the command's own status to the list, and that
+    becomes the status of the process, whatever is called `atexit`.
     """
     leave, execute, process = os._exit, (os.execv, os.execve), os.getpid()
     known: list[int] = []
@@ -132,11 +133,11 @@ def _no_false_success(resumes: bool, last: bool) -> Iterator[list[int]]:
     def left(status: int) -> NoReturn:
         caller = sys._getframe(1)
         file = caller.f_code.co_filename
-        if os.getpid() == process and not is_of_opd(file):  # forked processes end so
+        if os.getpid() == process and not is_of_opd(file):  # forked processes end this way
             if not known:
                 _say(f"error: {_left(f'os._exit({status})', file, caller.f_lineno, resumes)}")
             status = known[0] if known else status or ERROR
-            for stream in (sys.stdout, sys.stderr):  # which Python flushes later still
+            for stream in (sys.stdout, sys.stderr):  # Python flushes them later still
                 with contextlib.suppress(AttributeError, ValueError, OSError):
                     stream.flush()
         leave(status)
@@ -160,7 +161,7 @@ def _no_false_success(resumes: bool, last: bool) -> Iterator[list[int]]:
 
 
 def one_line(text: str) -> str:
-    """`text` on one line, with what cannot be printed escaped, and the middle of the endless left out."""
+    """Return `text` on one line, with unprintable characters escaped and the middle of long text left out."""
     words = " ".join(redact(text).split())
     if len(words) > _LONGEST:
         words = f"{words[: _LONGEST // 2]} ... {words[-_LONGEST // 2 :]}"
@@ -168,9 +169,8 @@ def one_line(text: str) -> str:
 
 
 def require_address_space(*, cache: bool = False) -> None:
-    """Raise `OpdError`, before torch is imported, if this process may map too little for it, and for the
-    `cache` of hidden states: what is then refused somewhere inside a library crashes in as many ways as there
-    are libraries, or after hours.
+    """Raise `OpdError` if this process may map too little for torch, and for the `cache` of hidden states.
+    Call it before torch is imported. Otherwise libraries crash in many ways, or after hours.
     """
     most = resource.getrlimit(resource.RLIMIT_AS)[0]
     needed = _ADDRESS_SPACE + _CACHE_MAPS * cache
@@ -185,7 +185,7 @@ def require_address_space(*, cache: bool = False) -> None:
 
 
 def complain(error: OpdError) -> None:
-    """Say a user's error, or leave it to the process that started this rank."""
+    """Print a user's error, or send it to the parent if this is a rank."""
     from opd.pipelines.launch.supervisor import parent
 
     if (supervisor := parent()) is not None:
@@ -195,8 +195,8 @@ def complain(error: OpdError) -> None:
 
 
 def _said_by_another(error: OpdError) -> bool:
-    """Whether another rank of this machine says the same: under torchrun all read one recipe and one folder,
-    and all of them hear of a rank that is lost. What one rank alone has met is its own to say.
+    """Return whether another rank of this machine prints the same error. Under torchrun all ranks read one
+    recipe and one folder, and all learn of a lost rank. An error of one rank alone is its own to print.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1 or os.environ.get("LOCAL_RANK", "0") == "0":
         return False
@@ -221,15 +221,15 @@ def _failed(error: BaseException, resumes: bool) -> int:
 
 
 def _say(text: str) -> None:
-    with contextlib.suppress(ValueError, OSError):  # somebody has closed it, or its disk is full
+    with contextlib.suppress(ValueError, OSError):  # closed, or its disk is full
         print(f"opd: {one_line(text)}", file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager
 def _stopping() -> Iterator[list[bool]]:
-    """Answer SIGTERM with status 143 wherever nothing else does: before and between stages, during imports.
+    """Answer SIGTERM with status 143 if nothing else does: before and between stages, during imports.
 
-    Yields a list that is not empty once it came.
+    Yields a list that is not empty after the signal.
     """
     stopped: list[bool] = []
     if threading.current_thread() is not threading.main_thread():
@@ -250,8 +250,9 @@ def _stopping() -> Iterator[list[bool]]:
 
 
 def _leave_in_time(answer: Callable[..., None]) -> Callable[[], None]:
-    """Leave with status 143 a while after a SIGTERM that was for `answer`, where the main thread hears of no
-    signal (in compiled code, waiting for other ranks), or the exception was swallowed. Returns what ends it.
+    """Leave with status 143 a while after a SIGTERM that `answer` did not handle. The main thread may be deaf
+    to signals (in compiled code, waiting for other ranks), or the exception was swallowed. Returns a function
+    that cancels this.
     """
     ours, theirs = os.pipe()
     os.set_blocking(theirs, False)
@@ -261,7 +262,7 @@ def _leave_in_time(answer: Callable[..., None]) -> Callable[[], None]:
     def watch() -> None:
         with contextlib.suppress(OSError), os.fdopen(ours, "rb", 0) as file:  # somebody may have closed it
             leave(file)
-            done.wait()  # until then it has a reader
+            done.wait()  # until then the pipe has a reader
 
     def leave(file: IO[bytes]) -> None:
         while signal.SIGTERM not in (numbers := file.read(64)):
@@ -271,21 +272,22 @@ def _leave_in_time(answer: Callable[..., None]) -> Callable[[], None]:
             if done.wait(1.0):
                 return
             listener = signal.getsignal(signal.SIGTERM)
-            # Not by a signal of the system's: a library may have taken Python's answer to it away (Ray does,
-            # while it starts and ends), and it would end the process by itself.
+            # A system signal does not do: a library may have removed Python's handler (Ray does, while it
+            # starts and ends), and the signal would end the process.
             _thread.interrupt_main(signal.SIGTERM)
             if listener is not answer:
-                return  # a stage listens by now, and has heard of it
+                return  # a stage handles it now
         if not done.wait(1.0):
             os._exit(PREEMPTED)
 
     def over() -> None:
         done.set()
-        with contextlib.suppress(OSError, ValueError):  # somebody has closed it
+        with contextlib.suppress(OSError, ValueError):  # closed already
             signal.set_wakeup_fd(before)
             os.close(theirs)
 
-    # Without a thread, who hears of the signal in time leaves; what is to be done will say what is missing.
+    # Without a thread the process still leaves if the signal is handled. Later work will report the missing
+    # thread.
     with contextlib.suppress(RuntimeError):
         threading.Thread(target=watch, daemon=True).start()
     return over

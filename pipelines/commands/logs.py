@@ -1,7 +1,6 @@
 """Look into a run's logs.
 
-`opd wal` checks, writes out or mends token logs; `opd trajectory` shows what agents did, command by command,
-and whether it comes out the same once more.
+`opd wal` checks, exports or repairs token logs. `opd trajectory` shows agents' commands, and replays them.
 """
 
 from __future__ import annotations
@@ -40,8 +39,8 @@ from opd.types import LoggedRequest
 
 
 def wal_command(action: str, folder: Path, out: Path | None) -> int:
-    """Run `inspect`, `verify`, `export` or `repair`; returns the exit status. Raises `StorageError` if
-    there is no log to read.
+    """Run `inspect`, `verify`, `export` or `repair`, and return the exit status. Raises `StorageError`
+    without a log.
     """
     if not folder.exists() and (folder.parent / DONE).is_file():
         raise StorageError(
@@ -62,7 +61,7 @@ def wal_command(action: str, folder: Path, out: Path | None) -> int:
 
 
 def inspect(folder: Path) -> int:
-    """Print what the log in `folder` holds."""
+    """Print a summary of the log in `folder`."""
     contents = read_log(folder)
     requests = contents.requests()
     tokens = sum(len(logged.token_ids) for logged in requests.values())
@@ -85,7 +84,7 @@ def inspect(folder: Path) -> int:
 
 
 def verify(folder: Path) -> int:
-    """Print whether the log in `folder` is whole; 2 if bytes that had been durable are broken."""
+    """Check the log in `folder`, and return 2 if durable bytes are broken."""
     report = read_log(folder).report
     print(
         f"{folder}: {number_of(len(report.files), 'file')}, {number_of(report.frames, 'frame')},"
@@ -95,8 +94,8 @@ def verify(folder: Path) -> int:
 
 
 def export(folder: Path, out: Path | None) -> int:
-    """Write the requests of the log in `folder` to `out`, which is there whole or not at all, or to standard
-    output, one line of JSON each. Of a damaged one what comes before the damage, and the status is 2.
+    """Write the requests of the log in `folder` as one line of JSON each. `out` is written atomically.
+    Without it they go to standard output. A damaged log is exported up to the damage, and the status is 2.
     """
     contents = read_log(folder)
     status = 0 if contents.report.damage is None else 2
@@ -116,7 +115,7 @@ def export(folder: Path, out: Path | None) -> int:
 
 
 def repair(folder: Path) -> int:
-    """Keep what comes before the damage in the log in `folder`."""
+    """Repair the log in `folder`: retain the records before the damage."""
     report = read_log(folder).report
     if report.damage is None:
         print(f"{folder}: nothing to repair; {_state(report)}")
@@ -161,28 +160,28 @@ def _document(logged: LoggedRequest) -> dict:
 
 
 _LINES = 12
-"""Of an output that is shown."""
+"""Maximum lines of an output that are shown."""
 _WIDTH = 200
 
 
 @dataclass(frozen=True, slots=True)
 class Allowed:
-    """What a replay may be given that a log asks for. A log may be anybody's, so it is asked for by name."""
+    """Permissions of a replay. A log may be anybody's, so it gets only explicit permissions."""
 
     reads: tuple[str, ...] = ()
     """Paths that commands may read beside the system."""
     substrate: str | None = None
-    """A weaker substrate than the strongest that works here."""
+    """A weaker substrate than the strongest working one."""
     image: str | None = None
-    """Of containers."""
+    """A container image."""
     quotas: bool = False
-    """More time, memory, processes and files than a recipe's own defaults."""
+    """Permission for more time, memory, processes and files than a recipe's defaults."""
 
 
 def trajectory_command(action: str, run: Path, uid: str | None, allowed: Allowed) -> int:
-    """Run `show` or `replay`; returns the exit status: 1 where something came out otherwise, 2 for a log that
-    is damaged. Raises `StorageError` if there is no log, or no such episode, or if a replay would be given
-    what is not `allowed`.
+    """Run `show` or `replay`, and return the exit status. It is 1 if a replay differs and 2 for a damaged
+    log. Raises `StorageError` if there is no log or no such episode, or if a replay needs more than is
+    `allowed`.
     """
     logs = _logs(run)
     if action == "show" and uid is None:
@@ -203,7 +202,7 @@ def trajectory_command(action: str, run: Path, uid: str | None, allowed: Allowed
 
 
 def _logs(run: Path) -> list[Path]:
-    """The logs of a run, or the one that `run` is."""
+    """Return the logs of a run, or `run` itself if it is a log."""
     if not run.is_dir():
         raise StorageError(
             f"{run} is no folder; give that of a run, or of a log: RUN/stages/STAGE/{EPISODES}"
@@ -277,7 +276,7 @@ def _show(episode: LoggedEpisode) -> None:
 
 def _words(one: LoggedCommand) -> str:
     text = visible(redact(" ".join(one.command.words)), "")
-    half = _WIDTH // 2  # of a tool's program the end tells what it was asked
+    half = _WIDTH // 2  # a tool's request is at the end of its program
     return text if len(text) <= _WIDTH else f"{text[:half]} ... {text[-half:]}"
 
 
@@ -301,18 +300,19 @@ def _output(name: str, data: bytes) -> None:
 def _replayed(episode: LoggedEpisode, allowed: Allowed) -> int:
     status = asyncio.run(_stoppable(_replay(episode, allowed)))
     if status is None:
-        signal.raise_signal(signal.SIGTERM)  # for who answers it outside of the loop
+        signal.raise_signal(signal.SIGTERM)  # for the handler outside of the loop
     return PREEMPTED if status is None else status
 
 
 async def _stoppable(replay: Coroutine[Any, Any, int]) -> int | None:
-    """What `replay` returns. On SIGTERM, however often it comes, it is cancelled once and its sandbox closed:
-    an exception in the middle of the loop would leave tasks that nothing waits for. `None` is returned then.
+    """Return the result of `replay`, or `None` after SIGTERM. However often the signal comes, the replay is
+    cancelled once and its sandbox closed. An exception in the middle of the loop would leave tasks that
+    nothing waits for.
     """
     if threading.current_thread() is not threading.main_thread():
         return await replay
     loop, task = asyncio.get_running_loop(), asyncio.ensure_future(replay)
-    stopped: list[bool] = []  # no `Event`, whose lock a second signal may find taken by the first
+    stopped: list[bool] = []  # no `Event`, because a second signal may find its lock taken by the first
 
     def stop(*_: object) -> None:
         stopped.append(True)
@@ -327,15 +327,15 @@ async def _stoppable(replay: Coroutine[Any, Any, int]) -> int | None:
     if not stopped:
         return task.result()
     if not task.cancelled():
-        task.exception()  # else it is told as one that nobody has looked at
+        task.exception()  # else asyncio logs it as never retrieved
     return None
 
 
 def _substrate(
     kind: Kind, image: tuple[str, str] | None, reads: Sequence[str], allowed: Allowed
 ) -> Substrate:
-    """What the commands run in. Raises `StorageError` for what is not `allowed`, and for an image that is no
-    longer what it was; `SandboxError` where it does not work.
+    """Return the substrate for the commands. Raises `StorageError` for more than is `allowed` and for a
+    changed image, `SandboxError` if it does not work.
     """
     if more := [path for path in reads if path not in allowed.reads]:
         raise StorageError(
@@ -372,7 +372,7 @@ def _container(image: str, digest: str, allowed: Allowed) -> Substrate:
 
 
 def _limits(settings: Mapping[str, Any], allowed: Allowed) -> Limits:
-    """The quotas of a log. Raises `StorageError` for more than is `allowed`, and as `limits_in`."""
+    """Return the quotas of a log. Raises `StorageError` for more than is `allowed`, and as `limits_in`."""
     found, usual = limits_in(settings), limits_of(SandboxConfig())
     more = [name for name, most in asdict(usual).items() if getattr(found, name) > most]
     if more and not allowed.quotas:
@@ -384,7 +384,7 @@ def _limits(settings: Mapping[str, Any], allowed: Allowed) -> Limits:
 
 
 async def _replay(episode: LoggedEpisode, allowed: Allowed) -> int:
-    """Run an episode's commands in a fresh sandbox, and say the first thing that is not as it was."""
+    """Run an episode's commands in a fresh sandbox, and print the first difference."""
     with tempfile.TemporaryDirectory(prefix="opd-replay-") as folder:
         with decoding(
             lambda cause: StorageError(
@@ -403,7 +403,7 @@ async def _replay(episode: LoggedEpisode, allowed: Allowed) -> int:
         try:
             for one in episode.commands:
                 if one.outcome is None or one.outcome.interrupted:
-                    continue  # the files were as before it
+                    continue  # it left the files unchanged
                 found = await sandbox.exec(one.command.words, one.command.stdin, one.command.timeout)
                 kept = sandbox.spent is None and one.state is not None
                 state = await sandbox.snapshot() if kept else one.state

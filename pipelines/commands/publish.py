@@ -1,4 +1,4 @@
-"""`opd publish`: a checkpoint becomes a teacher that ranks can stream from an object store."""
+"""Publish a checkpoint as a teacher that ranks can stream from an object store: `opd publish`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from opd.storage.publish import Published, publish
 
 
 def run_publish(checkpoint: Path, url: str, shards: int) -> int:
-    """The command: publish, and say what is there now. Returns the exit status."""
+    """Publish the checkpoint, print the result, and return the exit status."""
     refuse_place(url, [str(checkpoint)])
     with whole_folder(checkpoint) as folder:
         published, where = _published(folder, url, shards)
@@ -27,7 +27,7 @@ def run_publish(checkpoint: Path, url: str, shards: int) -> int:
 
 
 def _published(checkpoint: Path, url: str, shards: int) -> tuple[Published, str]:
-    """What is there now of a whole model, and where, with a progress bar."""
+    """Publish a full model with a progress bar. Returns the model and its place."""
     from rich.console import Console
     from rich.progress import Progress
 

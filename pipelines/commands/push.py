@@ -1,4 +1,4 @@
-"""`opd push`: a model's folder, with its card, becomes a commit of a repository on the Hub."""
+"""Push a model's folder, with its card, as a commit of a repository on the Hub: `opd push`."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from opd.storage.weight_folder import check_numbers
 
 T = TypeVar("T")
 _SECONDS = 60.0
-"""Until a request without any answer counts as failed."""
+"""Timeout of a request without any answer."""
 _BASE = re.compile(r"^base_model: *(.*)\n", re.MULTILINE)
 
 
 def run_push(model: Path, repo: str, *, revision: str | None = None, public: bool = False) -> int:
-    """Push the folder `model` to `repo`, made if it is not there, and say what is there now.
+    """Push the folder `model` to `repo`, which is created if needed, and print the result.
 
-    Raises `ConfigError` for a name that cannot be one, what is wrong with the folder, and `StorageError`.
+    Raises `ConfigError` for an impossible name, the errors of the folder, and `StorageError`.
     """
     name = _named(repo, revision)
     files = _checked(model)
@@ -74,7 +74,7 @@ def _named(repo: str, revision: str | None) -> HubName:
 
 
 def _checked(model: Path) -> list[str]:
-    """The files of a whole model that would be read again, and its card."""
+    """Return the files of a full model that loading reads, and its card."""
     check_folder(model)
     base = adapter_base(model)
     if base is not None:
@@ -100,9 +100,7 @@ def _commit(api: Any, model: Path, files: list[str], name: HubName) -> Any:
 
 
 def _card(model: Path) -> bytes:
-    """The model's card. A base that is a folder of this machine is left out of its head, where the Hub takes
-    names of its own alone.
-    """
+    """Return the model's card, without a base that is a local folder. The Hub takes only its own names."""
     text = (model / CARD).read_text("utf-8")
     head, mark, rest = text.partition("\n---\n") if text.startswith("---\n") else ("", "", text)
     found = _BASE.search(head + "\n")
@@ -114,7 +112,7 @@ def _card(model: Path) -> bytes:
 
 
 def _compare(model: Path, files: list[str], name: HubName) -> None:
-    """Raise `StorageError` if large files did not get there as they are here."""
+    """Raise `StorageError` if large files on the Hub differ from the local ones."""
     try:
         there = listing_of(name)
     except UnreachableError as error:
@@ -126,13 +124,13 @@ def _compare(model: Path, files: list[str], name: HubName) -> None:
 
 
 def asked(name: HubName, call: Callable[[], T]) -> T:
-    """What the Hub answers, asked again for a while where it may pass. Raises what `refusal` gives."""
+    """Return the Hub's answer. A passing failure is retried for a while. Raises the error of `refusal`."""
 
     def attempt() -> T:
         try:
             return call()
         except Exception as error:
-            inner = error.__cause__ if isinstance(error, RuntimeError) else None  # what an upload has met
+            inner = error.__cause__ if isinstance(error, RuntimeError) else None  # the error inside an upload
             error = inner if isinstance(inner, Exception) else error
             if passing(error):
                 raise UnreachableError(reason(error)) from error

@@ -1,4 +1,4 @@
-"""`opd sample`, and `opd compare` of two models: what models answer, as it comes, or side by side."""
+"""Print models' answers: `opd sample` as they come, and `opd compare` of two models concurrently."""
 
 from __future__ import annotations
 
@@ -35,32 +35,32 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 MOST = 512
-"""Tokens of an answer, where nothing else is said."""
+"""Default tokens of an answer."""
 MANY = 8
-"""Held-out prompts of a domain, where nothing else is said."""
+"""Default number of held-out prompts of a domain."""
 _COLDEST = 1e-30
-"""Below it logits are no numbers of float32 any more: the most probable token is taken."""
+"""Below it logits overflow float32, so the most probable token is taken."""
 _WIDTH = 76
 """Characters of a prompt above its answers."""
 
 
 @dataclass(frozen=True, slots=True)
 class SampleOptions:
-    """What the command line asks."""
+    """The request of the command line."""
 
     prompts: tuple[str, ...] = ()
     system: str | None = None
     recipe: Recipe | None = None
     domain: str | None = None
-    """Of `recipe`, whose held-out prompts are asked, as it samples."""
+    """Domain of `recipe`. Its held-out prompts are sampled as the recipe does."""
     count: int | None = None
-    """How many of them; `None`: `MANY`."""
+    """Number of prompts. `None`: `MANY`."""
     max_tokens: int | None = None
     temperature: float | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Raises `ConfigError` for what does not go together."""
+        """Raises `ConfigError` if options exclude each other."""
         if (self.recipe is None) != (self.domain is None):
             raise ConfigError(
                 "--recipe and --domain go together: a recipe, and which of its domains is asked"
@@ -87,11 +87,11 @@ class Speaker:
     generate: Generate
     rewards: RewardRunner | None
     strings: Sequence[str]
-    """That end an answer."""
+    """Strings that end an answer."""
 
     @classmethod
     def load(cls, model: str, asked: SampleOptions) -> Speaker:
-        """Raises what is wrong with `model`, a folder or a name on the Hub, or with its prompts."""
+        """Load `model`, a folder or a name on the Hub. Raises if it or its prompts are wrong."""
         folder = model_folder(model)
         tokenizer = load_tokenizer(folder)
         device, template = "auto", {}
@@ -141,7 +141,7 @@ class Speaker:
         return cls(engine, tokenizer, questions, sampling, generate, rewards, strings)
 
     def stream(self, number: int, seed: int, say: Callable[[str], None]) -> Sample:
-        """The answer to question `number`, each part of its text given to `say` when it is known."""
+        """Return the answer to question `number`. Each new text goes to `say` as soon as it is decoded."""
         question = self.questions[number]
         sample = question.sample(0)
         text, told = _TextDecoder(self.tokenizer), 0
@@ -163,8 +163,8 @@ class Speaker:
         return sample
 
     def answers(self, seed: int) -> list[Sample]:
-        """One answer to every question, in their order, with rewards where the domain has one. A question's
-        noise depends on the seed and its place alone, so that two models meet the same draws.
+        """Return one answer to every question, in their order, with rewards if the domain has one. A
+        question's noise depends on the seed and its index alone, so two models get the same draws.
         """
         groups = self.generate(self.engine, self.questions, 1, self.sampling, seed)
         by_uid = {group.uid: group.samples[0] for group in groups}
@@ -177,13 +177,13 @@ class Speaker:
             self.rewards.score(samples)
 
     def text(self, sample: Sample) -> str:
-        """What was written, without the tokens that end it."""
+        """Return the response text, without the tokens that end it."""
         return str(
             self.tokenizer.decode(sample.response_ids[sample.loss_mask].tolist(), skip_special_tokens=True)
         )
 
     def asked(self, number: int) -> str:
-        """A question on one line."""
+        """Return a question on one line."""
         question = self.questions[number]
         messages = question.metadata.get("messages")
         told = [f"{one.get('role')}: {one.get('content')}" for one in messages or []]
@@ -192,9 +192,10 @@ class Speaker:
 
 
 class _TextDecoder:
-    """Tokens to text, as they come: a character that is not whole yet waits for the rest of its bytes.
+    """Decode tokens to text as they come.
 
-    New tokens are decoded behind those before them, since the first of a text may lose its blank.
+    An incomplete character waits for the rest of its bytes. New tokens are decoded behind the previous ones
+    because the first of a text may lose its blank.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -203,7 +204,7 @@ class _TextDecoder:
         self._open: list[int] = []
 
     def add(self, ids: list[int], last: bool) -> str:
-        """All of the text that is known by now."""
+        """Return all text decoded so far."""
         self._open += ids
         text = self._decode(self._before + self._open)
         if self._open and (last or not text.endswith("\ufffd")):
@@ -216,7 +217,7 @@ class _TextDecoder:
 
 
 def model_folder(model: str) -> Path:
-    """The folder of `model`, fetched if it is a name on the Hub. Raises what is wrong with it."""
+    """Return the folder of `model`, fetched if it is a name on the Hub. Raises if it is wrong."""
     name = hub_name(model)
     if name is None or name.file is not None:
         folder = Path(model)
@@ -230,7 +231,7 @@ def model_folder(model: str) -> Path:
 
 
 def _mends_of(folder: Path) -> Mends:
-    """What mends a model that is asked as it is, without a recipe."""
+    """Return the advice for a model that is sampled as it is, without a recipe."""
     return Mends(
         stop=f"add {{id}} to `eos_token_id` of {described_in(folder) / 'generation_config.json'}, which says"
         " where it ends for every program, or ask by --recipe and --domain with rollout.stop_ids",
@@ -242,9 +243,9 @@ def _mends_of(folder: Path) -> Mends:
 
 
 def _of_one_domain(recipe: Recipe, domain: str, folder: Path, count: int) -> Recipe:
-    """`recipe` of `domain` alone, with `count` held-out prompts, as it is read for the model in `folder`."""
+    """Return `recipe` with `domain` alone and `count` held-out prompts, for the model in `folder`."""
     model = recipe.model.model_copy(update={"path": str(folder), "config": None, "tokenizer": None})
-    most = max(count, recipe.evaluation.prompts_per_domain)  # the recipe's own, where it has enough
+    most = max(count, recipe.evaluation.prompts_per_domain)  # the recipe's own, if it has enough
     held_out = recipe.evaluation.model_copy(update={"prompts_per_domain": most})
     own = recipe.for_domain(domain)
     changes = {"model": model, "domains": {domain: own.domains[domain]}, "evaluation": held_out}
@@ -265,8 +266,8 @@ def _questions(asked: SampleOptions, tokenizer: Any) -> list[EncodedPrompt]:
 
 
 def _prompt(text: str, system: str | None, *, chat: bool) -> Prompt:
-    """What `--prompt` asks, read as a row of a data file is; for a chat template a text is what the user
-    says. Raises `DataError`.
+    """Read the text of `--prompt` as a row of a data file. Raises `DataError`. With a chat template the text
+    is the user's message.
     """
     given = prompt_of("--prompt", {"prompt": text}, "sample").messages
     if not chat and given is None:
@@ -278,7 +279,7 @@ def _prompt(text: str, system: str | None, *, chat: bool) -> Prompt:
 def _fitting(
     sampling: SamplingParams, questions: Sequence[EncodedPrompt], loaded: CausalLM, model: str
 ) -> SamplingParams:
-    """`sampling`, with no more tokens than there are positions for. Raises `DataError` if there is none."""
+    """Return `sampling`, limited to the model's positions. Raises `DataError` if none are left."""
     if not questions:
         raise DataError("the domain has no held-out prompts; raise domains.NAME.held_out")
     positions = positions_of(loaded.config)
@@ -293,7 +294,7 @@ def _fitting(
 
 
 def run_sample(model: str, asked: SampleOptions) -> int:
-    """Print the answers, each as it comes; returns the exit status."""
+    """Print the answers, each as it comes. Returns the exit status."""
     speaker = Speaker.load(model, asked)
     several = len(speaker.questions) > 1 or speaker.rewards is not None
     written = None if speaker.generate is collect else speaker.answers(asked.seed)
@@ -317,7 +318,7 @@ def run_sample(model: str, asked: SampleOptions) -> int:
 
 
 def run_compare(models: Sequence[str], asked: SampleOptions, console: Console | None = None) -> int:
-    """Print what two models answer to the same questions, side by side; returns the exit status."""
+    """Print two models' answers to the same questions in two columns. Returns the exit status."""
     from rich.console import Console
 
     console = console or Console()
@@ -379,4 +380,4 @@ def _say(text: str) -> None:
     sys.stdout.write(visible(text))
     sys.stdout.flush()
     if text:
-        spoken()  # else a word of it would stand in the middle of an answer
+        spoken()  # else a progress message would stand in the middle of an answer

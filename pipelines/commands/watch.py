@@ -1,8 +1,8 @@
-"""`opd watch`: runs while they train, as a page on this machine's loopback or as a view in the terminal.
+"""Show runs while they train, `opd watch`: as a page on this machine's loopback or in the terminal.
 
-The server gives away its pages and nothing else. A path names a page by its number and never a file, nothing
-is taken from a request's body, and a request whose `Host` is not this machine is refused: a page from
-elsewhere, whose name was made to lead here, reads nothing.
+The server gives away its pages and nothing else. A path names a page by its number and never a file. A
+request's body is not read. A request is refused if its `Host` is not this machine, so a foreign page whose
+name resolves to here reads nothing.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ if TYPE_CHECKING:
 LOOPBACK = "127.0.0.1"
 MOST_RUNS = 16
 _MOST_REQUESTS = 16
-"""At a time; who comes beyond them is sent away."""
+"""Maximum concurrent requests. More are sent away."""
 _PATIENCE = 10.0
-"""Seconds for a request to be sent and for its answer to be taken."""
+"""Seconds for a request to arrive and for its answer to be read."""
 _PATH = re.compile(r"/([0-9]{1,3})?(\?part)?")
 _HOST = re.compile(r"(127\.0\.0\.1|localhost|\[::1\])(:[0-9]{1,5})?", re.IGNORECASE)
-"""Of this machine by any port: a tunnel to it has another one."""
+"""This machine by any port, because a tunnel has another one."""
 _HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "X-Frame-Options": "DENY",
@@ -49,14 +49,14 @@ _HEADERS = {
     "Cache-Control": "no-store",
 }
 _SAMPLES, _FLAGS = 3, 5
-"""In the terminal."""
+"""Limits in the terminal."""
 
 
 def watch(paths: Sequence[Path], port: int | None = None, *, terminal: bool = False) -> int:
-    """Show the runs in the folders `paths` until Ctrl-C; returns the exit status.
+    """Show the runs in the folders `paths` until Ctrl-C. Returns the exit status.
 
-    Raises `ConfigError` for what does not go together and for a port that is taken, `RunFolderError` for what
-    is no folder. One that is not there yet is waited for.
+    Raises `ConfigError` for excluding options and for a used port, `RunFolderError` for a file. A missing run
+    is waited for.
     """
     _check(paths, port, terminal)
     with hushed(), contextlib.suppress(KeyboardInterrupt):
@@ -94,18 +94,18 @@ def _serve(runs: Sequence[LiveRun], port: int) -> None:
 
 
 class WatchServer(ThreadingHTTPServer):
-    """Answers with the pages of `board`, on loopback alone.
+    """Serve the pages of `board`, on loopback alone.
 
-    Raises `ConfigError` for a `port` that cannot be had; 0: one that the system chooses.
+    Raises `ConfigError` if `port` is not available. With 0 the system chooses one.
     """
 
     daemon_threads = True
-    block_on_close = False  # a request that is late holds nobody up
+    block_on_close = False  # a late request does not block closing
 
     def __init__(self, board: Board, port: int = 0) -> None:
         self.board = board
         self.lock = threading.Lock()
-        """One page is drawn at a time."""
+        """Serializes the drawing of pages."""
         self._free = threading.BoundedSemaphore(_MOST_REQUESTS)
         try:
             super().__init__((LOOPBACK, port), _Handler)
@@ -115,7 +115,7 @@ class WatchServer(ThreadingHTTPServer):
             ) from None
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """In a thread of its own, if there are not too many."""
+        """Handle a request in its own thread, if there are not too many."""
         if not self._free.acquire(blocking=False):
             self.shutdown_request(request)
             return
@@ -132,7 +132,7 @@ class WatchServer(ThreadingHTTPServer):
             self._free.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Whoever went away says nothing; what is at fault here is one line."""
+        """Ignore a client that went away. Print other errors as one line."""
         error = sys.exception()
         if not isinstance(error, OSError):
             print(
@@ -191,18 +191,18 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(data)
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """What the library refuses by itself: nothing of the request comes back."""
+        """Send the library's own refusals without any of the request's text."""
         del message, explain
         self.close_connection = True
         self._refuse(HTTPStatus(code), HTTPStatus(code).phrase)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Nothing: who looks at a page is nobody's business."""
+        """Log nothing: page views are private."""
         del format, args
 
 
 def _show(runs: Sequence[LiveRun]) -> None:
-    """Draw anew in the terminal as long as somebody looks; elsewhere once."""
+    """Draw repeatedly in a terminal, elsewhere once."""
     from rich.console import Console
     from rich.live import Live
 
@@ -224,13 +224,13 @@ def _read(runs: Sequence[LiveRun]) -> None:
     for run in runs:
         run.look()
         before, left = float("inf"), run.unread
-        while 1 << 22 < left < before:  # as long as it gets less: a line without an end stays
+        while 1 << 22 < left < before:  # as long as it shrinks: a line without an end stays
             run.look()
             before, left = left, run.unread
 
 
 def view(runs: Sequence[LiveRun], console: Console) -> Group:
-    """What the terminal shows: each run's stages, red flags, and samples of the last step."""
+    """Render the terminal's view: each run's stages, red flags, and samples of the last step."""
     from rich.console import Group
     from rich.text import Text
 
@@ -282,7 +282,7 @@ def _samples(run: LiveRun, width: int) -> Iterator[Any]:
 
 
 def sparks(values: Sequence[float], width: int = 48) -> str:
-    """A curve of a line's height: means of `width` stretches, from its lowest to its highest."""
+    """Draw a curve in one line: means of `width` intervals, from its lowest to its highest."""
     signs = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
     count = min(width, len(values))
     bounds = [len(values) * place // max(1, count) for place in range(count + 1)]
@@ -295,5 +295,5 @@ def sparks(values: Sequence[float], width: int = 48) -> str:
 
 
 def _plain(text: str) -> str:
-    """On one line, with what would act on a terminal escaped."""
+    """Return `text` on one line, with terminal control characters escaped."""
     return visible(redact(text.replace("\n", " ").replace("\t", " ")), "")

@@ -1,1 +1,1 @@
-"""How right the models of a run are, with intervals; answers that are kept to be read."""
+"""Measure the accuracy of a run's models, with intervals, and store some answers."""

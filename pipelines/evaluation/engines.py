@@ -1,4 +1,4 @@
-"""What each model of an evaluation writes with: the recipe's engine where it fits there, else one here."""
+"""Choose each model's engine in an evaluation: the recipe's if it can load the model, else one here."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _TELLS_NOTHING = (
     "eos_token_id",
     "pad_token_id",
 )
-"""Of a configuration, what does not change what weights compute."""
+"""Keys of a configuration that do not change the function of the weights."""
 
 
 @dataclass(slots=True)
@@ -58,7 +58,7 @@ class Engines:
 
     @property
     def name(self) -> str:
-        """What the recipe's engine is called in the results."""
+        """Name of the recipe's engine in the results."""
         recipe = self.context.recipe
         if self.context.helpers is None:
             return HERE
@@ -66,10 +66,10 @@ class Engines:
         return "ray" if kind == "torch" else kind
 
     def of(self, path: Path) -> tuple[Writer, dict[str, str]]:
-        """An engine that holds the model in `path`, and what the results say of it: its `engine`, and why it
-        is not the recipe's, if it is not.
+        """Return an engine with the model in `path`, and its entry in the results.
 
-        Raises `RolloutError` where the recipe's engine does not hold what it was given.
+        The entry has the `engine`, and the reason if that is not the recipe's. Raises `RolloutError` if the
+        recipe's engine does not hold the weights it got.
         """
         recipe = self.context.recipe
         if self.context.helpers is None:
@@ -83,13 +83,13 @@ class Engines:
             stops = stop_strings(recipe, self.tokenizer)
             self._elsewhere = FaultTolerantRollout(self.context.helpers.writers(self.student), stops=stops)
         self._version = max(self._version, self._elsewhere.policy_version) + 1
-        check_folder(path)  # what is walked is what its digests say
+        check_folder(path)  # the weights must match their digests
         sync_weights(self._elsewhere, stored_weights(model), self._version)
         return self._elsewhere, {"engine": self.name}
 
     def given(self, weights: Weights) -> Writer:
-        """An engine that holds `weights`, which are of the student's form, in place of those before: the
-        recipe's, or one here. Raises `RolloutError` where it does not hold what it was given.
+        """Return an engine with `weights`, of the student's form, in place of the previous ones. It is the
+        recipe's or one here. Raises `RolloutError` if it does not hold the weights it got.
         """
         recipe, helpers = self.context.recipe, self.context.helpers
         if self._given is None and helpers is None:
@@ -104,13 +104,13 @@ class Engines:
         return self._given
 
     def _here(self, path: Path) -> Writer:
-        """In this process, together with the other ranks."""
+        """Open an engine in this process, shared with the other ranks."""
         recipe = self.context.recipe
         engine = open_engine(recipe, path, self.context.ranks, self.tokenizer)
         return behind_stops(recipe, engine, self.tokenizer)
 
     def _difference(self, path: Path, model: CausalLM) -> str | None:
-        """What of the model's form is not the student's; `None` where all is."""
+        """Return the first difference to the student's form, or `None`."""
         if not self._form:
             student = model
             if path != self.student:
@@ -121,7 +121,7 @@ class Engines:
 
 
 def _form(path: Path, model: CausalLM) -> dict[str, Any]:
-    """What models have in common that can take each other's weights: setting or tensor -> value."""
+    """Return the common form of models with exchangeable weights: setting or tensor -> value."""
     config = read_config(path).to_dict()
     settings = {f"its {key}": value for key, value in config.items() if key not in _TELLS_NOTHING}
     return settings | {f"its tensor {name}": tuple(tensor.shape) for name, tensor in model.weights()}

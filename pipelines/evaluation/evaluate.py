@@ -1,7 +1,7 @@
-"""Measure every model of a run, greedy and sampled, on the domains' held-out prompts and on evaluation sets.
+"""Measure every model of a run, greedy and sampled, on held-out prompts and evaluation sets.
 
-Evaluation prompts that stand in what a run is trained on are counted. A few answers are kept to be read side
-by side: what base, teacher and student wrote to a prompt.
+Evaluation prompts in the training data are counted. A few answers of base, teacher and student are stored for
+comparison.
 """
 
 from __future__ import annotations
@@ -37,8 +37,9 @@ from opd.storage.files import digest_of, file_digest, read_sealed, write_sealed
 def contamination(
     recipe: Recipe, domains: Mapping[str, Domain], sets: Mapping[str, Domain]
 ) -> dict[str, Any]:
-    """`ngram`, how many training texts were looked at (`texts`), and what `Index.found` says of the held-out
-    prompts of each domain and set (`found`); nothing where the recipe asks for no comparison.
+    """Compare the held-out prompts of each domain and set with the training texts. Returns `ngram`, the
+    number of training texts (`texts`), and the result of `Index.found` (`found`). Empty if the recipe has no
+    comparison.
     """
     config = recipe.evaluation.contamination
     if config is None:
@@ -60,7 +61,7 @@ def contamination(
 
 
 def _demonstrated(recipe: Recipe, evaluated: set[str]) -> Iterator[tuple[str, str, str]]:
-    """Question, answer and place of every demonstration that is learnt from, one at a time."""
+    """Yield question, answer and source of every demonstration in training, one at a time."""
     for domain, config in recipe.demonstrated().items():
         for row in demonstrations(config.source, domain or None, set()):
             if is_held_out(row, config, evaluated):
@@ -71,7 +72,7 @@ def _demonstrated(recipe: Recipe, evaluated: set[str]) -> Iterator[tuple[str, st
 
 
 def evaluated_models(context: StageContext) -> dict[str, Path]:
-    """Name -> folder of every model to measure: base, every teacher, merged, baselines."""
+    """Return name -> folder of every model to measure: base, every teacher, merged, baselines."""
     recipe = context.recipe
     models = {"base": context.model("base")}
     for teacher in recipe.taught():
@@ -84,17 +85,17 @@ def evaluated_models(context: StageContext) -> dict[str, Path]:
 
 
 def teacher_model(recipe: Recipe, teacher: str) -> str:
-    """What the evaluation calls a teacher: `specialist:NAME` if this run trains it, else `teacher:NAME`."""
+    """Return a teacher's evaluation name: `specialist:NAME` if this run trains it, else `teacher:NAME`."""
     return f"{'teacher' if teacher in recipe.given_teachers() else 'specialist'}:{teacher}"
 
 
 def domains_of(recipe: Recipe, model: str) -> list[str]:
-    """The domains that a model answers for: a teacher its own, any other all of them."""
+    """Return the domains of a model: a teacher's own, all for any other."""
     return recipe.taught().get(_teacher(model), []) or list(recipe.domains)
 
 
 def best_teachers(recipe: Recipe, measured: Mapping[str, Any]) -> dict[str, str]:
-    """Domain -> the model, of its measured teachers, that is right most often there."""
+    """Return domain -> the measured teacher with the highest accuracy there."""
     best: dict[str, str] = {}
     for domain in recipe.domains:
         names = [teacher_model(recipe, name) for name, own in recipe.taught().items() if domain in own]
@@ -105,8 +106,8 @@ def best_teachers(recipe: Recipe, measured: Mapping[str, Any]) -> dict[str, str]
 
 
 def evaluate(context: StageContext) -> dict[str, Any]:
-    """Measure every model that is there; what a killed attempt measured is kept. Several ranks share the
-    prompts, each with an engine of its own, and the first one keeps what was found.
+    """Measure every existing model. A killed attempt's measurements are reused. Several ranks share the
+    prompts, each with its own engine. The first rank stores the results.
     """
     recipe, ranks = context.recipe, context.ranks
     found: dict[str, Any] = {}
@@ -149,9 +150,9 @@ def evaluate(context: StageContext) -> dict[str, Any]:
 
 
 def _ready(context: StageContext, found: dict[str, Any]) -> dict[str, Any]:
-    """The models that are there, JSON-able; `found` is given what is known of them already.
+    """Return the existing models, JSON-able, and fill `found` with their previous results.
 
-    Raises `CheckpointError` if there is none, or one of which something is told is not what it was.
+    Raises `CheckpointError` if there is none, or if a measured model has changed.
     """
     models = {name: path for name, path in evaluated_models(context).items() if path.exists()}
     if not models:
@@ -160,10 +161,10 @@ def _ready(context: StageContext, found: dict[str, Any]) -> dict[str, Any]:
         )
     identities = {name: _identity(context, path) for name, path in models.items()}
     known = _read(context.folder)
-    # A model that was made again since is measured again, and all are once the code that measures changed.
+    # A model that was made again is measured again. All are, if the measuring code changed.
     found |= {name: known[name] for name, of in identities.items() if known.get(name, {}).get("model") == of}
     for name in found:
-        check_folder(models[name])  # what is told of a model is told of what is there
+        check_folder(models[name])  # results must belong to the files
     paths = {name: str(path) for name, path in models.items()}
     return {"models": paths, "identities": identities, "found": list(found)}
 
@@ -171,9 +172,7 @@ def _ready(context: StageContext, found: dict[str, Any]) -> dict[str, Any]:
 def everything_asked(
     recipe: Recipe, tokenizer: PreTrainedTokenizerBase, ranks: Ranks | None = None
 ) -> tuple[EvaluationPrompts, EvaluationPrompts | None]:
-    """The domains' held-out prompts, and those of the evaluation sets, if the recipe has any; `ranks` share
-    them.
-    """
+    """Return the domains' held-out prompts, and those of the evaluation sets, if any. `ranks` share them."""
     config, names, ranks = recipe.evaluation, list(recipe.domains), ranks or Ranks()
     prompts = dict.fromkeys(names, config.prompts_per_domain)
     data = DomainSet.open(recipe, tokenizer)
@@ -188,55 +187,55 @@ def everything_asked(
 
 
 COMPARED = ("base", "merged")
-"""Models whose answers are kept, beside the teachers' on their own domains."""
+"""Models whose answers are stored, beside the teachers' on their own domains."""
 
 
 def _teacher(model: str) -> str:
-    """The teacher that a model is, or nothing."""
+    """Return the name of the teacher, or an empty string if the model is none."""
     kind, _, name = model.partition(":")
     return name if kind in ("specialist", "teacher") else ""
 
 
 def _mean(recipe: Recipe, model: str, rows: Mapping[str, Any]) -> float:
-    """Mean sampled accuracy over `domains_of` the model, as the tables show it."""
+    """Return the mean sampled accuracy over the model's `domains_of`, as in the tables."""
     return fmean(rows[domain]["sampled"]["accuracy"] for domain in domains_of(recipe, model))
 
 
 def measured(folder: RunFolder) -> dict[str, Any]:
-    """Name -> accuracies of every model measured so far; empty before the first."""
+    """Return name -> accuracies of every model measured so far. Empty before the first."""
     return {name: entry["domains"] for name, entry in _read(folder).items()}
 
 
 def measured_sets(folder: RunFolder) -> dict[str, Any]:
-    """The same on the evaluation sets; nothing of a run without any."""
+    """Return the same on the evaluation sets. Empty if the run has none."""
     return {name: entry["sets"] for name, entry in _read(folder).items() if "sets" in entry}
 
 
 def written_by(folder: RunFolder) -> dict[str, dict[str, str]]:
-    """Name -> `engine` that its answers were written by, and `engine_why` where that is not the recipe's."""
+    """Return name -> `engine` of its answers, and `engine_why` if that is not the recipe's."""
     keys = ("engine", "engine_why")
     return {name: {key: entry[key] for key in keys if key in entry} for name, entry in _read(folder).items()}
 
 
 def kept_answers(folder: RunFolder) -> dict[str, Any]:
-    """Name -> domain or set -> answers of the models that are compared answer by answer."""
+    """Return name -> domain or set -> answers of the compared models."""
     return {name: entry.get("answers", {}) for name, entry in _read(folder).items()}
 
 
 def _to_keep(recipe: Recipe, name: str, answers: dict[str, list[Any]]) -> dict[str, Any]:
-    """Of a teacher those on its own domains, of a baseline none."""
+    """Select the answers to store: a teacher's on its own domains, a baseline's none."""
     if not _teacher(name) and name not in COMPARED:
         return {}
     return {domain: answers[domain] for domain in domains_of(recipe, name)}
 
 
 def measurements(folder: RunFolder) -> Path:
-    """The file of `measured`."""
+    """Return the file of `measured`."""
     return folder.stage("evaluate") / "models.json"
 
 
 def compared_with_training(folder: RunFolder) -> dict[str, Any]:
-    """What `contamination` has found; nothing before, and where it was not asked for."""
+    """Return the stored result of `contamination`. Empty before it ran, and without a comparison."""
     return _compared(folder) or {}
 
 
@@ -260,8 +259,8 @@ def _write(folder: RunFolder, found: dict[str, Any]) -> None:
 
 
 def _identity(context: StageContext, path: Path) -> str:
-    """What changes when another model lies at `path`, or rewards or how answers are drawn are others; models
-    from elsewhere are compared by the run itself.
+    """Return a string that changes with the model at `path`, the rewards or the sampling. The run itself
+    compares models from elsewhere.
     """
     settings = context.folder.setting_changes
     changes = [*context.folder.code_changes, *(asdict(own) for own in settings if own.measures_otherwise)]

@@ -1,6 +1,6 @@
-"""Measure how right one model is: accuracy on prompts, sampled and greedy, pass@k and maj@k, with intervals.
+"""Measure the accuracy of one model: sampled and greedy, pass@k and maj@k, with intervals.
 
-Some answers are kept to be read: what base, teacher and student wrote to a prompt, side by side.
+Some answers of base, teacher and student are stored for comparison.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from opd.rollout.engine_pool import InStep
 from opd.types import Sample, SampleGroup, Status
 
 PROMPTS = 256
-"""Held-out prompts of a domain whose answers are kept, at most."""
+"""Maximum held-out prompts of a domain with stored answers."""
 CHARACTERS = 1500
-"""Most of a prompt, a label or an answer that is kept."""
+"""Maximum characters of a stored prompt, label or answer."""
 SHOWN = 3
 """Examples of each kind."""
 KINDS = ("wins", "losses", "regressions")
-"""Right where the base was wrong; wrong where the teacher was right; wrong where the base was right."""
+"""Right but the base was wrong. Wrong but the teacher was right. Wrong but the base was right."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What one model wrote to one prompt."""
+    """One model's answer to one prompt."""
 
     uid: str
     prompt: str
@@ -45,15 +45,15 @@ class Answer:
     text: str
     right: bool
     cut: bool
-    """Whether the response ended at the length limit."""
+    """The response ended at the length limit."""
 
 
 def keep(
     samples: Sequence[Sample], text: Callable[[Sample], str], right: Callable[[Sample], bool]
 ) -> list[Any]:
-    """The first scored answer to each of the first `PROMPTS` prompts, JSON-able, in their order.
+    """Return the first scored answer to each of the first `PROMPTS` prompts, JSON-able, in their order.
 
-    `text` gives a response as its reward sees it, `right` whether it counts as right.
+    `text` gives a response as its reward sees it, `right` tells whether it is right.
     """
     first = {sample.group_uid: sample for sample in reversed(samples)}
     order = list(dict.fromkeys(sample.group_uid for sample in samples))[:PROMPTS]
@@ -61,7 +61,7 @@ def keep(
 
 
 def asked_of(sample: Sample) -> str:
-    """The prompt of a sample as text, cut if it is long."""
+    """Return the prompt of a sample as text, cut if it is long."""
     messages = sample.metadata.get("messages")
     said = [f"{message.get('role')}: {message.get('content')}" for message in messages or []]
     return _short("\n".join(said) or str(sample.metadata.get("prompt", "")))
@@ -80,10 +80,10 @@ def _short(text: str) -> str:
 def side_by_side(
     answers: dict[str, dict[str, list[Any]]], domains: Sequence[str], teachers: Mapping[str, str]
 ) -> dict[str, Any]:
-    """domain -> how many prompts were compared, and of each of `KINDS` how many there are and a few of them.
+    """Return domain -> number of compared prompts, and the count and a few examples of each of `KINDS`.
 
-    `answers`: model -> domain -> what `keep` gave; `teachers`: domain -> the model that is its teacher.
-    An example is shown once, under the last kind it is of.
+    `answers`: model -> domain -> result of `keep`. `teachers`: domain -> the model that is its teacher. An
+    example appears once, under its last kind.
     """
     found = {}
     for domain in domains:
@@ -126,11 +126,12 @@ def _kinds(row: dict[str, Any]) -> list[str]:
 
 
 def pass_at(total: int, correct: int, k: int) -> float:
-    """Chance that one of `k` answers is right, drawn without replacement from `total` of which `correct` are:
-    1 - C(total - correct, k) / C(total, k), the unbiased estimate of pass@k (Chen et al. 2021, section 2.1).
+    """Return the chance that one of `k` answers is right.
 
-    A product of `correct` factors in [0, 1], so that nothing overflows. Raises `ValueError` unless
-    0 < k <= total and 0 <= correct <= total.
+    They are drawn without replacement from `total`, of which `correct` are right: 1 - C(total - correct, k) /
+    C(total, k). This is the unbiased estimate of pass@k (Chen et al. 2021, section 2.1). It is a product of
+    `correct` factors in [0, 1], so nothing overflows. Raises `ValueError` unless 0 < k <= total and 0 <=
+    correct <= total.
     """
     if not 0 < k <= total or not 0 <= correct <= total:
         raise ValueError(f"pass@{k} of {correct} right among {total} answers is not defined")
@@ -141,12 +142,12 @@ def pass_at(total: int, correct: int, k: int) -> float:
 
 
 def maj_at(answers: Sequence[str], right: Sequence[bool], k: int) -> float:
-    """How often the commonest of `k` answers is right: the mean over the `len(answers) // k` disjoint groups
-    of `k`, in the order of the answers. What is left over is not looked at.
+    """Return the mean correctness of the commonest of `k` answers.
 
-    Answers are the same where their texts are. One that was scored differently counts as right by the share
-    of the group's that were; a tie is decided by a fair draw, of which this is the expectation. Raises
-    `ValueError` unless 0 < k <= len(answers).
+    The mean is over the `len(answers) // k` disjoint groups of `k`, in the order of the answers. The rest is
+    ignored. Answers with the same text are the same. If their verdicts differ, the answer counts by its share
+    of right ones. A tie is decided by a fair draw, and this is its expectation. Raises `ValueError` unless 0
+    < k <= len(answers).
     """
     if not 0 < k <= len(answers) or len(right) != len(answers):
         raise ValueError(f"maj@{k} of {len(answers)} answers with {len(right)} verdicts is not defined")
@@ -156,7 +157,7 @@ def maj_at(answers: Sequence[str], right: Sequence[bool], k: int) -> float:
 
 
 def _vote(answers: Sequence[str], right: Sequence[bool]) -> float:
-    """Expected correctness of the commonest of `answers`."""
+    """Return the expected correctness of the commonest of `answers`."""
     verdicts: dict[str, list[bool]] = {}
     for answer, verdict in zip(answers, right, strict=True):
         verdicts.setdefault(answer, []).append(verdict)
@@ -166,15 +167,15 @@ def _vote(answers: Sequence[str], right: Sequence[bool]) -> float:
 
 
 CORRECT_ABOVE = 0.5
-"""A response counts as right if its reward is above this (checkers answer 0 or 1), an episode by
+"""A response is right if its reward is above this (checkers answer 0 or 1), an episode by
 `environment.success`."""
 EPISODES = 8
-"""Single ones that are kept to be looked at, of each domain."""
+"""Stored single episodes of each domain."""
 
 
 @dataclass(frozen=True, slots=True)
 class Accuracy:
-    """Right answers among so many."""
+    """Number and share of right answers."""
 
     correct: int
     total: int
@@ -183,9 +184,9 @@ class Accuracy:
     """Lower end of the interval, which is over prompts."""
     high: float
     mean_length: float
-    """Tokens that the model wrote."""
+    """Tokens that the model generated."""
     worth: float | None = None
-    """How many independent answers these are worth; `None` with one answer a prompt: all."""
+    """Number of independent answers that these are worth. `None` with one answer a prompt: all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,10 +194,10 @@ class EvaluationPrompts:
     """Prompts to measure models on: the domains' held-out ones, or evaluation sets.
 
     Args:
-        recipe: Whose domains they are.
-        data: Of the same.
-        prompts: Name -> how many are asked.
-        samples: Name -> how many answers to each, and what is made of them.
+        recipe: The recipe with the domains.
+        data: Its domains.
+        prompts: Name -> number of prompts.
+        samples: Name -> number of answers to each, and their statistics.
     """
 
     recipe: Recipe
@@ -204,7 +205,7 @@ class EvaluationPrompts:
     prompts: Mapping[str, int]
     samples: Mapping[str, SamplesConfig]
     ranks: Ranks = field(default_factory=Ranks)
-    """Who shares the prompts, each with an engine of its own."""
+    """The ranks that share the prompts, each with its own engine."""
 
 
 def prompt_accuracy(
@@ -216,10 +217,10 @@ def prompt_accuracy(
     seed: int,
     ranks: Ranks | None = None,
 ) -> Accuracy:
-    """Accuracy on `prompts` of one domain, one response each, with an interval of 95 %.
+    """Return the accuracy on `prompts` of one domain, one response each, with an interval of 95 %.
 
-    The noise depends on (seed, prompt, sample) alone, so that two models meet the same draws, and any number
-    of `ranks` that share the prompts.
+    The noise depends on (seed, prompt, sample) alone. So two models, and any number of `ranks` that share the
+    prompts, get the same draws.
     """
     return accuracy_of(answered(engine, data, prompts, way, seed, ranks=ranks))
 
@@ -227,7 +228,7 @@ def prompt_accuracy(
 def held_out_accuracy(
     student: Student, data: DomainSet, domains: Sequence[str], count: int
 ) -> dict[str, float]:
-    """`accuracy/DOMAIN` of the first `count` held-out prompts of each of `domains`, for a learning curve."""
+    """Return `accuracy/DOMAIN` of the first `count` held-out prompts of `domains`, for a learning curve."""
     return {
         f"accuracy/{domain}": prompt_accuracy(
             student.evaluator,
@@ -250,8 +251,8 @@ def answered(
     samples: int = 1,
     ranks: Ranks | None = None,
 ) -> list[SampleGroup]:
-    """`samples` scored responses to each of `prompts`, all of one domain; the same on all `ranks`, each of
-    which has `engine` write its share.
+    """Return `samples` scored responses to each of `prompts`, all of one domain. The result is the same on
+    all `ranks`. Each rank's `engine` generates its share.
     """
     ranks = ranks or Ranks()
     groups = write_shared(
@@ -265,7 +266,7 @@ def answered(
 
 
 def accuracy_of(groups: Sequence[SampleGroup], confidence: float = 0.95) -> Accuracy:
-    """The accuracy of scored responses, as many of each group."""
+    """Return the accuracy of scored responses, the same number of each group."""
     verdicts = [[is_right(sample) for sample in group.samples] for group in groups]
     correct, each = sum(map(sum, verdicts)), len(verdicts[0])
     size = worth([sum(own) / each for own in verdicts], each) if each > 1 else None
@@ -276,16 +277,15 @@ def accuracy_of(groups: Sequence[SampleGroup], confidence: float = 0.95) -> Accu
 
 
 def is_right(sample: Sample) -> bool:
-    """Whether a scored response counts as right."""
+    """Return whether a scored response is right."""
     return succeeded(sample, CORRECT_ABOVE)
 
 
 def measure_model(
     engine: Generates, asked: EvaluationPrompts, teacher: Path | None = None
 ) -> tuple[dict[str, Any], dict[str, list[Any]]]:
-    """Sampled and greedy accuracy on everything `asked`, as the results file holds them, and a few of the
-    sampled answers there (`answers.keep`); of a `teacher` in its folder, which may end its responses
-    elsewhere.
+    """Return sampled and greedy accuracy on everything `asked`, and a few sampled answers (`keep`). Both are
+    in the format of the results file. A `teacher` in its folder may have other stop tokens.
     """
     recipe, data, ranks = asked.recipe, asked.data, asked.ranks
     confidence, seed = recipe.evaluation.confidence, recipe.seed
@@ -313,7 +313,7 @@ def measure_model(
 
 
 def _row(found: Accuracy) -> dict[str, Any]:
-    """As the results file holds it: what is not known is left out."""
+    """Return the format of the results file, without unknown values."""
     return {key: value for key, value in asdict(found).items() if value is not None}
 
 
@@ -323,7 +323,7 @@ def of_several(
     answers: Callable[[Sequence[Sample]], list[str]],
     confidence: float,
 ) -> dict[str, Any]:
-    """pass@k and maj@k of scored responses, each by its k; empty where none is asked for."""
+    """Return pass@k and maj@k of scored responses, by k. Empty if the recipe has none."""
     each = config.samples_per_prompt
     verdicts = [[is_right(sample) for sample in group.samples] for group in groups]
     found: dict[str, Any] = {}
@@ -344,8 +344,8 @@ def of_several(
 
 
 def of_episodes(samples: Sequence[Sample]) -> dict[str, Any]:
-    """What is known of episodes: means over all, how they ended, and the first of a few prompts one by one;
-    empty of single answers.
+    """Return the statistics of episodes: means, endings, and the first episode of a few prompts. Empty for
+    single answers.
     """
     found = [(sample, sample.metadata[EPISODE]) for sample in samples if sample.metadata.get(EPISODE)]
     if not found:
@@ -367,7 +367,7 @@ def of_episodes(samples: Sequence[Sample]) -> dict[str, Any]:
 
 
 def length_quantiles(samples: Sequence[Sample]) -> dict[str, float]:
-    """How long responses are, in tokens that the model wrote, and which share of them was cut."""
+    """Return quantiles of response lengths in generated tokens, and the share of truncated responses."""
     lengths = np.array([sample.trainable_tokens for sample in samples])
     low, middle, high = np.quantile(lengths, (0.1, 0.5, 0.9)).tolist()
     cut = float(np.mean([sample.status is Status.TRUNCATED for sample in samples]))

@@ -1,4 +1,4 @@
-"""The evaluation sets of a recipe, loaded."""
+"""Load the evaluation sets of a recipe."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from opd.rollout.prompts import Domain
 
 
 def load_sets(recipe: Recipe) -> dict[str, Domain]:
-    """Every evaluation set of `recipe`, all its prompts held out, none to train on.
+    """Return every evaluation set of `recipe`, all its prompts held out, none to train on.
 
     Raises `DataError` for a source that cannot be read or is empty.
     """
@@ -27,7 +27,7 @@ def load_sets(recipe: Recipe) -> dict[str, Domain]:
 
 @contextmanager
 def of_set(names: Collection[str]) -> Iterator[None]:
-    """Sets go the way of domains; what is wrong with one is said of it, and not of a domain of its name."""
+    """Name evaluation sets in errors. Sets are loaded as domains, so errors would name a domain."""
     try:
         yield
     except OpdError as error:
@@ -40,7 +40,7 @@ def of_set(names: Collection[str]) -> Iterator[None]:
 
 
 def said_of_set(text: str, names: Collection[str]) -> str:
-    """`text` with the names of sets in the place of domains of these names."""
+    """Replace the names of domains in `text` by those of sets."""
     for name in sorted(names, key=len, reverse=True):
         told = re.escape(name)
         text = re.sub(rf"\bdomains\.{told}(?=[\s.:,;]|$)", f"evaluation.sets.{name}", text)

@@ -1,11 +1,10 @@
-"""Intervals for the numbers a run reports: accuracies, differences, retention and recovery.
+"""Compute intervals for a run's numbers: accuracies, differences, retention and recovery.
 
-One answer to each prompt is an independent Bernoulli trial. Several answers to one prompt are not: then the
-intervals are over prompts, from the variance of the prompts' means, and the answers together are worth the
-number of independent ones from which as much would be known (`worth`). The intervals speak of the
-evaluation's own sampling noise; they say nothing about how much another training seed would change. Models
-that answered the same prompts with the same noise are still treated as independent, which makes the interval
-of their difference a little too wide.
+One answer to each prompt is an independent Bernoulli trial. Several answers to one prompt are not
+independent. Their intervals are over prompts, from the variance of the prompts' means. `worth` gives the
+number of independent answers that would be as informative. The intervals cover the evaluation's own sampling
+noise, not the effect of another training seed. Models that answered the same prompts with the same noise are
+still treated as independent. So the interval of their difference is a little too wide.
 """
 
 from __future__ import annotations
@@ -22,9 +21,9 @@ from opd.errors import DataError
 
 DRAWS = 20_000
 FEW = 100
-"""Answers below which an accuracy is known to no better than 10 points."""
+"""Below this number of answers an accuracy is known to no better than 10 points."""
 LAST = 20
-"""Most steps that one number for the end of a stage is the mean of."""
+"""Maximum steps in the mean for the end of a stage."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +33,7 @@ class Count:
     correct: int
     total: int
     worth: float | None = None
-    """How many independent answers they are worth, where prompts were answered several times; `None`: all."""
+    """Number of independent answers if prompts have several answers. `None`: all."""
 
     def __post_init__(self) -> None:
         if self.total < 1 or not 0 <= self.correct <= self.total or (self.worth or 1) <= 0:
@@ -63,15 +62,16 @@ class Interval(NamedTuple):
 
 
 def wilson(count: Count, confidence: float = 0.95) -> Interval:
-    """Score interval of a binomial proportion (Wilson 1927); never leaves [0, 1] and never has width 0.
+    """Return the score interval of a binomial proportion (Wilson 1927).
 
-    Raises `DataError` if `confidence` is not strictly between 0 and 1.
+    It never leaves [0, 1] and never has width 0. Raises `DataError` if `confidence` is not strictly between 0
+    and 1.
     """
     return score_interval(count.accuracy, count.size, confidence)
 
 
 def score_interval(p: float, n: float, confidence: float = 0.95) -> Interval:
-    """Wilson's interval of a share `p` that is known as well as from `n` independent answers."""
+    """Return Wilson's interval of a share `p` that is known as well as from `n` independent answers."""
     z = _z(confidence)
     scale = 1 / (1 + z * z / n)
     centre = scale * (p + z * z / (2 * n))
@@ -80,10 +80,10 @@ def score_interval(p: float, n: float, confidence: float = 0.95) -> Interval:
 
 
 def worth(means: Sequence[float], each: int) -> float:
-    """How many independent answers the prompts' `means` of `each` answers are worth: as many as would leave
-    the mean over prompts the same variance.
+    """Return the number of independent answers that the prompts' `means` of `each` answers are worth.
 
-    At least one a prompt, where all answers to it are alike, and at most all of them.
+    That many answers would give the mean over prompts the same variance. It is at least one a prompt, if all
+    answers to it agree, and at most all of them.
     """
     n, p = len(means), float(np.mean(means))
     variance = float(np.var(means, ddof=1)) / n if n > 1 else 0.0
@@ -93,19 +93,20 @@ def worth(means: Sequence[float], each: int) -> float:
 
 
 def over_prompts(values: Sequence[float], each: int, confidence: float = 0.95) -> Interval:
-    """Mean of the prompts' `values`, shares in [0, 1] of which each is known as from `each` answers or fewer,
-    with an interval over prompts.
+    """Return the mean of the prompts' `values`, with an interval over prompts. Values are shares in [0, 1],
+    each known as from `each` answers or fewer.
     """
-    # Sums of shares may be beyond 1 by their rounding.
+    # Sums of shares may exceed 1 by rounding.
     mean = min(1.0, max(0.0, float(np.mean(values))))
     return score_interval(mean, worth(values, each), confidence)
 
 
 def contrast(terms: Sequence[tuple[float, Count]], confidence: float = 0.95) -> Interval:
-    """`sum_i c_i p_i` over independent proportions, its interval recovered from their Wilson intervals.
+    """Return `sum_i c_i p_i` over independent proportions, its interval recovered from their Wilson
+    intervals.
 
-    Method of variance estimates recovery (Zou and Donner 2008, section 2); with coefficients (1, -1) it is
-    Newcombe's hybrid score interval for a difference (1998, method 10).
+    The method is variance estimates recovery (Zou and Donner 2008, section 2). With coefficients (1, -1) it
+    is Newcombe's hybrid score interval for a difference (1998, method 10).
     """
     value, below, above = 0.0, 0.0, 0.0
     for coefficient, count in terms:
@@ -118,26 +119,26 @@ def contrast(terms: Sequence[tuple[float, Count]], confidence: float = 0.95) -> 
 
 
 def mean_accuracy(counts: Sequence[Count], confidence: float = 0.95) -> Interval:
-    """Plain mean of the accuracies of several domains."""
+    """Return the plain mean of the accuracies of several domains."""
     return contrast([(1 / len(counts), count) for count in counts], confidence)
 
 
 def difference(a: Count, b: Count, confidence: float = 0.95) -> Interval:
-    """Accuracy of `a` minus accuracy of `b`, two independent evaluations."""
+    """Return the accuracy of `a` minus that of `b`, two independent evaluations."""
     return contrast([(1.0, a), (-1.0, b)], confidence)
 
 
 def mean_difference(a: Sequence[Count], b: Sequence[Count], confidence: float = 0.95) -> Interval:
-    """Mean over domains of accuracy `a` minus accuracy `b`; both lists follow the same domains."""
+    """Return the mean over domains of accuracy `a` minus accuracy `b`. Both lists have the same domains."""
     pairs = list(zip(a, b, strict=True))
     share = 1 / len(pairs)
     return contrast([term for x, y in pairs for term in ((share, x), (-share, y))], confidence)
 
 
 def paired(differences: Sequence[float], confidence: float = 0.95) -> Interval:
-    """Mean of paired differences, one a training seed, with Student's interval over them.
+    """Return the mean of paired differences, one a training seed, with Student's interval over them.
 
-    It speaks of another seed's training and evaluation together; of one seed it is unbounded.
+    It covers another seed's training and evaluation. With one seed it is unbounded.
     """
     n, mean = len(differences), float(np.mean(differences))
     if n < 2:
@@ -147,8 +148,8 @@ def paired(differences: Sequence[float], confidence: float = 0.95) -> Interval:
 
 
 def _student(confidence: float, freedom: int) -> float:
-    """The `t` within which Student's distribution has `confidence`, by halving."""
-    _z(confidence)  # which refuses what is no level
+    """Return the `t` within which Student's distribution has `confidence`, by halving."""
+    _z(confidence)  # refuses an impossible level
     low, high = 0.0, 1.0
     while _within(high, freedom) < confidence:
         high *= 2
@@ -159,8 +160,8 @@ def _student(confidence: float, freedom: int) -> float:
 
 
 def _within(t: float, freedom: int) -> float:
-    """Share of Student's distribution between -t and t: a finite sum for whole degrees of freedom
-    (Abramowitz and Stegun 26.7.3 and 26.7.4).
+    """Return the share of Student's distribution between -t and t. It is a finite sum for whole degrees of
+    freedom (Abramowitz and Stegun 26.7.3 and 26.7.4).
     """
     angle = math.atan(t / math.sqrt(freedom))
     cosine = math.cos(angle)
@@ -177,9 +178,10 @@ def _within(t: float, freedom: int) -> float:
 def retention(
     pairs: Sequence[tuple[Count, Count]], confidence: float = 0.95, seed: int = 0
 ) -> Interval | None:
-    """Mean over domains of student accuracy / teacher accuracy, with a parametric-bootstrap interval.
+    """Return the mean over domains of student accuracy / teacher accuracy.
 
-    `pairs` holds (student, teacher) per domain. `None` where a teacher has no right answer at all.
+    `pairs` holds (student, teacher) per domain. The interval is a parametric bootstrap. `None` if a teacher
+    has no right answer at all.
     """
     if not pairs or any(teacher.correct == 0 for _, teacher in pairs):
         return None
@@ -192,34 +194,35 @@ def retention(
 def recovery(
     student: Count, base: Count, teacher: Count, confidence: float = 0.95, seed: int = 0
 ) -> Interval | None:
-    """Normalised recovery `(student - base) / (teacher - base)` with a parametric-bootstrap interval.
+    """Return the normalised recovery `(student - base) / (teacher - base)`.
 
-    1 is the teacher's level and 0 the base's; above 1 the student is better than its teacher. `None` where
-    the teacher is not above the base beyond chance: the ratio then has no finite interval.
+    The interval is a parametric bootstrap. 1 is the teacher's level and 0 the base's. Above 1 the student is
+    better than its teacher. `None` if the teacher is not above the base beyond chance, because the ratio then
+    has no finite interval.
     """
     if difference(teacher, base, confidence).low <= 0:
         return None
     value = (student.accuracy - base.accuracy) / (teacher.accuracy - base.accuracy)
     rng = np.random.default_rng(seed)
     drawn_student, drawn_base, drawn_teacher = (_draw(count, rng) for count in (student, base, teacher))
-    # Few draws are left in which the teacher is not ahead; the ratio means nothing there.
+    # Drop the few draws in which the teacher is not ahead, because the ratio means nothing there.
     ahead = drawn_teacher > drawn_base
     gain = (drawn_teacher - drawn_base)[ahead]
     return _percentiles(value, (drawn_student - drawn_base)[ahead] / gain, confidence)
 
 
 def at_the_end(values: Sequence[float]) -> tuple[float, int]:
-    """Where a noisy series has ended: the mean of its last steps, and how many they are: the last quarter, at
-    most `LAST`. Wherever one number stands for the end of a curve, it is this one.
+    """Return the mean of a noisy series' last steps, and their number. These are the last quarter, at most
+    `LAST`. Every single number for the end of a curve is this one.
     """
     count = min(LAST, max(1, len(values) // 4))
     return float(np.mean(values[-count:])), count
 
 
 def _draw(count: Count, rng: np.random.Generator) -> np.ndarray:
-    """[DRAWS] plausible accuracies, from Beta(correct + 1/2, wrong + 1/2).
+    """Return [DRAWS] plausible accuracies, from Beta(correct + 1/2, wrong + 1/2).
 
-    Resampling Binomial(n, p) instead would give no spread at all where every answer was right.
+    Resampling Binomial(n, p) instead would give no spread if every answer was right.
     """
     scale = count.size / count.total
     wrong = count.total - count.correct

@@ -1,1 +1,1 @@
-"""Who runs a stage: this process, ranks and workers beside it on this machine, or actors on a Ray cluster."""
+"""Run stages in this process, in ranks and workers on this machine, or in actors on a Ray cluster."""

@@ -1,7 +1,6 @@
-"""The ranks of a run on this machine: started and ended together.
+"""Start and end the ranks of a run on this machine.
 
-Each rank runs the same command with the variables torchrun would set, so under torchrun nothing here is
-needed but `is_rank`.
+Each rank runs the same command with torchrun's variables. Under torchrun only `is_rank` is needed.
 """
 
 from __future__ import annotations
@@ -29,9 +28,9 @@ _LINES = 30
 
 
 def is_rank(recipe: Recipe) -> bool:
-    """Whether this process is one of several that torchrun, or `launch`, has started.
+    """Return whether this process is one of several that torchrun, or `launch`, has started.
 
-    Raises `ConfigError` if the recipe asks for another number, or for what ranks cannot do.
+    Raises `ConfigError` if the recipe has another number of ranks or cannot run on several.
     """
     size = int(os.environ.get("WORLD_SIZE", "1"))
     wanted = recipe.train.ranks
@@ -47,7 +46,7 @@ def is_rank(recipe: Recipe) -> bool:
 
 
 def wants_ranks(recipe: Recipe) -> bool:
-    """Whether `launch` has to start the ranks. Raises `ConfigError` for what ranks cannot do."""
+    """Return whether `launch` must start the ranks. Raises `ConfigError` if the recipe cannot run on them."""
     ranks = recipe.train.ranks or 1
     if ranks > 1 and recipe.launch.type == "local":
         check_ranks(recipe, ranks)
@@ -56,7 +55,7 @@ def wants_ranks(recipe: Recipe) -> bool:
 
 
 def check_ranks(recipe: Recipe, size: int) -> None:
-    """Raise `ConfigError` for what `size` ranks cannot do."""
+    """Raise `ConfigError` if the recipe cannot run on `size` ranks."""
     if misfit := recipe.train.misfit(size):
         raise ConfigError(f"{misfit}.")
     if recipe.runtime.workers > 1:
@@ -71,8 +70,8 @@ def check_ranks(recipe: Recipe, size: int) -> None:
 
 
 def check_one_machine(recipe: Recipe, size: int) -> None:
-    """Raise `ConfigError` if the ranks are on several machines and the run is to start servers, which listen
-    on the first one's own address alone.
+    """Raise `ConfigError` if the run starts servers and its ranks are on several machines. The servers listen
+    on the first machine's own address alone.
     """
     here = int(os.environ.get("LOCAL_WORLD_SIZE", size))
     if here < size and recipe.servers:
@@ -84,32 +83,32 @@ def check_one_machine(recipe: Recipe, size: int) -> None:
 
 
 def rank_environment(rank: int, size: int, address: str, port: int) -> dict[str, str]:
-    """What torchrun sets on every machine for a rank of `size`, which meet at `address`."""
+    """Return torchrun's variables for a rank of `size`, which meet at `address`."""
     return {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": address, "MASTER_PORT": str(port)}
 
 
 def is_joined() -> bool:
-    """Whether this rank has met the others: before, all of them find the same things wrong."""
+    """Return whether this rank has met the others. Before, all ranks find the same errors."""
     return _joined
 
 
 def has_joined() -> None:
-    """From now on an error may be this rank's alone."""
+    """Note that from now on an error may be this rank's alone."""
     global _joined
     _joined = True
 
 
 def launch(recipe: Recipe, argv: Sequence[str], hub: HubRecord | None = None) -> int:
-    """Run `opd ARGV` as `train.ranks` ranks; returns the exit status. `hub`: what of `recipe` is from there.
+    """Run `opd ARGV` as `train.ranks` ranks, and return the exit status.
 
-    Raises what the first rank to fail has said, as an `OpdError`, after all of them have ended; and
-    `PreemptedError` if this process was asked to stop.
+    `hub`: the names in `recipe` on the Hub, and their commits. Raises the message of the first failed rank as
+    an `OpdError`, after all have ended. Raises `PreemptedError` if this process is to stop.
     """
     size = recipe.train.ranks or 1
     with (
         tempfile.TemporaryDirectory(prefix="opd-ranks-") as folder,
         Preemption(recipe.runtime.grace_seconds).listen(leave=False) as asked,
-        hushed(),  # the first rank speaks
+        hushed(),  # the first rank prints
     ):
         store = _open_store(recipe)
         commits = for_ranks(hub or {})
@@ -125,7 +124,7 @@ def launch(recipe: Recipe, argv: Sequence[str], hub: HubRecord | None = None) ->
 
 
 def _open_store(recipe: Recipe) -> Any:
-    """Where the ranks find each other. It lives here, so that it outlives any of them."""
+    """Open the store where the ranks find each other. It lives here, so that it outlives any of them."""
     from opd.ranks import host_store
 
     port = recipe.train.port
@@ -145,11 +144,11 @@ def _start(
     environment |= {
         "LOCAL_RANK": str(number),
         "LOCAL_WORLD_SIZE": str(size),
-        # What torchrun sets for ranks that are clients of its own store, as these are of this process's.
+        # torchrun's setting for ranks that are clients of its store, as these are of this process's.
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RESTART_COUNT": "0",
-        # glibc keeps freed memory for threads that once had some, in up to eight arenas a core: with those
-        # that read ten teachers, 100 MiB of nobody's. Only the environment is early enough to say otherwise.
+        # glibc retains freed memory for threads, in up to eight arenas a core. With threads that read ten
+        # teachers that was 100 MiB of unused memory. Only the environment is early enough to change it.
         "MALLOC_ARENA_MAX": os.environ.get("MALLOC_ARENA_MAX", "2"),
     }
     command = [sys.executable, "-m", "opd.pipelines.cli", *argv]
@@ -159,11 +158,11 @@ def _start(
 
 
 _OF_A_RANK = re.compile(r"(on )?rank \d+: ")
-"""What begins so has another rank's error, which it names."""
+"""Start of a message that names another rank's error."""
 
 
 def _said(rank: supervisor.ProcessMember, message: supervisor.Message) -> int:
-    """The exit status of a rank that has said why itself. Raises what any other has said, or how it ended."""
+    """Return the exit status of a rank that printed its error. Raises any other rank's message or its end."""
     if message.kind == "error":
         kind, sentence = message.words
         if kind == "RanksError":

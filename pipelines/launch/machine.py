@@ -1,4 +1,4 @@
-"""How a stage uses the machine it runs on."""
+"""Configure the machine for a stage: threads, devices and memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3  # names of mallopt(3)
 
 
 def out_of_memory(error: BaseException) -> str | None:
-    """What `error` says, in short, if it means that there is no more memory; `None` for any other error."""
+    """Return the message of `error`, in short, if it means out of memory, else `None`."""
     import torch
 
     words = ("can't allocate memory", "Cannot allocate memory")  # torch's allocator, the system
@@ -30,7 +30,7 @@ def out_of_memory(error: BaseException) -> str | None:
 
 
 def understood(error: BaseException, *, resumes: bool = True) -> OpdError | None:
-    """`from_system`, and a sentence where torch has no more memory."""
+    """Convert an error as `from_system` does, and torch's out-of-memory errors too."""
     known = from_system(error)
     if known is not None or "torch" not in sys.modules:
         return known
@@ -46,8 +46,9 @@ def understood(error: BaseException, *, resumes: bool = True) -> OpdError | None
 
 
 def threads_here(recipe: Recipe, *, alone: bool = False) -> int:
-    """What `runtime.threads` means on this machine: itself; else one for a model made from a configuration,
-    and for others a share of the cores, at least one. `alone`: of a stage beside which none trains.
+    """Return the number of threads that `runtime.threads` means on this machine. `null` is one for a model
+    made from a configuration. For others it is a share of the cores, at least one. `alone`: no other stage
+    trains concurrently with this one.
     """
     if recipe.runtime.threads is not None:
         return recipe.runtime.threads
@@ -60,7 +61,7 @@ def threads_here(recipe: Recipe, *, alone: bool = False) -> int:
 
 
 def hardware() -> dict[str, Any]:
-    """What this process computes on: processor, cores, memory and system; with a GPU also which, and CUDA."""
+    """Describe this process's hardware: processor, cores, memory and system, with a GPU its name and CUDA."""
     import torch
 
     cpu = platform.processor() or platform.machine()
@@ -85,8 +86,8 @@ def hardware() -> dict[str, Any]:
 
 
 def kernels() -> str:
-    """The implementation of the kernels that this process chooses (`OPD_KERNELS`), and whose row kernels it
-    has used; or what it was told to and cannot.
+    """Return the kernels' implementation in this process (`OPD_KERNELS`), and the row kernels it has used. If
+    `OPD_KERNELS` is invalid, return its value.
     """
     from opd.kernels.ops import implementation
     from opd.kernels.tilelang_rows import PROVED
@@ -105,8 +106,8 @@ _GIT_SECONDS = 20.0
 
 
 def git_state(folder: Path) -> dict[str, Any]:
-    """`commit` of the checkout whose top is `folder`, and whether files that git has are `dirty`: changed
-    since. Empty where there is no checkout, or no git.
+    """Return `commit` of the checkout with top `folder`, and `dirty` if tracked files changed since. Empty if
+    there is no checkout or no git.
     """
     environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
 
@@ -127,16 +128,15 @@ def git_state(folder: Path) -> dict[str, Any]:
 
 
 def settle(threads: int, tf32: bool, device: str = "auto") -> None:
-    """Fix the number of CPU threads, the GPU this process works on (of `model.device`) and whether GPUs may
-    round float32 factors to TF32, which nothing else decides; take numbers that are too small to be normal
-    (in float32 below 1.2e-38) for 0; and keep freed memory for the next tensor.
+    """Configure threads, device and arithmetic of this process.
 
-    A CPU takes up to a hundred times as long for a product of such small numbers: a training step of a model
-    that is sure of its tokens, whose gradients are, took 45 s instead of 1.5. Threads take the setting over
-    from the one that starts them, so this comes before they are there.
-
-    By default glibc gives every large block back to the kernel, which then zeroes it page by page for the
-    next one: up to half of the time of a small model's training step where processes share the machine.
+    It sets the CPU threads, the GPU (of `model.device`) and whether GPUs may round float32 factors to TF32.
+    It flushes numbers that are too small to be normal (in float32 below 1.2e-38) to 0. It retains freed
+    memory for the next tensor. A CPU takes up to a hundred times as long for products of such small numbers.
+    A training step with such gradients, of a model that is sure of its tokens, took 45 s instead of 1.5.
+    Threads inherit the setting from their creator, so call this before they start. By default glibc gives
+    every large block back to the kernel, which then zeroes it page by page for the next one. That was up to
+    half of a small model's training step if processes share the machine.
     """
     import torch
 
@@ -145,7 +145,7 @@ def settle(threads: int, tf32: bool, device: str = "auto") -> None:
     torch.set_flush_denormal(True)
     torch.set_num_threads(threads)
     here = torch_device(device)
-    if here.type == "cuda":  # what is told no number takes the current one: FSDP does
+    if here.type == "cuda":  # FSDP takes the current device if it gets no number
         torch.cuda.set_device(here)
     torch.set_float32_matmul_precision("high" if tf32 else "highest")
     torch.backends.cudnn.allow_tf32 = tf32

@@ -1,4 +1,4 @@
-"""A run as one of its ranks: the same stages on all of them, and each file written by one."""
+"""Run a recipe as one of its ranks: the same stages on all of them, and each file written by one."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ _ERROR = 2
 def run_rank(
     recipe: Recipe, path: Path, opening: Callable[[], RunFolder | None], stages: Sequence[str] | None
 ) -> int:
-    """Run `stages` (all of them for `None`) in the run folder at `path`; returns the exit status.
+    """Run `stages` (all for `None`) in the run folder at `path`, and return the exit status.
 
-    The first rank opens the folder, for all: they must see the same files there. Raises `RanksError` if
+    The first rank opens the folder for all, so all must see the same files there. Raises `RanksError` if
     another rank is lost.
     """
-    # Libraries call what newer versions of torch have renamed.
+    # Libraries call functions that newer versions of torch have renamed.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     with ExitStack() as stack:
         with doing("waiting for the other ranks"):
@@ -61,7 +61,7 @@ def run_rank(
 
 
 def _require_one_commit(recipe: Recipe, ranks: Ranks) -> None:
-    """Raise `RanksError` if a branch of the Hub has moved on between the questions of two machines."""
+    """Raise `RanksError` if a branch of the Hub moved between the requests of two machines."""
     given = [str(cached_name(value)) for value in given_models(recipe) if cached_name(value) is not None]
     if given and any(other != given for other in ranks.gather_json(given, "what is from the Hub")):
         raise RanksError(
@@ -71,7 +71,7 @@ def _require_one_commit(recipe: Recipe, ranks: Ranks) -> None:
 
 
 def _named(known: dict[str, Stage], names: Sequence[str]) -> list[Stage]:
-    """The stages of these names, in order, with what they need; an evaluation measures what is there."""
+    """Return the named stages, in order, with their needs. An evaluation measures existing models."""
     chosen = {name: known[name] for name in names if name == "evaluate"}
     for name in names:
         if name != "evaluate":
@@ -80,7 +80,7 @@ def _named(known: dict[str, Stage], names: Sequence[str]) -> list[Stage]:
 
 
 def _undone(stages: Sequence[Stage], folder: RunFolder, ranks: Ranks) -> list[str]:
-    """Names of the stages to run, as the first rank sees the folder: another may look too late."""
+    """Return the names of the stages to run, as the first rank sees the folder. Another may look too late."""
     undone = [stage.name for stage in stages if folder.stage_done(stage.name) is None]
     return ranks.gather_json(undone, "the list of stages")[0]
 
@@ -114,7 +114,7 @@ def _execute(
                 servers=servers,
             )
         except RanksError:
-            preemption.check()  # all were asked to stop, and another rank did so first
+            preemption.check()  # all are to stop, and another rank did so first
             raise
         if progress is not None:
             progress.finish(stage.name, summary(result))

@@ -1,17 +1,16 @@
-"""Stands between a run and one server it has started: when the run is gone, so is the server, and all of it.
+"""Guard one server of a run: when the run is gone, so is the server, with everything it started.
 
-`python -I server_guard.py SECONDS COMMAND...`, as an `opd.child.Child` apart. Nothing is said on its channel.
-When the run closes its end, or is gone, also after kill -9, the server is to end; SIGTERM asks for the same,
-and SECONDS later force is used. When the last process has closed the guard's end, the server is gone, and all
-it had. What the server has started itself counts as the server, whichever group or session it is in, and so
-does the shared memory that it leaves behind, with the folder of hidden states that nobody has fetched.
-Folders into which others write weights for it are made before it starts, and go with it; they are locked
-meanwhile, so that those of a guard that was killed with all others are known to be nobody's.
+`python -I server_guard.py SECONDS COMMAND...` runs as an `opd.child.Child` apart, without messages on its
+channel. The server is to end when the run closes its end or is gone, also after kill -9. SIGTERM does the
+same, and SECONDS later force is used. When the last process has closed the guard's end, the server is gone.
 
-It is two processes: what starts it may end its own children by force, as Ray's workers do when they end, and
-the one that has the server is none of these. It ends the server when the other is gone.
+The server's own children count as the server, whatever their group or session. So does the shared memory that
+it leaves behind, and the folder of unfetched hidden states. Folders for its new weights are made before it
+starts, and go with it. They are locked meanwhile, so that folders of a killed guard are known as ownerless.
 
-Knows the standard library alone: it is run by its path, and must cost a server neither seconds nor memory.
+It is two processes. The starter may end its own children by force, as Ray's workers do when they end, and the
+process with the server is not its child. It ends the server when the other is gone. It uses the standard
+library alone. It is run by its path, and must cost a server neither seconds nor memory.
 """
 
 import contextlib
@@ -26,22 +25,22 @@ import threading
 import time
 
 LOOK = 5.0
-"""Seconds between two looks at the shared memory of a server that runs."""
+"""Seconds between two looks at the shared memory of a running server."""
 ORPHANS = 2.0
-"""Seconds for what a server leaves running."""
+"""Seconds for processes that a server leaves running."""
 _PDEATHSIG, _SUBREAPER = 1, 36  # of prctl(2)
 _SHARED = "/dev/shm/"
 
 
 def _prctl(option, value):
-    with contextlib.suppress(OSError, AttributeError):  # not on Linux: what is left is the channel
+    with contextlib.suppress(OSError, AttributeError):  # not on Linux: the channel remains
         ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
 
 
 def _descendants():
-    """Process ids of everything below this process; the dead that nobody has read are left out.
+    """Return the process ids of everything below this process, without unreaped dead ones.
 
-    One whose first thread has ended looks dead while others of its threads end: it still has its children.
+    A process whose first thread has ended looks dead while its other threads end, but still has children.
     """
     children, dead = {}, set()
     for name in os.listdir("/proc"):
@@ -60,7 +59,7 @@ def _descendants():
 
 
 def _shared_memory(processes):
-    """Files of shared memory that these have mapped."""
+    """Return the files of shared memory that these processes have mapped."""
     found = set()
     for process in processes:
         with contextlib.suppress(OSError), open(f"/proc/{process}/maps") as file:
@@ -73,10 +72,10 @@ def _shared_memory(processes):
 
 
 def _end_all(server, grace, left):
-    """Ask the server to end, which then ends what it has started; see to it that nothing of it is left.
+    """Ask the server to end, and remove everything that is left of it.
 
-    It alone is asked: a server whose parts end by themselves takes that for a crash, and what tidies up
-    behind its parts needs a moment after them. `left`: files of shared memory that it had mapped before.
+    Only the server itself is asked. If its children ended by themselves, it would take that for a crash. Its
+    cleanup needs a moment after them. `left`: files of shared memory that it had mapped before.
     """
     left |= _shared_memory(_descendants())
     with contextlib.suppress(ProcessLookupError):
@@ -93,7 +92,7 @@ def _end_all(server, grace, left):
         time.sleep(0.05)
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
-            pass  # what this process was left with
+            pass  # processes that this one inherited
     if left:
         left -= _shared_memory(name for name in os.listdir("/proc") if name.isdigit())  # others use it, too
     for path in left:
@@ -103,41 +102,41 @@ def _end_all(server, grace, left):
 
 
 def _forget_folders():
-    """Remove what was written for others, or by them."""
+    """Remove the folders of hidden states and of weights."""
     folder = os.environ.get("OPD_HIDDEN_FOLDER", "")
     if os.path.basename(folder).startswith("opd-hidden-"):
         shutil.rmtree(folder, ignore_errors=True)
     for folder in _weights_folders():
-        with contextlib.suppress(OSError):  # under another name first: who writes there finds it no more
+        with contextlib.suppress(OSError):  # rename first, so that writers no longer find it
             os.rename(folder, folder + "-gone")
         for path in (folder, folder + "-gone"):
             shutil.rmtree(path, ignore_errors=True)
 
 
 def _weights_folders():
-    """Those for the server's weights."""
+    """Return the folders for the server's weights."""
     folders = os.environ.get("OPD_WEIGHTS_FOLDERS", "").split(os.pathsep)
     return [folder for folder in folders if os.path.basename(folder).startswith("opd-weights-")]
 
 
 def _make_folders():
-    """Those for the server's weights, locked for as long as this process lives."""
+    """Make the folders for the server's weights, locked as long as this process lives."""
     for folder in _weights_folders():
         with contextlib.suppress(OSError):
             while True:
-                with contextlib.suppress(FileExistsError):  # of this server, before it was started again
+                with contextlib.suppress(FileExistsError):  # of this server, before its restart
                     os.mkdir(folder, 0o700)
                 held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
                 fcntl.flock(held, fcntl.LOCK_SH)
-                if os.path.exists(folder):  # or somebody has taken it for one that is nobody's
+                if os.path.exists(folder):  # or somebody removed it as ownerless
                     break
                 os.close(held)
 
 
 def main():
-    """Stand before the process that guards: pass on what it is asked, and its status."""
+    """Run the outer process: pass on SIGTERM, and return the guard's status."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # No `Event`: set by a handler while the thread that it interrupts waits for it, it blocks for ever.
+    # No `Event`: if a handler sets it while the interrupted thread waits for it, it blocks for ever.
     door, asked = os.getpid(), []
     signal.signal(signal.SIGTERM, lambda *_: asked.append(True))
     channel = int(os.environ.pop("OPD_PARENT"))
@@ -153,17 +152,17 @@ def main():
 
 
 def guard(channel, door, asked, grace, command):
-    """Start the server of `command`, and end it once SIGTERM comes, `channel` ends, or the process `door`.
+    """Start the server of `command`. End it on SIGTERM, or when `channel` or the process `door` ends.
 
-    `asked`: what the handler of SIGTERM appends to.
+    `asked`: the list that the SIGTERM handler appends to.
     """
     _prctl(_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != door:
-        return 0  # it has ended before it could be followed
+        return 0  # it ended before it could be followed
     _prctl(_SUBREAPER, 1)
     _make_folders()
     try:
-        # Should this guard itself be killed, its server does not live on.
+        # If this guard itself is killed, its server ends too.
         server = subprocess.Popen(command, preexec_fn=lambda: _prctl(_PDEATHSIG, signal.SIGKILL))
     except OSError as error:
         print(f"{command[0]} cannot be started: {error.strerror}", flush=True)
@@ -177,7 +176,7 @@ def guard(channel, door, asked, grace, command):
         asked.append(True)
 
     threading.Thread(target=watch, daemon=True).start()
-    # One that is killed has no time to tidy up, and nobody can ask it then what it had mapped.
+    # A killed server cannot clean up, and its mappings can no longer be read.
     mapped, look = set(), 0.0
     while server.poll() is None and not asked:
         time.sleep(0.1)

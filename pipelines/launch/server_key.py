@@ -1,7 +1,7 @@
-"""The key of the servers that a run starts: without it they answer nobody but whether they are ready.
+"""Create the key of a run's servers. Without it they only tell whether they are ready.
 
-Others have accounts on a machine, and a server of weights does what it is told. A command line can be read by
-all of them, a file of mode 0600 and a process's environment by its own user alone.
+Others have accounts on a machine, and a server of weights obeys every request. All of them can read a command
+line. Only the user can read a file of mode 0600 and a process's environment.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from opd.served.plugin.opd_server_key import VARIABLE
 from opd.storage.files import open_plain
 
 _KEY = re.compile(r"opd-[0-9a-f]{64}")
-"""It begins with a letter: SGLang takes what begins with a dash for another argument."""
+"""It begins with a letter, because SGLang takes a leading dash for another argument."""
 _WRITTEN = 5.0
 """Seconds that another process may take to write it."""
 _OTHERS = 0o077
@@ -32,29 +32,29 @@ _MIDDLEWARE = f"{opd_server_key.__name__.rpartition('.')[2]}.{opd_server_key.Req
 
 @dataclass(frozen=True)
 class Telling:
-    """How a server is told its key."""
+    """The arguments that give a server its key."""
 
     words: list[str] = field(default_factory=list)
     variables: dict[str, str] = field(default_factory=dict)
-    """Of its environment."""
+    """Environment variables."""
     plugin: bool = False
-    """Whether it imports from the folder of opd's plug-ins."""
+    """The server imports from the folder of opd's plug-ins."""
 
 
 def key_of(groups: Iterable[ServerGroupConfig], logs: Path) -> str:
-    """`run_key` if servers of one of these ask for it, empty otherwise."""
+    """Return `run_key` if servers of one of these need it, else an empty string."""
     return run_key(logs) if any(group.locked for group in groups) else ""
 
 
 def run_key(logs: Path) -> str:
-    """The key of all servers of the run that has this folder for what they say: made once, so that whoever
-    goes on with the run on a cluster can ask those that are there already.
+    """Return the key of all servers of the run with logs in this folder.
 
-    Raises `LaunchError` if what is there is no such key, or others can read it.
+    It is made once, so that a resumed run on a cluster can use the running servers. Raises `LaunchError` if
+    the file is no such key, or others can read it.
     """
     path, until = logs / ".key", time.monotonic() + _WRITTEN
     logs.mkdir(parents=True, exist_ok=True)
-    with contextlib.suppress(FileExistsError):  # one that goes on, or another process of the run was faster
+    with contextlib.suppress(FileExistsError):  # a resumed run, or another process of the run was faster
         _write(path, f"opd-{secrets.token_hex(32)}")
     while not (key := _read(path)) and time.monotonic() < until:
         time.sleep(0.02)
@@ -83,11 +83,11 @@ def _unusable(path: Path, what: str) -> LaunchError:
 
 
 def telling(group: ServerGroupConfig, key: str, log: Path) -> Telling:
-    """How a server of `group` that writes to `log` is told `key`, if it takes one."""
+    """Return the arguments that give a server of `group` with log `log` its `key`, if it takes one."""
     if not (key and group.locked):
         return Telling()
     if not group.server_program.key_file:
-        # vLLM's own key is asked for where it writes, and not where it is given weights.
+        # vLLM's own key protects generation, but not new weights.
         return Telling(["--middleware", _MIDDLEWARE], {VARIABLE: key, "VLLM_API_KEY": key}, plugin=True)
     file = log.with_name(f".{log.stem}.yaml")
     file.unlink(missing_ok=True)
@@ -96,7 +96,7 @@ def telling(group: ServerGroupConfig, key: str, log: Path) -> Telling:
 
 
 def _write(path: Path, text: str) -> None:
-    """A file that was not there, for this user alone."""
+    """Write a new file that only this user can read."""
     with writing(path), open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         try:
             file.write(text)

@@ -1,8 +1,8 @@
-"""The servers that a run starts itself: started when they are first needed, watched, started again, ended.
+"""Start, monitor, restart and end the servers of a run, when they are first needed.
 
-One of them is a `StartedServer`. A server that ends, or answers nothing at all for long, is started again at
-its port: to whoever asks it, it was away, and has to prove its weights before it is used again. What a server
-prints is in `logs/servers/`.
+One of them is a `StartedServer`. A server that ends, or answers nothing for long, is restarted at its port.
+To its clients it was away, and must verify its weights before it is used again. A server's output is in
+`logs/servers/`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 AGAIN = Retry(pause=1.0, longest=30.0)
-"""Between the end of a server and its next start."""
+"""Pause between the end of a server and its next start."""
 Served = TypeVar("Served", bound=ServerConfig)
 
 
@@ -42,19 +42,19 @@ def _nothing() -> None: ...
 
 
 def same_model(held: Path, model: Path, any_weights: bool) -> bool:
-    """Whether a server of the folder `held` serves `model`, or with `any_weights` one of its form."""
+    """Return whether a server of the folder `held` serves `model`, or with `any_weights` one of its form."""
     return held == model or (any_weights and _described(held) == _described(model))
 
 
 def _described(model: Path) -> bytes | None:
-    """The configuration of the model in a folder; `None` if it is not there any more."""
+    """Return the configuration of the model in a folder, or `None` if it is not there any more."""
     with contextlib.suppress(OSError):
         return (model / "config.json").read_bytes()
     return None
 
 
 def until_free(host: str, port: int, seconds: float) -> None:
-    """Wait until nobody listens on `port` any more, but no longer than `seconds`."""
+    """Wait until nobody listens on `port` any more, at most `seconds`."""
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         with contextlib.suppress(OSError), socket.create_server((host, port)):
@@ -64,43 +64,43 @@ def until_free(host: str, port: int, seconds: float) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ServerPlace:
-    """Of one server of a group that is alone on its machine."""
+    """The place of one server of a group, alone on its machine."""
 
     number: int
-    """Which of the group it is."""
+    """Its number in the group."""
     host: str
-    """Address of that machine, on which it listens."""
+    """The address of that machine, on which it listens."""
     port: int = 0
     """0 takes a free one."""
 
 
 @dataclass
 class StartedGroup:
-    """Servers of one model, and a thread that starts again what has ended."""
+    """Servers of one model, and a thread that restarts them when they end."""
 
     name: str
     config: ServerGroupConfig
     servers: list[StartedServer]
     model: Path
     trouble: LaunchError | None = None
-    """Why the group is given up."""
+    """The error with which the group was given up."""
     restarts: int = 0
     _over: threading.Event = field(default_factory=threading.Event)
     _watcher: threading.Thread | None = None
     _asleep: bool = False
     _turn: threading.Lock = field(default_factory=threading.Lock)
-    """Held while servers are looked at, and while they are told to sleep or to wake."""
+    """Held while servers are checked, put to sleep or woken."""
     _failures: dict[str, int] = field(default_factory=dict)
-    """How often each has failed, by name."""
+    """Number of failures of each server, by name."""
     _due: dict[str, float] = field(default_factory=dict)
-    """When those are started again that have ended."""
+    """Time of the next start of each ended server."""
 
     @classmethod
     def begin(
         cls, name: str, config: ServerGroupConfig, model: Path, logs: Path, place: ServerPlace | None = None
     ) -> StartedGroup:
-        """Begin to start all servers of the group, or the one of `place`; see `wait`. Raises `LaunchError` if
-        that cannot be.
+        """Begin to start all servers of the group, or the one of `place`. See `wait`. Raises `LaunchError` if
+        it cannot.
         """
         logs.mkdir(parents=True, exist_ok=True)
         key = key_of([config], logs)
@@ -121,7 +121,7 @@ class StartedGroup:
         return group
 
     def wait(self) -> None:
-        """Return once all servers are ready, which are watched from then on.
+        """Return once all servers are ready. They are monitored from then on.
 
         Raises `LaunchError` with the end of its log if one cannot start, or takes too long.
         """
@@ -132,8 +132,8 @@ class StartedGroup:
             self._watcher.start()
 
     def sleep(self, check: Callable[[], None] = _nothing) -> None:
-        """Let the servers give their memory back; one that is being started does once it is ready. One that
-        ends is not started again until they wake. `check` is asked meanwhile, and may raise.
+        """Free the servers' memory. A starting server does so once it is ready. A server that ends is not
+        restarted until they wake. `check` is called meanwhile, and may raise.
         """
         with self._turn:
             if self._asleep:
@@ -148,9 +148,9 @@ class StartedGroup:
             _on_each(self.servers, StartedServer.sleep, check)
 
     def wake(self, check: Callable[[], None] = _nothing) -> None:
-        """Let them take it again, and start again those that have ended. Returns once all are ready.
+        """Let the servers allocate it again, and restart ended ones. Returns once all are ready.
 
-        Raises `LaunchError` if one cannot be started, and what `check` raises, which is asked meanwhile.
+        Raises `LaunchError` if one cannot be started. `check` is called meanwhile, and may raise.
         """
         with self._turn:
             if not self._asleep:
@@ -171,11 +171,11 @@ class StartedGroup:
         return [server.url for server in self.servers]
 
     def serves(self, model: Path, any_weights: bool) -> bool:
-        """Whether it need not be started anew for `model`; see `Servers.at`."""
+        """Return whether it can serve `model` without a restart. See `Servers.at`."""
         return self.trouble is None and same_model(self.model, model, any_weights)
 
     def ask_to_end(self) -> None:
-        """Begin to end all servers, of which none is started again."""
+        """Begin to end all servers. None is restarted."""
         self._over.set()
         for server in self.servers:
             server.ask_to_end()
@@ -185,7 +185,7 @@ class StartedGroup:
         self.ask_to_end()
         if self._watcher is not None:
             self._watcher.join()
-        self.ask_to_end()  # one that was just being started again, too
+        self.ask_to_end()  # a server in the middle of a restart, too
         until = time.monotonic() + started_server.ending()
         with doing(f"ending the servers {self.name}"):
             for server in self.servers:
@@ -224,7 +224,7 @@ class StartedGroup:
                 with self._turn:
                     if not self._asleep and not self._over.is_set():
                         self._look()
-        except Exception as error:  # whatever it is: a run must not wait for servers that nobody watches
+        except Exception as error:  # any error: a run must not wait for servers without a monitor
             self.trouble = LaunchError(
                 f"servers {self.name} cannot be watched any more ({reason_of(error)}); continue with"
                 " --resume."
@@ -248,7 +248,7 @@ class StartedGroup:
             self._left(server, reason, pause)
 
     def _fault_of(self, server: StartedServer) -> str | None:
-        """Why it has to be started again; `None` if it has not."""
+        """Return the reason for a restart, or `None`."""
         server.look()
         status, config = server.status(), server.group
         if status is not None:
@@ -267,7 +267,7 @@ class StartedGroup:
             _log.warning("server %s %s; it is started again in %.0f s", server.name, reason, pause)
 
     def _count(self, server: StartedServer, reason: str) -> None:
-        """Note an end; the group is given up if it was one too many."""
+        """Count an end. After too many the group is given up."""
         server.served = False
         self.restarts += 1
         most = server.group.restarts
@@ -286,14 +286,16 @@ class StartedGroup:
 
 
 def _begins(server: StartedServer) -> bool:
-    """Whether it is being started."""
+    """Return whether it is starting."""
     return not server.served and server.status() is None and not server.look()
 
 
 def _on_each(
     servers: Sequence[StartedServer], verb: Callable[[StartedServer], None], check: Callable[[], None]
 ) -> None:
-    """At once: each may move gigabytes. What `check` raises is raised, and the rest goes on alone."""
+    """Call `verb` on all servers concurrently, because each may move gigabytes. `check` is called meanwhile.
+    If it raises, the calls go on alone.
+    """
     threads = [threading.Thread(target=verb, args=(server,), daemon=True) for server in servers]
     for thread in threads:
         thread.start()
@@ -321,19 +323,19 @@ class Group(Protocol):
 
 
 Begin = Callable[[str, ServerGroupConfig, Path, bool], Group]
-"""Begins to start a group of this name for a model, of which any weights will do where it is told so."""
+"""Starts a group of this name for a model. The flag allows any weights of its form."""
 
 
 class Servers:
-    """The groups of a recipe's `servers` that have been started, until it is closed.
+    """The started groups of a recipe's `servers`, until closed.
 
     Args:
-        groups: The recipe's.
-        begin: Starts one.
-        ranks: The processes of the run, of which the first starts them for all.
-        turns: Names of those of which one at a time is awake; see `turn`.
-        mirrors: Of each group, what keeps weights beside each of its servers; see `mirrors`.
-        key: What those of `begin` ask for that ask for any.
+        groups: The recipe's groups.
+        begin: Starts one group.
+        ranks: The processes of the run. The first one starts the groups for all.
+        turns: Names of the groups of which one at a time is awake. See `turn`.
+        mirrors: The receivers of weights of each group's servers. See `mirrors`.
+        key: The key of the groups from `begin` that need one.
     """
 
     def __init__(
@@ -357,11 +359,11 @@ class Servers:
         any_weights: bool = False,
         arguments: Mapping[str, Argument] | None = None,
     ) -> dict[str, Served]:
-        """Each of the settings with the URLs of its servers, which serve the model beside it, or with
-        `any_weights` one of its configuration: it is given others before it is used. All ranks call it
-        together. `arguments` are told to servers that are started, unless their group says otherwise.
+        """Start servers, and return each of the settings with their URLs.
 
-        Raises `LaunchError` if they cannot be started.
+        They serve the model of the settings, or with `any_weights` one of its configuration, which gets other
+        weights before use. All ranks call it together. `arguments` go to started servers, unless their group
+        has its own. Raises `LaunchError` if they cannot be started.
         """
         urls: dict[str, list[str]] = {}
 
@@ -385,13 +387,13 @@ class Servers:
         return self._key if self._groups[config.servers or ""].locked else ""
 
     def mirrors(self, config: ServerConfig) -> dict[str, Receiver]:
-        """By URL, what keeps new weights beside each of the servers of `config`, which `at` has returned."""
+        """Return the receivers of new weights of the servers of `config` (from `at`), by URL."""
         return dict(zip(config.urls, self._mirrors.get(config.started or "", ()), strict=True))
 
     @contextlib.contextmanager
     def turn(self, group: str, check: Callable[[], None] = _nothing) -> Iterator[None]:
-        """The servers of `group`, which takes turns, are awake in the block. All ranks enter and leave it
-        together. Raises what `check` raises, which is asked while servers are waited for.
+        """Keep the servers of `group`, which takes turns, awake in the block. All ranks enter and leave it
+        together. `check` is called while servers are waited for, and may raise.
         """
 
         def wake() -> None:
@@ -415,7 +417,7 @@ class Servers:
         return group
 
     def given_up(self, urls: Sequence[str]) -> LaunchError | None:
-        """Why a group that has one of these URLs is given up; only the rank that started it knows."""
+        """Return the final error of a group with one of these URLs, or `None`. Only its first rank knows."""
         groups = [group for group in self._started.values() if not set(group.urls).isdisjoint(urls)]
         return next((group.trouble for group in groups if group.trouble is not None), None)
 
@@ -436,7 +438,7 @@ class Servers:
         self._started[name] = self._start(name, asked, model, any_weights)
 
     def close(self) -> None:
-        """End them all; those on this machine at once."""
+        """End all groups. Those on this machine end concurrently."""
         for group in self._started.values():
             if isinstance(group, StartedGroup):
                 group.ask_to_end()
@@ -447,7 +449,7 @@ class Servers:
 def started_by(
     recipe: Recipe, logs: Path, ranks: Ranks | None = None
 ) -> contextlib.AbstractContextManager[Servers]:
-    """The servers of `recipe` on this machine, none of which lives longer than the block."""
+    """Open the servers of `recipe` on this machine. None outlives the block."""
 
     def begin(name: str, group: ServerGroupConfig, model: Path, _: bool) -> StartedGroup:
         return StartedGroup.begin(name, group, model, logs)

@@ -1,9 +1,9 @@
-"""One inference server that a run has started.
+"""Run one inference server behind a guard.
 
-It is behind a guard (`server_guard.py`), so that it does not outlive the run, however that ends. Servers of
-SGLang can give their device's memory to others and take it back; told to keep their weights in the host's
-memory meanwhile, they have them again, and whoever asks them has that proved. One ends if it is told to
-release while it computes, or to take what it has, so what it was told is remembered here.
+The guard (`server_guard.py`) ends it with the run, however that ends. Servers of SGLang can free their
+device's memory and allocate it again. With a weights backup in the host's memory they have the same weights
+again, and their clients verify that. A server ends if it is told to release while it computes, or to allocate
+twice, so this class remembers its state.
 """
 
 from __future__ import annotations
@@ -37,41 +37,41 @@ from opd.served.plugin.opd_hidden_states import SHARED, VARIABLE
 _log = logging.getLogger(__name__)
 
 HOST = "127.0.0.1"
-"""Where servers listen that are asked from their own machine alone."""
+"""Address of servers with clients on their own machine alone."""
 PLUGIN = Path(opd_hidden_states.__file__).parent
 GUARD = Path(__file__).with_name("server_guard.py")
 _OF_RANKS = re.compile(r"(LOCAL_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|TORCHELASTIC_.*")
 _LAST_BYTES = 20_000
 _RAISED = re.compile(r"[\w.]+(Error|Exception): ")
 LOOK = 0.5
-"""Seconds between two looks at a server; each asks it whether it is there."""
+"""Seconds between two checks of a server. Each is a request."""
 ANSWER = 5.0
-"""Seconds it has to answer a look: one that is at work may be slow to."""
+"""Seconds it has to answer a check. A busy one may be slow."""
 ASKED = 10
-"""How often in `silence_seconds` what computes in a server is asked for a word."""
+"""Number of requests to a server's computing process in `silence_seconds`."""
 Ask = Callable[[str, dict[str, Any]], int]
-"""Posts a body to a path of a server; returns the status of its answer."""
+"""Posts a body to a path of a server, and returns the status of its answer."""
 _NO_SUCH = 127
 _UNTOLD = Telling()
 GRACE = 10.0
-"""Seconds a server has to end once it is asked to."""
+"""Seconds a server has to end after the request."""
 ENDING = 15.0
 """Seconds beyond these until its guard is ended by force."""
 PARTS = ("weights", "kv_cache", "cuda_graph")
-"""What SGLang releases by name."""
+"""Names of the memory that SGLang releases."""
 SLEEPS = {"enable-memory-saver": True, "enable-weights-cpu-backup": True}
-"""What a server that is to sleep has to be told when it starts."""
+"""Start arguments of a server that is to sleep."""
 _IDLE = 30.0
-"""Seconds that requests which were given up have to leave."""
+"""Seconds that abandoned requests have to leave."""
 
 
 def ending() -> float:
-    """Seconds until a server that was asked to end is gone, by force in the end."""
+    """Return the seconds until a server is gone after the request to end, in the end by force."""
     return GRACE + ENDING
 
 
 def command_of(group: ServerGroupConfig, model: Path, port: int, host: str = HOST) -> list[str]:
-    """The command line of one server of `group`."""
+    """Return the command line of one server of `group`."""
     program = group.server_program
     own = [*(group.command or [sys.executable, "-m", program.module])]
     own += [f"--{program.model}", str(model), "--host", host, "--port", str(port)]
@@ -81,8 +81,8 @@ def command_of(group: ServerGroupConfig, model: Path, port: int, host: str = HOS
 
 
 def _noise(group: ServerGroupConfig) -> list[str]:
-    """A vLLM server draws with its own noise, always the same unless it is told otherwise: two of a group, or
-    one that is started again, would repeat each other's.
+    """Return a seed for a vLLM server. By default its noise is always the same. Two servers of a group, or a
+    restarted one, would repeat each other's.
     """
     told = "seed" in group.arguments or any(
         word.partition("=")[0] == "--seed" for word in group.command or []
@@ -93,9 +93,9 @@ def _noise(group: ServerGroupConfig) -> list[str]:
 
 
 def _environment(group: ServerGroupConfig, number: int, told: Telling = _UNTOLD) -> dict[str, str]:
-    # What says which rank this process is says nothing of a server, which may have ranks of its own.
+    # Variables of this process's rank do not fit a server, which may have ranks of its own.
     ours = {name: value for name, value in os.environ.items() if not _OF_RANKS.fullmatch(name)}
-    # A health check that generates a token answers with an error while the engine is paused.
+    # A health check that generates a token would fail while the engine is paused.
     own = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0", "VLLM_NO_USAGE_STATS": "1"}
     if group.devices is not None:
         first = number * group.tensor_parallel
@@ -104,13 +104,13 @@ def _environment(group: ServerGroupConfig, number: int, told: Telling = _UNTOLD)
     own[VARIABLE] = f"{SHARED}/opd-hidden-{uuid.uuid4().hex}"
     found = {**ours, **own, **group.environment, **told.variables}
     if told.plugin or group.arguments.get("enable-return-hidden-states"):
-        # SGLang looks there for plug-ins by itself, whichever command starts it.
+        # SGLang looks there for plug-ins by itself, however it is started.
         found["PYTHONPATH"] = os.pathsep.join(filter(None, [str(PLUGIN), found.get("PYTHONPATH")]))
     return found
 
 
 def _seen(device: int) -> str:
-    """What CUDA calls the `device` of that number among those this process sees."""
+    """Return CUDA's name of that `device` among those this process sees."""
     seen = os.environ.get("CUDA_VISIBLE_DEVICES")
     if seen is None:
         return str(device)
@@ -124,14 +124,14 @@ def _seen(device: int) -> str:
 
 
 def free_port(host: str) -> int:
-    """One that is free there now."""
+    """Return a port that is free there now."""
     with socket.create_server((host, 0)) as taken:
         return taken.getsockname()[1]
 
 
 @dataclass
 class StartedServer:
-    """One server of a group, and the process that guards it."""
+    """One server of a group, with its guard process."""
 
     name: str
     group: ServerGroupConfig
@@ -141,29 +141,29 @@ class StartedServer:
     host: str = HOST
     port: int = 0
     key: str = field(default="", repr=False)
-    """What it is to ask everybody for."""
+    """The key that it requires from clients."""
     answered: float = 0.0
-    """When it last answered anything, or was started."""
+    """Time of its last answer, or of its start."""
     served: bool = False
-    """Whether it was ready since it was started last."""
+    """It was ready since its last start."""
     asleep: bool = False
-    """Whether it has given its memory back."""
+    """Its memory is freed."""
     worked: float = 0.0
-    """When what computes in it answered last, or it became ready."""
+    """Time of its computing process's last answer, or when it became ready."""
     _known: int = 0
-    """Which of the questions of its kind it knows, as far as was found."""
+    """Index of the first question of its program that it may know."""
     _question: http.client.HTTPConnection | None = None
-    """On which that is asked: one at a time, however long it takes, since it may be at work."""
+    """The connection of that question: one at a time, however long a busy server takes."""
     _guard: Child | None = None
     _hidden: str = ""
-    """Where it leaves hidden states."""
+    """Its folder of hidden states."""
 
     @property
     def url(self) -> str:
         return f"http://{self.host}:{self.port}"
 
     def start(self) -> None:
-        """Start it, at the port that it has if it was started before. Raises `OSError` if that cannot be."""
+        """Start it, at its previous port if it has one. Raises `OSError` if it cannot."""
         self.port = self.port or free_port(self.host)
         self.served = self.asleep = False
         self.answered = time.monotonic()
@@ -179,11 +179,11 @@ class StartedServer:
             self._guard = Child(guarded, environment, log, apart=True)
 
     def status(self) -> int | None:
-        """Its exit status; `None` while it runs. One that could not even be started has a shell's."""
+        """Return its exit status, or `None` while it runs. One that could not be started has a shell's."""
         return _NO_SUCH if self._guard is None else self._guard.status()
 
     def look(self) -> bool:
-        """Ask whether it is ready, which it says within `ANSWER` seconds, or not at all."""
+        """Check whether it is ready. It must answer within `ANSWER` seconds."""
         with contextlib.suppress(OSError, http.client.HTTPException):
             connection = http.client.HTTPConnection(self.host, self.port, timeout=ANSWER)
             with contextlib.closing(connection):
@@ -195,21 +195,21 @@ class StartedServer:
         return self.served
 
     def silent(self) -> float:
-        """For how many seconds it has answered nothing, or what computes in it has not, which is not the
-        process that answers whether it is ready. Asks that now and then; whatever it answers will do.
+        """Return the seconds without any answer of it, or of its computing process. Another process answers
+        whether it is ready. So the computing one gets a question now and then. Any answer counts.
         """
         now, question = time.monotonic(), self._question
         with contextlib.suppress(OSError, http.client.HTTPException):
             if question is None and now - self.worked >= self.group.silence_seconds / ASKED:
                 self._ask()
-            elif question is not None and stirs(question.sock, 0.0):  # or has ended
+            elif question is not None and stirs(question.sock, 0.0):  # or it has ended
                 self._question = None
                 with contextlib.closing(question):
                     self._heard(question.getresponse(), now)
         return now - min(self.answered, self.worked)
 
     def _heard(self, answer: http.client.HTTPResponse, now: float) -> None:
-        """Any answer is one of what computes, but that a page is not there, which another process says."""
+        """Count any answer as one of the computing process, except not found, which another process sends."""
         answer.read(1)
         more = self._known + 1 < len(self.group.server_program.questions)
         if answer.status == http.HTTPStatus.NOT_FOUND and more:
@@ -225,14 +225,14 @@ class StartedServer:
         except BaseException:
             question.close()
             raise
-        self._question = question  # nothing waits for an answer to what could not be asked
+        self._question = question  # nothing waits for an answer if the request failed
 
     @property
     def _headers(self) -> dict[str, str]:
         return {"Content-Type": "application/json", "Authorization": f"Bearer {self.key}"}
 
     def sleep(self) -> None:
-        """Give its memory back. One that cannot, or is not ready, ends; one that has ended has none."""
+        """Free its memory. It ends if it cannot, or is not ready. An ended one has none."""
         if self.asleep or self.status() is not None:
             return
         with self._or_end("give its memory back"):
@@ -242,7 +242,7 @@ class StartedServer:
             self.asleep = True
 
     def wake(self) -> None:
-        """Take its memory again. One that cannot ends."""
+        """Allocate its memory again. It ends if it cannot."""
         if self.asleep:
             with self._or_end("take its memory again"):
                 _done(self._post("/resume_memory_occupation", {"tags": PARTS}))
@@ -268,13 +268,13 @@ class StartedServer:
             self.wait(ending())
 
     def ask_to_end(self) -> None:
-        """Its guard ends it, and all it has started."""
+        """Let its guard end it, with all its processes."""
         if self._guard is not None:
             self._guard.channel.hang_up()
         self._forget_question()
 
     def wait(self, seconds: float) -> None:
-        """Until it is gone; by force after `seconds`."""
+        """Wait until it is gone, by force after `seconds`."""
         guard, until = self._guard, time.monotonic() + seconds  # two threads may wait
         if guard is None:
             return
@@ -282,20 +282,20 @@ class StartedServer:
             guard.send_signal(signal.SIGKILL)
             guard.wait()
         self._guard = None
-        # A guard that was killed itself has left the rest to another process.
+        # A killed guard has left the rest to another process.
         guard.channel.over(max(0.0, until - time.monotonic()))
         guard.channel.close()
         if Path(self._hidden).name.startswith("opd-hidden-"):
-            shutil.rmtree(self._hidden, ignore_errors=True)  # its guard has, unless it was killed itself
+            shutil.rmtree(self._hidden, ignore_errors=True)  # its guard has done so, unless it was killed
 
     def lost_its_port(self) -> bool:
-        """Whether another process was faster to take the port that was free when it was started."""
+        """Return whether another process took the free port before its start."""
         with contextlib.suppress(OSError), socket.create_connection((self.host, self.port), timeout=LOOK):
             self.port = 0
         return not self.port
 
     def last_words(self) -> str:
-        """The last exception in its log, or else the last line, for an error."""
+        """Return the last exception in its log, or else the last line, for an error."""
         with contextlib.suppress(OSError):
             with self.log.open("rb") as file:
                 file.seek(max(0, file.seek(0, os.SEEK_END) - _LAST_BYTES))  # the rest may be gigabytes
@@ -312,15 +312,15 @@ class StartedServer:
 
 
 def _for_us(path: str, flags: int) -> int:
-    """SGLang writes all its settings down, and its key among them."""
+    """Open the log for this user alone, because SGLang logs all its settings, with its key."""
     descriptor = os.open(path, flags, 0o600)
-    os.fchmod(descriptor, 0o600)  # one that is there already, too
+    os.fchmod(descriptor, 0o600)  # an existing one, too
     return descriptor
 
 
 def _release(ask: Ask) -> None:
-    """Have an idle server give back all it can; requests that nobody waits for any more are aborted. Raises
-    `OSError` or `HTTPException` if it does not.
+    """Free all memory of an idle server, and abort abandoned requests. Raises `OSError` or `HTTPException` if
+    it cannot.
     """
     ask("/abort_request", {"rid": "", "abort_all": True})
     until = time.monotonic() + _IDLE

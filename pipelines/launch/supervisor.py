@@ -1,8 +1,8 @@
-"""One supervisor for the processes of a run: ranks, stages side by side, actors on Ray.
+"""Supervise the processes of a run: ranks, concurrent stages, actors on Ray.
 
-It looks at its members time and again, hands out what they say, and passes on what this process is asked to
-do. Once one has failed the others have a moment to say what they know; the error is that of whoever failed by
-itself, not of those that lost it. No member outlives the block, or the process that started it.
+It polls its members, passes their messages on, and sends them this process's signals. After a failure the
+others have a moment for their last messages. The error is that of the member that failed by itself, not of
+those that lost it. No member outlives the block, or the process that started it.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from opd.progress import Progress, is_busy_elsewhere
 from opd.rollout.preemption import EXIT_STATUS, Preemption
 
 LOOK = 0.1
-"""Seconds between two looks at the members."""
+"""Seconds between two polls of the members."""
 LAST_WORDS = 5.0
-"""Seconds the other members have to say what they know once one has failed."""
+"""Seconds for the others' last messages after a failure."""
 REFUSED = 2
-"""Exit status of a process that has said what is wrong."""
+"""Exit status of a process that printed its error."""
 _SIGNALS = {"stop": signal.SIGTERM, "suspend": signal.SIGUSR1, "wake": signal.SIGUSR2}
 
 
@@ -45,14 +45,14 @@ Cause = IntEnum("Cause", "FAULT DIED CRASHED LOST STOPPED")
 
 
 ON_THE_WAY = ("progress", "log", "busy")
-"""Kinds of messages that are not a member's last words."""
+"""Kinds of messages that are not a member's last one."""
 
 
 class Message(NamedTuple):
-    """What a member says: `progress` (done, total, headline), `log` (a record), `busy` (with what, of one for
-    which this process speaks); as its last words `done` (the result), `error` (class and arguments of an
-    `OpdError`), `crash` (what else was raised). Of one that said nothing: `left` (its exit status), `gone`
-    (how that is known).
+    """A member's message. On the way: `progress` (done, total, headline), `log` (a record), `busy` (the
+    activity of a member whose messages this process prints). As its last message: `done` (the result),
+    `error` (class and arguments of an `OpdError`), `crash` (any other error). Without a last message: `left`
+    (its exit status), `gone` (the evidence).
     """
 
     kind: str
@@ -60,7 +60,7 @@ class Message(NamedTuple):
 
     @property
     def cause(self) -> Cause:
-        """Of a failure."""
+        """The cause of a failure."""
         first = self.words[0]
         if self.kind == "error":
             causes = {
@@ -79,7 +79,7 @@ class Message(NamedTuple):
         return Cause.CRASHED if self.kind == "crash" else Cause.DIED
 
     def show(self, stage: str, progress: Progress) -> None:
-        """Pass on what the process of a stage says on its way."""
+        """Pass on a message of a stage on its way."""
         if self.kind == "progress":
             progress.update(stage, *self.words)
         elif self.kind == "log":
@@ -89,8 +89,8 @@ class Message(NamedTuple):
 
 
 class Member(Protocol):
-    """A process as its supervisor sees it. `poll`: what it has said since the last call; after its last words
-    it is not polled again. `ask`: `stop`, `suspend` or `wake`. `end`: return once it is gone, by force.
+    """A process as its supervisor sees it. `poll` yields its messages since the last call, and is not called
+    after its last one. `ask` sends `stop`, `suspend` or `wake`. `end` returns once it is gone, by force.
     """
 
     name: str
@@ -103,14 +103,14 @@ class Member(Protocol):
 
 
 class MemberFailedError(Exception):
-    """A member failed; whoever supervises puts it into words."""
+    """A member failed. The supervisor's caller formats the error."""
 
     def __init__(self, member: Any, message: Message) -> None:
         super().__init__(f"{member.name}: {message}")
         self.member, self.message = member, message
 
     def in_words(self, name: str, log: str) -> Exception:
-        """What it said, where errors call it `name` and more is in `log`."""
+        """Return its error, with `name` for the member and `log` for more."""
         kind, first, *more = self.message.kind, *self.message.words
         if kind == "error":
             return getattr(errors, first, OpdError)(*more)
@@ -121,12 +121,12 @@ class MemberFailedError(Exception):
 
 
 class Supervisor:
-    """Watches members while its block runs, from `add` until they have ended.
+    """Supervises members while its block runs, from `add` until they have ended.
 
     Args:
-        asked: What this process is asked to do.
-        hear: Called with what a member says, its result too.
-        last_words: Seconds the others have once one has failed. `None`: they do not need it; they are told to
+        asked: The signals to this process.
+        hear: Called with a member's message, its result too.
+        last_words: Seconds the others have after a failure. `None`: they do not need it. They are told to
             stop, and have the grace period for it.
     """
 
@@ -147,25 +147,25 @@ class Supervisor:
 
     @property
     def ending(self) -> bool:
-        """Whether the members are on their way out: one has failed, or this process is to stop."""
+        """The members are to end: one has failed, or this process is to stop."""
         return bool(self._failures) or self._asked.stopping
 
     def add(self, member: Member) -> None:
-        """Watch `member`, too."""
+        """Supervise `member`, too."""
         self._members.append(member)
         self.running.append(member)
 
     def look(self) -> None:
-        """Look at the members once, and wait for a moment if some are left.
+        """Poll the members once, and wait for a moment if some are left.
 
-        Once no more is to be heard, raises `MemberFailedError` for the failure that explains the others, and
-        `PreemptedError` if this process was asked to stop.
+        After the last message it raises `MemberFailedError` for the failure that explains the others, and
+        `PreemptedError` if this process is to stop.
         """
         if not self.running:
             self._asked.check()
         self._listen()
         if self.ending:
-            # Of those that leave because they were asked to, the others need not hear last words.
+            # If all leave on request, they get the grace period, because no last messages are needed.
             left = self._asked.stopping and all(f.message.cause >= Cause.LOST for f in self._failures)
             patience = self._asked.grace if left else self._patience
             self._until = min(self._until, time.monotonic() + patience)
@@ -209,7 +209,7 @@ class Supervisor:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Who is left is told to stop, has what is left of its time, and is ended."""
+        """Stop the remaining members, give them the rest of their time, and end them."""
         self._leaving = True
         self._until = min(self._until, time.monotonic() + self._asked.grace)
         try:
@@ -223,26 +223,26 @@ class Supervisor:
 
 @dataclass
 class ProcessMember:
-    """A child that says what it has to say, and then exits."""
+    """A child that sends its messages, and then exits."""
 
     name: str
-    """How errors call it."""
+    """Its name in errors."""
     child: Child
     log: Path | None = None
-    """Where it writes what it prints, if that is not this process's terminal."""
+    """The file of its output, if that is not this process's terminal."""
     by_status: bool = False
-    """Whether exit status 0 says that its work is done."""
+    """Exit status 0 means that its work is done."""
     _last: Message | None = field(default=None, init=False)
 
     def poll(self) -> Iterator[Message]:
-        """See the protocol. It has ended when it has exited."""
-        status = self.child.status()  # first: what it said before is there then
+        """Poll as in the protocol. It has ended when it has exited."""
+        status = self.child.status()  # first, so that all earlier messages are there
         with suppress(EOFError):
             while (said := self.child.channel.hear(0.0)) is not None:
                 try:
                     kind, *words = json.loads(said)
                     message = Message(str(kind), tuple(words))
-                except (ValueError, TypeError, RecursionError):  # code of the user's own has found the way
+                except (ValueError, TypeError, RecursionError):  # the user's own code wrote to the channel
                     message = Message("crash", ("it said what is no message",))
                 if message.kind in ON_THE_WAY:
                     yield message
@@ -254,11 +254,11 @@ class ProcessMember:
             yield self._last or Message("done" if done else "left", (status,))
 
     def ask(self, what: str) -> None:
-        """See the protocol."""
+        """Ask as in the protocol."""
         self.child.send_signal(_SIGNALS[what])
 
     def end(self) -> None:
-        """See the protocol."""
+        """End as in the protocol."""
         self.child.end()
 
 
@@ -270,8 +270,8 @@ def start_command(
     *,
     by_status: bool = True,
 ) -> ProcessMember:
-    """A member that runs `command`, with more in its environment. It prints into `log`, if there is one.
-    Unless its work is done `by_status`, it says that it is.
+    """Start a member that runs `command`, with more in its environment. It prints into `log`, if given.
+    Unless its work is done `by_status`, it sends a message that it is.
     """
     # All of them are on this machine, so gloo needs no other interface.
     gloo = {"GLOO_SOCKET_IFNAME": "lo"} if sys.platform.startswith("linux") else {}
@@ -283,8 +283,8 @@ def start_command(
 
 @contextmanager
 def heard_later() -> Iterator[None]:
-    """A process that is started in the block hears the signals to suspend and to wake once it listens: by
-    default they end it.
+    """Defer the signals to suspend and to wake for processes started in the block. By default these signals
+    end a process that does not handle them yet.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {_SIGNALS["suspend"], _SIGNALS["wake"]})
     try:
@@ -294,8 +294,8 @@ def heard_later() -> Iterator[None]:
 
 
 class Parent:
-    """The supervisor as a member sees it. Ctrl-C is the supervisor's. When that is gone the member ends at
-    once: a killed run must not go on writing into its folder.
+    """The supervisor as a member sees it. It handles Ctrl-C for the member. When it is gone the member ends
+    at once, because a killed run must not go on writing into its folder.
     """
 
     def __init__(self, channel: Channel) -> None:
@@ -304,14 +304,14 @@ class Parent:
         listen(channel)
 
     def say(self, kind: str, *words: Any) -> None:
-        """See `Message`; what the supervisor cannot hear any more is dropped."""
+        """Send a `Message`. It is dropped if the supervisor is gone."""
         with suppress(OSError):
             self._channel.say([kind, *words], default=str)
 
 
 @cache
 def parent() -> Parent | None:
-    """Of a process that `start_command` started; `None` for any other."""
+    """Return the supervisor of a process that `start_command` started, `None` for any other."""
     channel = parent_channel()
     return None if channel is None else Parent(channel)
 
@@ -319,7 +319,7 @@ def parent() -> Parent | None:
 def last_words(
     work: Callable[[], Any], understood: Callable[[Exception], OpdError | None] = by_machine
 ) -> Message:
-    """Do `work`; how it ended. Errors that are not `understood` are bugs; their traceback is printed."""
+    """Return the last message of `work`. Errors not `understood` are bugs, printed with traceback."""
     try:
         return Message("done", (work(),))
     except Exception as error:

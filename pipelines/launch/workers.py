@@ -1,4 +1,4 @@
-"""Stages side by side, each in a process of its own."""
+"""Run stages concurrently, each in its own process."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from opd.rollout.preemption import Preemption
 
 
 def run_side_by_side(recipe: Recipe, folder: RunFolder, stages: list[Stage], progress: Progress) -> None:
-    """Run `stages`, at most `recipe.runtime.workers` at a time, each once everything it needs is done.
+    """Run `stages`, at most `recipe.runtime.workers` at a time, each once its needs are done.
 
-    Raises the first stage's `OpdError`; the others are stopped then and go on after `--resume`.
+    Raises the first stage's `OpdError`. The others are stopped then and continue after `--resume`.
     """
     methods = multiprocessing.get_context("forkserver")
     methods.set_forkserver_preload(["opd.pipelines.run"])
@@ -53,10 +53,10 @@ def run_side_by_side(recipe: Recipe, folder: RunFolder, stages: list[Stage], pro
 
 
 class ForkedChild(Child):
-    """A child that is forked from a process which has imported what it needs."""
+    """A child that is forked from a process with all imports done."""
 
     def __init__(self, methods: ForkServerContext, recipe: Recipe, folder: RunFolder, stage: str) -> None:
-        """It runs `stage`. Raises `EOFError` or `OSError` if it cannot be begun."""
+        """Fork a child that runs `stage`. Raises `EOFError` or `OSError` if it cannot start."""
         ours, theirs = socket.socketpair()
         words = (recipe.model_dump_json(), str(folder.path), stage, theirs)
         self._forked = methods.Process(target=_work, args=words, name=stage)
@@ -88,10 +88,10 @@ def _start(methods: ForkServerContext, recipe: Recipe, folder: RunFolder, stage:
 
 
 def _work(recipe_json: str, path: str, name: str, end: socket.socket) -> None:
-    """The worker's life: one stage, then last words."""
+    """Run one stage in a worker, and send its last message."""
     from opd.pipelines.run import execute
 
-    gc.freeze()  # what was imported before the fork stays: a stage looks for garbage among its own objects
+    gc.freeze()  # imports before the fork stay, so a stage collects garbage only among its own objects
     parent = supervisor.Parent(Channel(end))
     recipe = Recipe.model_validate_json(recipe_json)
     folder = RunFolder.attach(path)

@@ -1,1 +1,1 @@
-"""What a run leaves on disk: its folder and lock, the digests of its inputs, results.json and model cards."""
+"""Write and read a run's files: its folder and lock, digests of inputs, results.json and model cards."""

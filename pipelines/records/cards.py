@@ -1,4 +1,4 @@
-"""Model cards: what a model of a run is, how good it is, how it is prompted, loaded and was made."""
+"""Write model cards: a model's role, accuracy, prompts, loading and training."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ METHODS = {
 
 
 def made_here(recipe: Recipe, folder: RunFolder) -> dict[str, str]:
-    """Name -> stage of every model that the run itself makes and that is there."""
+    """Return name -> stage of every existing model that the run itself makes."""
     own = [f"{kind}:{domain}" for domain in recipe.specialist_domains() for kind in ("sft", "specialist")]
     base = ["base"] if recipe.trains_base or recipe.model.config is not None else []
     names = [*own, *base, "merged", *METHODS]
@@ -51,25 +51,25 @@ def made_here(recipe: Recipe, folder: RunFolder) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class Cards:
-    """What the cards of one run have in common."""
+    """The common data of one run's cards."""
 
     recipe: Recipe
     folder: RunFolder
     examples: dict[str, Prompt]
-    """A prompt of every domain whose source can be read."""
+    """A prompt of every domain with a readable source."""
 
     @classmethod
     def of(cls, recipe: Recipe, folder: RunFolder) -> Cards:
-        """Reads a little of every domain."""
+        """Read a few prompts of every domain."""
         return cls(recipe, folder, example_prompts(recipe))
 
     def of_stage(self, stage: str, result: Mapping[str, Any]) -> dict[str, Any]:
-        """The card of the model that `stage` makes, before anything was measured."""
+        """Return the card of the model that `stage` makes, before its evaluation."""
         return self.card(stage_model(stage), result, {})
 
     def card(self, name: str, result: Mapping[str, Any], accuracy: Mapping[str, Any]) -> dict[str, Any]:
-        """What `model_card` writes of model `name`; `result` is what its stage has told, `accuracy` the
-        evaluation's rows of it by domain.
+        """Return the sections for `model_card` of model `name`. `result` is its stage's result, `accuracy`
+        the evaluation's rows of it by domain.
         """
         recipe, folder = self.recipe, self.folder
         kind, _, domain = name.partition(":")
@@ -91,7 +91,7 @@ class Cards:
         return sections
 
     def use(self, place: Path, domains: list[str]) -> dict[str, str]:
-        """How it is prompted and loaded; nothing where no prompt can be shown."""
+        """Return its prompt format and loading code. Empty if no prompt can be shown."""
         known = self.examples
         shown = [known[name] for name in domains if name in known] or list(known.values())
         if not shown:
@@ -113,7 +113,7 @@ class Cards:
 
 
 def _sampling(recipe: Recipe) -> dict[str, Any]:
-    """How the model's answers were written while it learnt, and where they end."""
+    """Return the sampling of the model's answers in training, and their ends."""
     rollout = recipe.rollout
     told: dict[str, Any] = {key: getattr(rollout, key) for key in ("temperature", "top_p", "top_k")}
     told["answers end at"] = "the tokens that generation_config.json has as eos_token_id"
@@ -125,7 +125,7 @@ def _sampling(recipe: Recipe) -> dict[str, Any]:
 
 
 def write_cards(recipe: Recipe, folder: RunFolder, measured: Mapping[str, Any]) -> None:
-    """Write the card of every model that the run has made, with what is known by now. No other file of a
+    """Write the card of every model that the run has made, from the present results. No other file of a
     model's folder changes, and nothing reads the card.
     """
     cards = Cards.of(recipe, folder)
@@ -139,7 +139,7 @@ def write_cards(recipe: Recipe, folder: RunFolder, measured: Mapping[str, Any]) 
 
 
 def title(recipe: Recipe, name: str) -> str:
-    """What the card calls a model."""
+    """Return a model's title in the card."""
     kind, _, domain = name.partition(":")
     role = {
         "base": "base",
@@ -206,7 +206,7 @@ def _accuracy(rows: Mapping[str, Any]) -> Any:
 
 
 def example_prompts(recipe: Recipe) -> dict[str, Prompt]:
-    """A prompt of every domain whose source can be read."""
+    """Return a prompt of every domain with a readable source."""
     found = {}
     for name, config in recipe.domains.items():
         small = config.model_copy(update={"prompts": min(config.prompts, PEEK)})
@@ -216,7 +216,7 @@ def example_prompts(recipe: Recipe) -> dict[str, Prompt]:
 
 
 def loading_lines(recipe: Recipe, place: Path, prompt: Prompt) -> str:
-    """Python that asks the model in `place` with plain transformers, as the recipe samples."""
+    """Return Python code that samples the model in `place` with plain transformers, as the recipe does."""
     rollout = recipe.rollout
     asked = ascii(prompt.text if prompt.messages is None else prompt.messages)
     if len(asked) > LONGEST:
@@ -292,8 +292,8 @@ def _settings(recipe: Recipe, folder: RunFolder, name: str, result: Mapping[str,
 
 
 def _changed(told: dict[str, Any], place: str, stage: str, changes: Sequence[Recorded]) -> dict[str, Any]:
-    """Put into `told` what the settings below `place` were when `stage` ended; returns what had been
-    otherwise while it went on.
+    """Set the settings below `place` in `told` to their values when `stage` ended. Returns their earlier
+    values.
     """
     before: list[str] = []
     for change in reversed([own for own in changes if own.field.startswith(place)]):

@@ -1,7 +1,7 @@
-"""What a recipe names on the Hub becomes folders and files of this machine, each of one commit.
+"""Fetch a recipe's names on the Hub into local folders and files, each of one commit.
 
-A run keeps which commit it was given (`hub` in inputs.json and results.json): one that goes on is given the
-same, whatever the branch holds by then.
+A run records its commits (`hub` in inputs.json and results.json). A resumed run gets the same ones, whatever
+the branch holds by then.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from opd.progress import Progress
 
 _MIB = 2**20
 _COMMITS = "OPD_HUB_COMMITS"
-"""What the process that starts the ranks of a run tells them: they find no other commit, and ask nobody."""
+"""The commits that the parent passes to a run's ranks. They find no other commit, and send no requests."""
 
 
 def fetched(recipe: Recipe, path: Path | None = None, *, resume: bool = False) -> tuple[Recipe, HubRecord]:
-    """`recipe` with the place on this machine of everything that it names on the Hub, and what it was given.
+    """Return `recipe` with local paths for its names on the Hub, and the record of their commits.
 
-    `path`: the run folder. With `resume` the commits that its run was given are taken, without asking the Hub
-    where all of their files are here. Raises `ModelError`, `CheckpointError` or `StorageError` for what
-    cannot be had, and `RunFolderError` before anything is downloaded for a folder that holds another run.
+    `path`: the run folder. With `resume` the commits of its run are used, without a request to the Hub if all
+    of their files are here. Raises `ModelError`, `CheckpointError` or `StorageError` if something is not
+    available. Raises `RunFolderError` before any download if the folder holds another run.
     """
     names = hub_names(recipe)
     if not names:
@@ -56,7 +56,7 @@ def fetched(recipe: Recipe, path: Path | None = None, *, resume: bool = False) -
 
 
 def hub_names(recipe: Recipe) -> dict[KeyPath, tuple[str, HubName]]:
-    """Key of `recipe` -> what it says, and what that names on the Hub; teachers of no domain are left out.
+    """Return key of `recipe` -> its value, and the name on the Hub. Teachers of no domain are left out.
 
     Raises `ConfigError` for a `hf://` that names nothing of its kind.
     """
@@ -77,7 +77,7 @@ def hub_names(recipe: Recipe) -> dict[KeyPath, tuple[str, HubName]]:
 
 
 def for_ranks(record: HubRecord) -> dict[str, str]:
-    """The environment of a rank, so that `fetched` gives it what its parent was given."""
+    """Return the environment of a rank, so that `fetched` gives it its parent's commits."""
     return {_COMMITS: json.dumps(record)} if record else {}
 
 

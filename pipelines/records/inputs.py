@@ -1,6 +1,4 @@
-"""What a run is given from elsewhere: models, data and code, by the digests they had when the run began, and
-what of the code was changed since.
-"""
+"""Compute the digests of a run's external models, data and code, and of later changes of the code."""
 
 from __future__ import annotations
 
@@ -14,15 +12,16 @@ from opd.config.rewards import FunctionReward
 from opd.config.schema import marked
 
 Given = dict[str, dict[str, str]]
-"""Key of the recipe -> file, or what is published there -> digest."""
+"""Key of the recipe -> file, or published name -> digest."""
 
 
 def given_inputs(recipe: Recipe) -> Given:
-    """The digest of every file of `recipe`'s own models, tokenizer, data and code that a stage may read.
+    """Return the digest of every file of `recipe`'s own models, tokenizer, data and code that a stage may
+    read.
 
-    Weights that a folder's `checksums.json` lists are not read for it: who loads them compares them. Raises
-    `CheckpointError`, `DataError` or `StorageError` for what cannot be read, and `SandboxError` for an image
-    that is not there.
+    Weights in a folder's `checksums.json` are not read here, because their loader compares them. Raises
+    `CheckpointError`, `DataError` or `StorageError` for unreadable files, and `SandboxError` for a missing
+    image.
     """
     given = {where: _digests(source) for where, source in _sources(recipe)}
     given |= {where: {image: _image(image)} for where, image in _images(recipe).items()}
@@ -31,8 +30,8 @@ def given_inputs(recipe: Recipe) -> Given:
 
 
 def user_functions(recipe: Recipe) -> dict[str, tuple[str, Sequence[str]]]:
-    """Key of the recipe -> (dotted path, what it is called with) of every function of the user's own but
-    rewards. What domains and sets have from the recipe stands there alone.
+    """Return key of the recipe -> (dotted path, its arguments) of the user's own functions, except rewards. A
+    function that domains and sets inherit from the recipe appears once.
     """
     found = {".".join(key): (path, mark.takes) for key, mark, path in marked(recipe, Own) if path is not None}
     same = found.get("rollout.generate")
@@ -44,7 +43,7 @@ def user_functions(recipe: Recipe) -> dict[str, tuple[str, Sequence[str]]]:
 
 
 def user_code(recipe: Recipe) -> dict[str, str]:
-    """Key of the recipe -> dotted path of all code of the user's own."""
+    """Return key of the recipe -> dotted path of all the user's own code."""
     paths = {where: path for where, (path, _) in user_functions(recipe).items()}
     sources = {f"domains.{name}": domain for name, domain in recipe.domains.items()}
     sources |= {f"evaluation.sets.{name}": own for name, own in recipe.of_sets().domains.items()}
@@ -60,8 +59,8 @@ def user_code(recipe: Recipe) -> dict[str, str]:
 
 
 def with_changes(given: Given, changes: Sequence[Mapping[str, Any]]) -> Given:
-    """`given` after `changes` of code: {"files": {key of the recipe: {file: {"was": digest, "is": digest}}}},
-    of a file that was not there, or is no more, `None`.
+    """Return `given` after `changes` of code: {"files": {key: {file: {"was": digest, "is": digest}}}}. `key`
+    is a key of the recipe. A digest is `None` for a file that did not or does not exist.
     """
     now = {where: dict(files) for where, files in given.items()}
     for change in changes:
@@ -74,7 +73,7 @@ def with_changes(given: Given, changes: Sequence[Mapping[str, Any]]) -> Given:
 
 
 def changed_files(change: Mapping[str, Any]) -> str:
-    """`rewards.py (domains.a.reward, domains.b.reward), helper.py (domains.a.reward)`."""
+    """Format files as `rewards.py (domains.a.reward, domains.b.reward), helper.py (domains.a.reward)`."""
     keys: dict[str, list[str]] = {}
     for where, files in change["files"].items():
         for name in files:
@@ -110,7 +109,7 @@ def _sources(recipe: Recipe) -> Iterator[tuple[str, str]]:
 
 
 def _images(recipe: Recipe) -> dict[str, str]:
-    """Key of the recipe -> image in which an environment's tools run."""
+    """Return key of the recipe -> image in which an environment's tools run."""
     scored = {f"domains.{name}": own for name, own in recipe.domains.items()}
     scored |= {f"evaluation.sets.{name}": own for name, own in recipe.of_sets().domains.items()}
     return {
@@ -147,8 +146,8 @@ def _digests(source: str) -> dict[str, str]:
 
 
 def _refuse_damaged(folder: Path, digests: Mapping[str, str]) -> None:
-    """Raise `CheckpointError` for a file from the Hub that is not what its cache calls it: large ones are
-    kept under their sha256, the others under git's sha1.
+    """Raise `CheckpointError` for a file from the Hub that does not match its name in the cache. Large files
+    are stored under their sha256, the others under git's sha1.
     """
     from opd.config.hub_names import cached_name
     from opd.errors import CheckpointError
@@ -174,9 +173,9 @@ def _published(url: str) -> str:
 
 
 def model_digests(folder: Path) -> dict[str, str]:
-    """File -> digest of what a Hugging Face folder brings, and its base for an adapter of peft's.
+    """Return file -> digest of a Hugging Face folder's files, and its base's for an adapter of peft's.
 
-    The same as long as the model is the same. Raises `CheckpointError` or `OSError`.
+    The result is the same as long as the model is. Raises `CheckpointError` or `OSError`.
     """
     from opd.models.hf_folder import (
         ADAPTER_WEIGHTS,

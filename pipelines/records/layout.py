@@ -1,30 +1,29 @@
-"""Where the things of a run lie in its folder, and what of them goes when a stage ends or begins otherwise.
+"""Name the paths of a run in its folder, and drop responses when a stage ends or its settings change.
 
-inputs.json                      digests of what the run began with: recipe, models, data and code from
-                                 elsewhere, and of code that changed since; settings that did; the commits of
-                                 what is from the Hub; the CPU threads settled then
-config.json                      the resolved recipe; a run that has it has begun
+inputs.json                      digests of the run's inputs (recipe, models, data and external code) and of
+                                 changed code, changed settings, the commits from the Hub, the CPU threads
+config.json                      the resolved recipe. A run with this file has begun
 stages/STAGE/                    metrics.jsonl  checkpoints/  last_samples.json (of the last step, or one
-                                 within a second of it, for whoever watches)  flags.jsonl (where a rule of
-                                 `watch` fired)  done.json (written last), log.txt of a stage that ran in a
-                                 process of its own, and difficulty.json of one that measured its prompts
-                                 wal/ (the log of its rollouts), episodes/ (of what agents did with tools)
-                                 and cache/ (teachers' hidden states) are there while the stage runs;
-                                 episodes.kept/ (the newest of episodes/ that were learnt from) stays
+                                 within a second of it, for viewers)  flags.jsonl (rules of `watch` that
+                                 fired)  done.json (written last), log.txt of a stage in its own process,
+                                 and difficulty.json of a stage that measured its prompts
+                                 wal/ (the log of its rollouts), episodes/ (agents' commands)
+                                 and cache/ (teachers' hidden states) exist while the stage runs.
+                                 episodes.kept/ (the newest of episodes/ that were trained on) stays
 base/  sft/DOMAIN/  specialists/DOMAIN/  merged/  baselines/NAME/      Hugging Face folders
-published/TEACHER/               what the merge streams, unless storage.published says elsewhere
-downloaded/TEACHER/              published teachers of the recipe as Hugging Face folders, where needed whole;
-                                 written again unless they are what was published
-weights_cache/NODE/              what a node has read of teachers in object stores, until the run has ended
-logs/ACTOR.log                   what each actor of `launch: ray` said
-logs/servers/GROUP-N.log         what each server said that the run has started
-logs/servers/.key                what these servers ask for: for the user of the run alone
+published/TEACHER/               the merge's streamed teachers, unless storage.published is another place
+downloaded/TEACHER/              published teachers of the recipe as Hugging Face folders, if needed complete.
+                                 They are written again unless they equal the published files
+weights_cache/NODE/              a node's cache of teachers from object stores, until the run has ended
+logs/ACTOR.log                   output of each actor of `launch: ray`
+logs/servers/GROUP-N.log         output of each server that the run has started
+logs/servers/.key                the key of these servers, for the user of the run alone
 results.json  report.html
 
-A run that goes on otherwise than it did forgets responses. A step is repeated with those that were written
-for it, since the weights that wrote them come again. With another learning rate, or rewards that were mended,
-those of the checkpoint do; those of later steps do not, and what they wrote would be learnt from as if the
-weights of that step had written it.
+A run that continues with changes drops responses. A step is repeated with its own responses, because the
+weights that generated them come again. With another learning rate, or fixed rewards, that holds for the
+checkpoint's weights, but not for those of later steps. Their responses would be trained on as if the
+weights of that step had generated them.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ WEIGHTS = "weights_cache"
 
 
 def safe_name(name: str) -> str:
-    """`name` if it can name one folder. Raises `RunFolderError` if it could lead anywhere else."""
+    """Return `name` if it can name one folder. Raises `RunFolderError` if it could lead anywhere else."""
     if not name or name.startswith(".") or any(sign in name for sign in "/\\\0"):
         raise RunFolderError(
             f"{name!r} cannot name a folder; use a name without slashes that does not start with a dot"
@@ -86,10 +85,11 @@ class RunLayout:
         return self.path / "baselines" / safe_name(name)
 
     def model(self, recipe: Recipe, name: str) -> Path:
-        """Where a model lies: `base`, `merged`, `specialist:DOMAIN`, `sft:DOMAIN` (what that specialist was
-        before GRPO) or a baseline by name.
+        """Return the folder of a model: `base`, `merged`, `specialist:DOMAIN`, `sft:DOMAIN` or a baseline by
+        name.
 
-        A base that is given and not trained stays where it is; it is not copied, unless it is an adapter.
+        `sft:DOMAIN` is that specialist before GRPO. A given base without training stays in its folder. It is
+        not copied, unless it is an adapter.
         """
         if name == "base" and recipe.model.path is not None and not recipe.trains_base:
             given = Path(recipe.model.path)
@@ -103,13 +103,13 @@ class RunLayout:
         return self.baseline(name)
 
     def stage(self, stage: str) -> Path:
-        """The folder of a stage, made if it is not there."""
+        """Return the folder of a stage, made if it is not there."""
         folder = self.place(stage)
         folder.mkdir(parents=True, exist_ok=True)
         return folder
 
     def place(self, stage: str) -> Path:
-        """The folder of a stage, there or not."""
+        """Return the folder of a stage, there or not."""
         return self.path / "stages" / safe_name(stage)
 
     @property
@@ -117,11 +117,11 @@ class RunLayout:
         return self.path / "published"
 
     def downloaded(self, teacher: str) -> Path:
-        """Where a published teacher of the recipe is kept as a Hugging Face folder."""
+        """Return the Hugging Face folder of a published teacher of the recipe."""
         return self.path / "downloaded" / safe_name(teacher)
 
     def weights_cache(self, recipe: Recipe) -> Path:
-        """Where this node keeps what it has read of teachers in object stores."""
+        """Return this node's cache of teachers read from object stores."""
         given = recipe.runtime.weights_cache
         root = self.path / WEIGHTS if given is None else Path(given).expanduser()
         return root / safe_name(platform.node() or "node")
@@ -133,11 +133,11 @@ class RunLayout:
         return self.stage(stage) / "wal"
 
     def episodes(self, stage: str) -> Path:
-        """The log of what agents did with their tools."""
+        """Return the log of agents' commands."""
         return self.stage(stage) / EPISODES
 
     def kept_episodes(self, stage: str) -> Path:
-        """What stays of that log: the newest episodes that were learnt from."""
+        """Return the folder for the newest episodes of that log that were trained on."""
         return self.stage(stage) / KEPT
 
     def trajectories(self, stage: str) -> Path:
@@ -153,7 +153,7 @@ class RunLayout:
         return self.stage(stage) / LAST_SAMPLES
 
     def difficulty(self, stage: str) -> Path:
-        """What a specialist has measured of its prompts before it learned."""
+        """Return the file of a specialist's measurements of its prompts before training."""
         return self.stage(stage) / "difficulty.json"
 
     def checkpoints(self, stage: str) -> Path:
@@ -163,18 +163,18 @@ class RunLayout:
         return self.stage(stage) / "log.txt"
 
     def actor_log(self, name: str) -> Path:
-        """What an actor of `launch: ray` says; its folder is made if it is not there."""
+        """Return the log of an actor of `launch: ray`. Its folder is made if it is not there."""
         folder = self.path / "logs"
         folder.mkdir(parents=True, exist_ok=True)
         return folder / f"{safe_name(name)}.log"
 
     @property
     def server_logs(self) -> Path:
-        """Folder for what servers say that the run has started."""
+        """Folder for the logs of servers that the run has started."""
         return self.path / "logs" / "servers"
 
     def remove_working_files(self, stage: str) -> None:
-        """A stage that is done needs neither its rollouts, their log, nor its teachers' hidden states."""
+        """Remove the rollouts of a finished stage, their log, and its teachers' hidden states."""
         signals = self.stage(stage) / "signals"
         logs = (self.wal(stage), self.episodes(stage))
         for folder in (*logs, self.cache(stage), self.trajectories(stage), signals):
@@ -183,7 +183,7 @@ class RunLayout:
 
 
 def forget(stage: Path) -> None:
-    """Drop all of it, in the folder of the stage, of every rank: it would be written otherwise now."""
+    """Drop all responses of the stage in this folder, of every rank, because they would differ now."""
     for own in (path for name in ("wal", EPISODES, KEPT, "trajectories") for path in _of_ranks(stage, name)):
         shutil.rmtree(own, ignore_errors=True)
     for file in stage.glob("in_flight*.safetensors*"):
@@ -191,10 +191,10 @@ def forget(stage: Path) -> None:
 
 
 def forget_later(stage: Path, step: int) -> None:
-    """Drop each response of which weights of a later version than `step` have written a token. Raises
-    `StorageError` where a log or a store cannot be read.
+    """Drop each response with a token from weights of a later version than `step`. Raises `StorageError` if a
+    log or a store cannot be read.
     """
-    # Only here: a command that has no room for numpy opens run folders, too, and says so.
+    # Imported only here: a command without memory for numpy opens run folders, too, and reports that.
     from opd.storage.sample_store import SampleStore, SampleWriter
     from opd.storage.wal import TokenWAL
 

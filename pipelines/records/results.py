@@ -1,4 +1,4 @@
-"""results.json: what a run produced, in numbers. The report and any script read it."""
+"""Write results.json, a run's results in numbers. The report and any script read it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def write_results(recipe: Recipe, folder: RunFolder) -> Path:
     finished = {name: result for name, result in done.items() if result is not None}
     models, on_sets, engines = measured(folder), measured_sets(folder), written_by(folder)
     ran = {result["kernels"] for result in finished.values() if "kernels" in result}
-    chosen = max(ran, key=len) if ran else kernels()  # only a stage with divergences tells of their rows
+    chosen = max(ran, key=len) if ran else kernels()  # only a stage with divergences reports their rows
     results = {
         "name": recipe.name,
         "seed": recipe.seed,
@@ -86,8 +86,8 @@ def write_results(recipe: Recipe, folder: RunFolder) -> Path:
 
 
 def _versions(recipe: Recipe, chosen: str) -> dict[str, str]:
-    """Of `opd`, of what it always needs, of the packages of each extra that the recipe takes, and of TileLang
-    where it is in the `chosen` kernels.
+    """Return the versions of `opd`, its dependencies, and the packages of the recipe's extras. TileLang is
+    included if it is in the `chosen` kernels.
     """
     packages = {"opd": "", "torch": "", "transformers": "", "tokenizers": "", "safetensors": "", "numpy": ""}
     used = used_extras(recipe) + (["tilelang"] if "TileLang" in chosen else [])
@@ -107,7 +107,7 @@ def _versions(recipe: Recipe, chosen: str) -> dict[str, str]:
 
 
 def used_extras(recipe: Recipe) -> list[str]:
-    """The extras of this package without which a run of `recipe` cannot go."""
+    """Return the extras of this package that a run of `recipe` needs."""
     scored = [*recipe.domains.values(), *recipe.of_sets().domains.values()]
     rewards = [config.reward for config in scored]
     sources = [config.source for config in scored] + [sft.source for sft in recipe.demonstrated().values()]
@@ -154,7 +154,7 @@ def _model(name: str, domains: dict[str, Any], finished: dict[str, Any]) -> dict
 
 
 def _folders(recipe: Recipe, folder: RunFolder, finished: dict[str, Any]) -> dict[str, dict[str, str]]:
-    """Where each model of the run lies, its digest, and how it is prompted and loaded."""
+    """Return the folder of each model of the run, its digest, prompt format and loading code."""
     cards = Cards.of(recipe, folder)
     found = {}
     for name, stage in made_here(recipe, folder).items():
@@ -169,7 +169,7 @@ def _folders(recipe: Recipe, folder: RunFolder, finished: dict[str, Any]) -> dic
 
 
 def _recoveries(recipe: Recipe, models: dict[str, Any]) -> dict[str, Any]:
-    """Recovery of every model but the base and the teachers, on every domain where it is defined."""
+    """Return the recovery of every model but base and teachers, on every domain where it is defined."""
     found: dict[str, Any] = {}
     teachers = best_teachers(recipe, models)
     for name, rows in models.items():
@@ -202,7 +202,7 @@ def _stage(name: str, result: dict[str, Any]) -> dict[str, Any]:
 
 
 def _difficulty(finished: dict[str, Any]) -> dict[str, Any]:
-    """What specialists have measured of their prompts, by domain; nothing where none has."""
+    """Return specialists' measurements of their prompts, by domain. Empty if there are none."""
     found: dict[str, Any] = {}
     for name, result in finished.items():
         if kind_of(name) == "specialist":
@@ -211,7 +211,7 @@ def _difficulty(finished: dict[str, Any]) -> dict[str, Any]:
 
 
 def _teachers(folder: RunFolder) -> dict[str, Any]:
-    """Each teacher's KL at the end of the merge, and its mean share of tokens and gradient over all of it."""
+    """Return each teacher's KL at the end of the merge, and its mean share of tokens and gradient."""
     rows = folder.read_metrics("merge")
     columns = {key: [row[key] for row in rows if key in row] for key in {k for row in rows for k in row}}
     names = dict.fromkeys(key for row in rows for key in row if key.startswith("token_share/"))

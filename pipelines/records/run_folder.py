@@ -1,11 +1,9 @@
-"""One run, one folder: its lock, its resolved recipe, what it began with and which of its stages are done.
+"""Manage a run's folder: its lock, its resolved recipe, its inputs and its finished stages.
 
-Where things lie in it is in `layout.py`.
-
-What was written with a digest is read with it. `inputs.json`, `done.json` and `results.json` carry their own;
-`done.json` has those of everything its stage left (of a model its `checksums.json`, which has those of its
-files) and of the models it was made from. So a reader who asks `stage_done` first reads what was written, or
-is told what is not.
+The paths in it are in `layout.py`. A file that was written with a digest is read with it. `inputs.json`,
+`done.json` and `results.json` carry their own. `done.json` has the digests of everything its stage left, and
+of the models it was made from. For a model that is its `checksums.json`, which has those of its files. So a
+reader that calls `stage_done` first reads the written files, or gets an error that names a changed one.
 """
 
 from __future__ import annotations
@@ -59,37 +57,37 @@ from opd.storage.files import (
 _LOCK, _INPUTS = ".lock", "inputs.json"
 _ANEW = "restore it, or start a new run with --out"
 ACCEPT_CODE = "--resume --accept-changed-code"
-"""How a command is told to go on with code of the user's own that is no longer what it was."""
+"""The options that continue a run with changed user code."""
 _RECORDED = ("stage", "run", "files", "from")
-"""What `mark_done` adds to a stage's result."""
+"""Keys that `mark_done` adds to a stage's result."""
 _Changed = dict[str, dict[str, dict[str, str | None]]]
-"""Key of the recipe -> file -> digests `was` and `is`, of code of the user's own."""
+"""Key of the recipe -> file -> digests `was` and `is`, of the user's own code."""
 HubRecord = dict[str, Mapping[str, str]]
-"""Key of the recipe -> what it said of the Hub (`asked`) and the `commit` that this was."""
+"""Key of the recipe -> its name on the Hub (`asked`) and the `commit` of that."""
 
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """What a run that goes on may be given otherwise than it was."""
+    """The changes that a resumed run accepts."""
 
     code: bool = False
-    """Code of the user's own."""
+    """The user's own code."""
     settings: bool = False
     """Settings that can change in the middle of a run (`settings.py`)."""
     tell: Callable[[str, str], None] = lambda kind, what: None
-    """Told what has changed: `code` and the files, or `settings` and each of them."""
+    """Called with the changes: `code` and the files, or `settings` and each of them."""
 
 
 _NOTHING_ELSE = Accepted()
 
 
 def default_path(recipe: Recipe) -> Path:
-    """`recipe.run_dir`, or `runs/NAME`."""
+    """Return `recipe.run_dir`, or `runs/NAME`."""
     return Path(recipe.run_dir) if recipe.run_dir is not None else Path("runs") / safe_name(recipe.name)
 
 
 def refuse_existing(path: Path) -> None:
-    """Raise `RunFolderError` if `path` is taken; an empty folder, or one nothing was written to, is free."""
+    """Raise `RunFolderError` if `path` is taken. An empty folder, or one without a begun run, is free."""
     if path.exists() and not path.is_dir():
         raise RunFolderError(f"{path} is no folder; give another one with --out")
     if path.exists() and any(not _is_trace(entry.name) for entry in path.iterdir()):
@@ -100,13 +98,13 @@ def refuse_existing(path: Path) -> None:
 
 
 def _refuse_model(path: Path) -> None:
-    """Raise `RunFolderError` for a model's folder, which has a `config.json` of its own."""
+    """Raise `RunFolderError` for a model's folder, which has its own `config.json`."""
     if not (path / _INPUTS).exists() and any(path.glob("*.safetensors")):
         raise RunFolderError(f"{path} is a model's folder and no run's; give another one with --out")
 
 
 def _has_begun(path: Path) -> bool:
-    """Whether there is a run in `path` to resume; not if it was killed before it had begun.
+    """Return whether there is a run in `path` to resume. It is not if it was killed before it began.
 
     Raises `RunFolderError` if there is no folder, or one that no run has made.
     """
@@ -124,13 +122,13 @@ def _has_begun(path: Path) -> bool:
 
 
 def _is_trace(name: str) -> bool:
-    """What a process killed before the run began leaves behind: all but `config.json`, which comes last."""
+    """Return whether a process killed before a run began left this: any file but `config.json`, the last."""
     unfinished = name.startswith((f".{CONFIG}.", f".{_INPUTS}.")) and name.endswith(".tmp")
     return name in (_LOCK, _INPUTS) or unfinished
 
 
 class RunFolder(RunLayout):
-    """An open run folder, held by this process and its workers alone until `close`."""
+    """An open run folder. Only this process and its workers may use it until `close`."""
 
     def __init__(self, path: Path, lock: FileLock | None) -> None:
         super().__init__(path)
@@ -138,10 +136,10 @@ class RunFolder(RunLayout):
 
     @classmethod
     def create(cls, path: str | Path, recipe: Recipe, hub: HubRecord | None = None) -> RunFolder:
-        """Start a run in a new folder; one that was killed before it had begun is started over. `hub`: what
-        of `recipe` is from there.
+        """Start a run in a new folder. A run killed before it began is started over.
 
-        Raises `RunFolderError` if it exists or another process holds it, and what `given_inputs` raises.
+        `hub`: the names in `recipe` on the Hub, and their commits. Raises `RunFolderError` if the folder
+        exists or another process holds it, and the errors of `given_inputs`.
         """
         path = Path(path)
         refuse_existing(path)
@@ -162,12 +160,11 @@ class RunFolder(RunLayout):
         accepted: Accepted = _NOTHING_ELSE,
         hub: HubRecord | None = None,
     ) -> RunFolder:
-        """Continue the run in `path`; only `runtime`, `launch`, `train`, `watch` and `run_dir` may differ,
-        and what is `accepted`, which is recorded. What a stage that was killed as it ended has left is
-        removed.
+        """Continue the run in `path`.
 
-        Raises `RunFolderError` if there is no run, another process holds it, a setting differs (named), or
-        something else that the run was given is no longer what it was.
+        Only `runtime`, `launch`, `train`, `watch` and `run_dir` may differ, and `accepted` changes, which are
+        recorded. Files of a stage that was killed as it ended are removed. Raises `RunFolderError` if there
+        is no run, another process holds it, a setting differs (named), or another input of the run changed.
         """
         path = Path(path)
         if not _has_begun(path):
@@ -189,7 +186,7 @@ class RunFolder(RunLayout):
     def check(
         cls, path: str | Path, recipe: Recipe, *, resume: bool, accepted: Accepted = _NOTHING_ELSE
     ) -> None:
-        """Raise what `create`, or with `resume` `resume`, would raise now; nothing is written."""
+        """Raise the errors of `create`, or with `resume` of `resume`. Writes nothing."""
         path = Path(path)
         begun = resume and _has_begun(path)
         if not begun:
@@ -200,7 +197,7 @@ class RunFolder(RunLayout):
 
     @classmethod
     def attach(cls, path: str | Path) -> RunFolder:
-        """The folder in a worker, without a lock of its own: the process that started the worker holds it."""
+        """Return the folder in a worker, without a lock. The process that started the worker holds it."""
         return cls(Path(path), None)
 
     @classmethod
@@ -217,7 +214,7 @@ class RunFolder(RunLayout):
         return cls(path, lock)
 
     def close(self) -> None:
-        """Let other processes use the folder."""
+        """Release the folder for other processes."""
         if self._lock is not None:
             self._lock.release()
 
@@ -225,31 +222,31 @@ class RunFolder(RunLayout):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
-        if kind is None:  # else somebody goes on with --resume, and with what was read
+        if kind is None:  # else --resume needs the files that were read
             shutil.rmtree(self.path / WEIGHTS, ignore_errors=True)
         self.close()
 
     @cached_property
     def _inputs(self) -> dict[str, Any] | None:
-        """What `_begin` recorded; `None` in a folder that no run of this release was started in."""
+        """The record of `_begin`. `None` in a folder without a run of this release."""
         path = self.path / _INPUTS
         return read_sealed(path, _ANEW) if path.exists() else None
 
     @property
     def identity(self) -> str:
-        """Of this run alone: "" where none was started."""
+        """The id of this run, "" if none was started."""
         return "" if self._inputs is None else str(self._inputs["run"])
 
     @property
     def code_changes(self) -> list[dict[str, Any]]:
-        """What changed in the user's own code while the run went on, oldest first: `time` (UTC), the stages
-        `done` and `under_way` by then, and the `files` as `inputs.with_changes` takes them.
+        """Changes of the user's own code while the run went on, oldest first. Each has `time` (UTC), the
+        stages `done` and `under_way` by then, and the `files` for `inputs.with_changes`.
         """
         return [] if self._inputs is None else list(self._inputs.get("code_changes", []))
 
     @property
     def setting_changes(self) -> list[Recorded]:
-        """What the recipe has said otherwise since the run was started, oldest first."""
+        """Changes of the recipe since the run was started, oldest first."""
         found = [] if self._inputs is None else self._inputs.get("setting_changes", [])
         try:
             return [Recorded(**change) for change in found]
@@ -258,32 +255,32 @@ class RunFolder(RunLayout):
 
     @property
     def hub(self) -> HubRecord:
-        """What the run was given from the Hub."""
+        """The names and commits of the run's inputs from the Hub."""
         return {} if self._inputs is None else dict(self._inputs.get("hub", {}))
 
     @property
     def given_files(self) -> dict[str, list[str]]:
-        """Key of the recipe -> names of the files that the run was given under it."""
+        """Key of the recipe -> names of the run's input files under it."""
         given = {} if self._inputs is None else self._inputs["given"]
         return {where: list(files) for where, files in given.items()}
 
     def owner(self, stage: str) -> str:
-        """What tells the files of a stage from those of other stages and runs."""
+        """Return the id of a stage's files, which differs from those of other stages and runs."""
         return f"{self.identity}/{stage}"
 
     def threads(self, recipe: Recipe, *, alone: bool = False) -> int:
-        """CPU threads of a stage: what `recipe` says, else what was settled when the run was created, for all
-        or for those that are `alone`.
+        """Return the CPU threads of a stage. `recipe` comes first, else the number from the creation of the
+        run, for all stages or for `alone` ones.
         """
         inputs = self._inputs or {}
         settled = inputs.get("threads_alone" if alone and "threads_alone" in inputs else "threads")
         return recipe.runtime.threads or settled or threads_here(recipe, alone=alone)
 
     def stage_done(self, stage: str, *, weights: bool = False) -> dict[str, Any] | None:
-        """What `mark_done` recorded, or `None` while the stage is not done.
+        """Return the record of `mark_done`, or `None` while the stage is not done.
 
-        Raises `RunFolderError` or `CheckpointError` if the record, a file it names, or one beside the weights
-        of a model is not what was written. Weights are compared when they are loaded, or here if asked for.
+        Raises `RunFolderError` or `CheckpointError` if the record, a file in it, or one beside the weights of
+        a model has changed. Weights are compared when they are loaded, or here with `weights`.
         """
         record = self._record(stage)
         if record is None:
@@ -301,10 +298,10 @@ class RunFolder(RunLayout):
         files: Iterable[Path] = (),
         needs: Iterable[str] = (),
     ) -> None:
-        """Record that everything the stage produces is on disk; the last thing a stage does.
+        """Record that all output of the stage is on disk, as the stage's last action.
 
-        `files`: those it leaves, of a model its `checksums.json`; what does not exist is left out. `needs`:
-        the stages whose models it was made from.
+        `files`: its files, for a model its `checksums.json`. Missing ones are left out. `needs`: the stages
+        whose models it was made from.
         """
         models: dict[str, str] = {}
         for need in needs:
@@ -316,11 +313,11 @@ class RunFolder(RunLayout):
         write_sealed(self.stage(stage) / DONE, record)
 
     def read_metrics(self, stage: str) -> list[dict[str, Any]]:
-        """The metrics of a stage, done or not; none if it has written none. Raises `RunFolderError`."""
+        """Return a stage's metrics, done or not. Empty if it has written none. Raises `RunFolderError`."""
         return self._read_lines(stage, FILE_NAME)
 
     def read_flags(self, stage: str) -> list[dict[str, Any]]:
-        """The rules that fired in a stage, done or not, in order. Raises `RunFolderError`."""
+        """Return the rules that fired in a stage, done or not, in order. Raises `RunFolderError`."""
         return self._read_lines(stage, FLAGS)
 
     def _read_lines(self, stage: str, file: str) -> list[dict[str, Any]]:
@@ -341,9 +338,10 @@ class RunFolder(RunLayout):
         write_sealed(self.results, {**redacted(results), "run": self.identity, "made_from": made_from})
 
     def read_results(self) -> dict[str, Any]:
-        """What `write_results` wrote, `{}` before; in a folder of an older release what is there.
+        """Return the results of `write_results`, `{}` before. In a folder of an older release nothing is
+        compared.
 
-        Raises `RunFolderError` if it is not what was written, or a stage has another record now.
+        Raises `RunFolderError` if the file has changed, or a stage has another record now.
         """
         if not self.results.exists():
             return {}
@@ -358,7 +356,7 @@ class RunFolder(RunLayout):
         return results
 
     def read_config(self) -> dict[str, Any]:
-        """The resolved recipe; `{}` where no run was started."""
+        """Return the resolved recipe, `{}` if no run was started."""
         if self._inputs is None and not self.config.exists():
             return {}
         config = read_object(self.config, _ANEW)
@@ -387,7 +385,7 @@ class RunFolder(RunLayout):
                 (check_folder if weights else check_small_files)((self.path / name).parent)
 
     def _begin(self, recipe: Recipe, hub: HubRecord) -> None:
-        """Write what the run starts from, `config.json` last: until then it has not begun."""
+        """Write the inputs of the run. It has begun once `config.json` is there, which comes last."""
         config = written(recipe)
         config["runtime"]["threads"] = threads_here(recipe)
         inputs = {
@@ -407,7 +405,7 @@ class RunFolder(RunLayout):
     def _require_same(
         self, recipe: Recipe, accepted: Accepted
     ) -> tuple[dict[str, Any], list[SettingChange], _Changed]:
-        """Compare `recipe` and what it gives with what the run began with; returns that, and what changed of
+        """Compare `recipe` and its inputs with those of the run. Returns the run's recipe, and the changes of
         settings and of code.
         """
         if self._inputs is None:
@@ -422,10 +420,10 @@ class RunFolder(RunLayout):
     def _keep(
         self, recipe: Recipe, started: Mapping[str, Any], changes: Sequence[SettingChange], accepted: Accepted
     ) -> None:
-        """Write down what `recipe` says of what may change, and what changed where that is recorded."""
+        """Write the settings of `recipe` that may change, and the changes that are recorded."""
         now = written(recipe)
         now["runtime"]["threads"] = self.threads(recipe)
-        # The rest stays as it was written, so that its digest holds for other releases too.
+        # The rest stays as written, so that its digest holds for other releases too.
         stays = fixed(now if any(change.path[0] not in FREE for change in changes) else started)
         config = stays | {key: now[key] for key in FREE}
         if changes:
@@ -451,7 +449,7 @@ class RunFolder(RunLayout):
         changed = [*self._inputs.get("setting_changes", []), *map(asdict, found)]
         record = {"setting_changes": changed, "recipes": digests, "config": config}
         write_sealed(self.path / _INPUTS, {**self._inputs, **record})
-        del self._inputs  # read again when it is asked for
+        del self._inputs  # read again on access
 
     def _progress(self, recipe: Recipe) -> Progress:
         from opd.pipelines.stages.order import plan
@@ -467,7 +465,7 @@ class RunFolder(RunLayout):
         return found
 
     def _require_given(self, recipe: Recipe, accept_code: bool) -> _Changed:
-        """What of the user's own code is no longer what it was; nothing else may be."""
+        """Return the changes of the user's own code. Other inputs may not change."""
         assert self._inputs is not None
         now, own = given_inputs(recipe), user_code(recipe)
         changed: _Changed = {}
@@ -497,7 +495,7 @@ class RunFolder(RunLayout):
             "under_way": [path.name for path in stages if not (path / DONE).exists()],
             "files": changed,
         }
-        # What asks or writes otherwise makes other requests under the same names.
+        # Changed sources or generate functions make other requests under the same names.
         anew = any(where.endswith((".source", "rollout.generate")) for where in changed)
         for stage, state in self._progress(recipe).items():
             if state is not None and anew:
@@ -505,17 +503,17 @@ class RunFolder(RunLayout):
             elif state is not None:
                 forget_later(self.place(stage), int(state.get("step", 0)))
         write_sealed(self.path / _INPUTS, {**self._inputs, "code_changes": [*self.code_changes, change]})
-        del self._inputs  # read again when it is asked for
+        del self._inputs  # read again on access
 
     def _remove_left_over(self) -> None:
-        """Of stages that were killed between their record and the removal of their working files."""
+        """Remove working files of stages that were killed between their record and this removal."""
         for record in self.path.glob(f"stages/*/{DONE}"):
-            with contextlib.suppress(RunFolderError):  # of a damaged record, which `stage_done` tells
+            with contextlib.suppress(RunFolderError):  # of a damaged record, which `stage_done` reports
                 if self._record(record.parent.name) is not None:
                     self.remove_working_files(record.parent.name)
 
     def _gives_the_same(self, key: str, recipe: Recipe) -> bool:
-        """Whether what lies at the path `key` is, file by file, what the run was started with."""
+        """Return whether the files at the path `key` are those that the run was started with."""
         assert self._inputs is not None
         files = self._inputs["given"].get(key)
         return files is not None and given_inputs(recipe).get(key) == files
@@ -523,10 +521,10 @@ class RunFolder(RunLayout):
     def _require_settings(
         self, before: dict[str, Any], recipe: Recipe, accepted: bool
     ) -> list[SettingChange]:
-        """What `recipe` says otherwise than `before`, where that is to be recorded. Raises `RunFolderError`
-        for what may not differ.
+        """Return the changes of `recipe` against `before` to record. Raises `RunFolderError` for settings
+        that may not differ.
         """
-        # A recipe of another version may not validate: then the comparison below names the key.
+        # A recipe of another version may not validate. Then the comparison below names the key.
         with contextlib.suppress(ValidationError):
             before = written(located(Recipe.model_validate(before)))
         paths = [".".join(path) for path in path_keys(recipe)]

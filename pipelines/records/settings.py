@@ -1,11 +1,11 @@
-"""What a recipe may say otherwise while its run goes on, and in which stages that counts.
+"""Decide the changes of a recipe that a resumed run accepts, and the stages they affect.
 
-How and where a run goes, and what watches it, may always change (`FREE`); so may where its inference servers
-are and how they are started, asked and sent weights (`SettingChange.serves`), which prove what they are. With
-`--accept-changed-settings` so may what every step reads anew and nothing was made of: rates, coefficients,
-bounds, how often something is measured, how tokens are drawn, the numbers in which servers compute. Models,
-domains, the order of prompts, seeds and shapes stay: what is on disk hangs on them. A change counts in stages
-that are not done, from the checkpoint on that each goes on from.
+Settings of place, process and alerts may always change (`FREE`). So may the place of its inference servers,
+and how they are started, called and sent weights (`SettingChange.serves`). Their weights are verified. With
+`--accept-changed-settings` settings may change that every step reads again and nothing was made of. These are
+rates, coefficients, bounds, the frequency of measurements, sampling, and the numerics of servers. Models,
+domains, the order of prompts, seeds and shapes stay, because the files on disk depend on them. A change
+affects unfinished stages, from their latest checkpoint.
 """
 
 from __future__ import annotations
@@ -29,34 +29,33 @@ from opd.pipelines.records.stage_names import KINDS, kind_of, model_stage, speci
 from opd.redact import redacted
 
 FREE = ("runtime", "run_dir", "launch", "train", "watch")
-"""Top-level keys that may change between attempts: they say how and where, not what; or when to stop."""
+"""Top-level keys that may change between attempts. They set place and process, or when to stop."""
 ACCEPT_SETTINGS = "--resume --accept-changed-settings"
-"""How a command is told to go on with other settings than the run was started with."""
+"""The options that continue a run with changed settings."""
 
 _REACHED = frozenset(ServerConfig.model_fields)
-"""Where servers are and how patiently they are asked."""
+"""Keys of servers' addresses and of the patience with them."""
 _SENT = frozenset(("sync", "folder", "host"))
-"""How the student's servers get its weights, to the last bit."""
+"""Keys of the transfer of weights to the student's servers, to the last bit."""
 _COMPUTES = rf"arguments\.({'|'.join(COMPUTED)})|command"
 
 _JUDGED = re.compile(r"\.reward\.(unreadable|urls)$")
 
 _NOW_SAID: dict[tuple[str, ...], tuple[int, str]] = {("batch", "max_tokens"): (4096, "auto")}
-"""By the end of a path: the default that an earlier version recorded, and the present one, with which a stage
-that has begun keeps the number it began with.
-"""
+"""End of a path -> the default that an earlier version recorded, and the present one. With the present one a
+stage that has begun retains its number."""
 NOTHING = object()
-"""In the place of a setting that one of two recipes does not have."""
+"""The value of a setting that one of two recipes lacks."""
 Progress = Mapping[str, Mapping[str, Any] | None]
-"""Stage -> what the checkpoint knows that it goes on from, empty before the first; `None` once it is done."""
+"""Stage -> state of its latest checkpoint, empty before the first. `None` once it is done."""
 
 
 def _told_to_compute(command: Any) -> list[str]:
-    """The words of a server's command by which it computes other numbers."""
+    """Return the arguments in a server's command that change its numerics."""
     found, telling = [], False
     for word in command if isinstance(command, list) else []:
-        if word.startswith("--") or word == "-q":  # what vLLM calls quantization for short
-            # A server takes the beginning of a name for the whole.
+        if word.startswith("--") or word == "-q":  # vLLM's short option for quantization
+            # A server accepts a prefix of an option's name.
             flag = word.lstrip("-").partition("=")[0].replace("_", "-")
             telling = bool(flag) and any(name.startswith(flag) for name in COMPUTED)
         found += [word] if telling else []
@@ -65,7 +64,7 @@ def _told_to_compute(command: Any) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class SettingChange:
-    """One setting that is not what it was."""
+    """One changed setting."""
 
     path: tuple[str, ...]
     """Its keys, from the top of the recipe."""
@@ -79,13 +78,13 @@ class SettingChange:
 
     @property
     def free(self) -> bool:
-        """Whether it may change without anybody's leave."""
+        """It may change without `--accept-changed-settings`."""
         return self.path[0] in FREE or self.serves
 
     @property
     def serves(self) -> bool:
-        """Whether it is about where servers are, and how they are started, asked and given weights: whatever
-        it is, what they compute is proved before they are used.
+        """It concerns the place, start, calls or weights of servers. Their computation is verified before use
+        in any case.
         """
         match self.path:
             case ("servers", _, "arguments", name):
@@ -100,18 +99,18 @@ class SettingChange:
 
     @property
     def recorded(self) -> bool:
-        """Whether the run keeps that it was another before."""
+        """The run records its former value."""
         return not self.free or self.serves or self.path[0] == "watch"
 
     @property
     def what(self) -> str | None:
-        """What of a run changes with it; see `Changes`. `None` if nothing may."""
+        """The part of a run that changes with it, see `Changes`. `None` if none may."""
         mark = change_at(self.path)
         return None if mark is None else mark.what
 
     def steers(self, recipe: Recipe) -> bool:
-        """Whether the weights that are learnt from now on are others, with `recipe`: what was written since a
-        checkpoint was then written, but for its first step, by weights that do not come again.
+        """Return whether it changes later weights of training with `recipe`. Then the responses since a
+        checkpoint, except of its first step, come from weights that will not exist.
         """
         if self.path[0] != "watch":
             return not self.serves and self.what != "aside"
@@ -120,17 +119,17 @@ class SettingChange:
         return "lower_rate" in said or (rule is not None and rule.action == "lower_rate")
 
     def sides(self) -> tuple[str, str]:
-        """What it was and what it is, in words."""
+        """Return its former and its new value as text."""
         was, now = ("nothing" if side is NOTHING else json.dumps(side) for side in (self.old, self.new))
         return was, now
 
 
 Stages = tuple[str, ...]
-"""Names of stages, and kinds, which stand for all of a kind."""
+"""Names of stages, and kinds, which mean all stages of a kind."""
 
 
 def _of_servers(recipe: Recipe) -> dict[tuple[str, ...], Stages]:
-    """Who reads teachers' and servers' settings; the student writes in all stages."""
+    """Return the stages that use teachers' and servers' settings. The student generates in all stages."""
     places: dict[tuple[str, ...], Stages] = {}
     for teacher, config in recipe.teachers.items():
         learners = [
@@ -148,7 +147,7 @@ def _of_servers(recipe: Recipe) -> dict[tuple[str, ...], Stages]:
 
 
 def _readers(recipe: Recipe, path: tuple[str, ...]) -> Stages:
-    """The stages that read a setting."""
+    """Return the stages that read a setting."""
     learners = tuple(
         specialist_stage(name) for name in recipe.domains if recipe.domains[name].specialist is None
     )
@@ -180,7 +179,7 @@ def _readers(recipe: Recipe, path: tuple[str, ...]) -> Stages:
 
 
 def why_not(recipe: Recipe, change: SettingChange) -> str | None:
-    """Why a setting cannot be another from now on, in words that follow its values; `None` if it can."""
+    """Return why a setting may never change, to follow its values in a message. `None` if it may."""
     used = change.path[0] == "servers" and _readers(recipe, change.path)
     computes = used and re.fullmatch(_COMPUTES, ".".join(change.path[2:]))
     if change.what is None and not computes:
@@ -191,7 +190,7 @@ def why_not(recipe: Recipe, change: SettingChange) -> str | None:
 
 
 def hindrance(recipe: Recipe, change: SettingChange, progress: Progress) -> str | None:
-    """Why a setting that can change cannot any more, or not from where the run is; `None` if it can."""
+    """Return the reason why a setting can no longer change at this point of the run. `None` if it can."""
     read_by = [name for name in of_stages(recipe, change, progress) if kind_of(name) != "baseline"]
     states = {name: state for name in read_by if (state := progress[name]) is not None}
     if read_by and not states:
@@ -214,7 +213,7 @@ def hindrance(recipe: Recipe, change: SettingChange, progress: Progress) -> str 
 
 
 def of_stages(recipe: Recipe, change: SettingChange, stages: Iterable[str]) -> list[str]:
-    """Those of `stages` that read a setting; all that are watched, of rules."""
+    """Return the ones of `stages` that read a setting. For rules these are all monitored stages."""
     wanted: Stages = ("base", "sft", "specialist", "merge", "baseline")
     if change.path[0] != "watch":
         wanted = _readers(recipe, change.path)
@@ -223,22 +222,22 @@ def of_stages(recipe: Recipe, change: SettingChange, stages: Iterable[str]) -> l
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """A change as a run keeps it."""
+    """A change in a run's records."""
 
     time: str
     """UTC."""
     field: str
     old: Any
     new: Any
-    """`None` also where there was nothing."""
+    """`None` also if there was nothing."""
     stages: dict[str, int]
-    """Stages that go on with it, and how many steps each had taken."""
+    """Stages that continue with it -> their steps so far."""
     done: list[str]
     """Stages that read it and were done before."""
 
     @property
     def measures_otherwise(self) -> bool:
-        """Whether an evaluation would find other numbers with it."""
+        """An evaluation would have other results with it."""
         draws = re.search(r"(^|\.)rollout\.(?!engine\.)", self.field) is not None
         computes = re.fullmatch(rf"servers\..+\.({_COMPUTES})", self.field) is not None
         if self.field.endswith(".command"):
@@ -247,7 +246,7 @@ class Recorded:
 
     @classmethod
     def of(cls, recipe: Recipe, change: SettingChange, progress: Progress, time: str) -> Recorded:
-        """`change` in a run that has come as far as `progress`."""
+        """Return `change` as recorded in a run at `progress`."""
         read_by = {name: progress[name] for name in of_stages(recipe, change, progress)}
         steps = {name: int(state.get("step", 0)) for name, state in read_by.items() if state is not None}
         done = [name for name, state in read_by.items() if state is None]
@@ -255,7 +254,9 @@ class Recorded:
         return cls(time, change.name, old, new, steps, done)
 
     def told(self) -> str:
-        """`specialist.optim.lr 0.001 -> 0.0003 (specialist-a after step 6; done before: specialist-b)`."""
+        """Format as `specialist.optim.lr 0.001 -> 0.0003 (specialist-a after step 6; done before:
+        specialist-b)`.
+        """
         goes_on = ", ".join(
             f"{name} after step {step}" if step else name for name, step in self.stages.items()
         )
@@ -268,8 +269,8 @@ class Recorded:
 def require(
     run: str, recipe: Recipe, change: SettingChange, accepted: bool, progress: Callable[[], Progress]
 ) -> None:
-    """Raise `RunFolderError` unless a run can go on with `change`, and may; `run`: its place, and since when
-    it has had the old one.
+    """Raise `RunFolderError` unless a run can continue with `change`, and may. `run`: its folder, and the
+    time since which it has the former value.
     """
     was, now = change.sides()
     why, way = why_not(recipe, change), ""
@@ -287,7 +288,7 @@ def require(
 
 
 def changes(before: Any, after: Any, path: tuple[str, ...] = ()) -> Iterator[SettingChange]:
-    """Every setting in which two resolved recipes differ."""
+    """Yield every setting in which two resolved recipes differ."""
     if not (isinstance(before, Mapping) and isinstance(after, Mapping)):
         if before != after and _NOW_SAID.get(path[-2:]) != (before, after):
             yield SettingChange(path, before, after)
@@ -301,7 +302,7 @@ def changes(before: Any, after: Any, path: tuple[str, ...] = ()) -> Iterator[Set
 
 
 def _exchanged(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[SettingChange]:
-    """What another group computes otherwise than the one that a teacher or the engine had before."""
+    """Yield changes of the numerics if a teacher or the engine uses another group of servers."""
     ends = [
         {**side.get("teachers", {}), "": side.get("rollout", {}).get("engine", {})}
         for side in (before, after)
@@ -318,8 +319,8 @@ def _exchanged(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[
 
 
 def compared(before: dict[str, Any], after: dict[str, Any]) -> list[SettingChange]:
-    """Every setting in which two resolved recipes differ. What a domain or an evaluation set says of its own
-    on one side alone is compared with what the other side says of all.
+    """Return every setting in which two resolved recipes differ. If only one side has a domain's or set's own
+    values, they are compared with the other side's general ones.
     """
     sides = [copy.deepcopy(dict(side)) for side in (before, after)]
     for name in _shared(sides, "domains"):
@@ -339,12 +340,12 @@ def compared(before: dict[str, Any], after: dict[str, Any]) -> list[SettingChang
 
 
 def _shared(sides: Iterable[Mapping[str, Any]], key: str) -> set[str]:
-    """Names that both sides have under `key`."""
+    """Return the names that both sides have under `key`."""
     return set.intersection(*(set(side.get(key, {})) for side in sides))
 
 
 def _fill(sides: Iterable[Mapping[str, Any]], own: list[dict[str, Any]], group: str) -> None:
-    """Where one of `own` says nothing of a group and the other does, it says what its side says of all."""
+    """Fill a missing group of one of `own` with its side's general values, if the other one has it."""
     given = [mine.get(group) for mine in own]
     for side, mine, here, there in zip(sides, own, given, reversed(given), strict=True):
         if here is None and there is not None:
@@ -352,8 +353,8 @@ def _fill(sides: Iterable[Mapping[str, Any]], own: list[dict[str, Any]], group: 
 
 
 def written(recipe: Recipe) -> dict[str, Any]:
-    """The recipe as it lies in the folder: its secrets are left out, and may change between attempts; what is
-    from the Hub has its name there, with the commit, wherever this machine's cache is.
+    """Return the recipe in the format of the run folder. Secrets are left out, and may change between
+    attempts. Inputs from the Hub have their names there, with the commit, wherever this machine's cache is.
     """
     data = recipe.model_dump(mode="json")
     for key in path_keys(recipe):
@@ -362,5 +363,5 @@ def written(recipe: Recipe) -> dict[str, Any]:
 
 
 def fixed(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What must stay as it is from attempt to attempt."""
+    """Return the settings that must stay between attempts."""
     return {key: value for key, value in config.items() if key not in FREE}

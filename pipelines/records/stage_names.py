@@ -1,4 +1,4 @@
-"""What stages are called, and the models that they make.
+"""Name the stages and the models that they make.
 
 base, merge           base, merged
 sft-DOMAIN            sft:DOMAIN
@@ -10,17 +10,17 @@ evaluate              none
 from __future__ import annotations
 
 KINDS = ("base", "sft", "specialist", "merge", "baseline", "evaluate")
-"""In the order in which they run."""
+"""Kinds in the order in which they run."""
 
 
 def kind_of(stage: str) -> str:
-    """The kind of a stage; "" if it is called like none."""
+    """Return the kind of a stage, "" for an unknown name."""
     kind = stage.partition("-")[0]
     return kind if kind in KINDS else ""
 
 
 def model_stage(name: str) -> str:
-    """The stage that makes the model `name`."""
+    """Return the stage that makes the model `name`."""
     kind, colon, domain = name.partition(":")
     if colon and kind in ("sft", "specialist"):
         return f"{kind}-{domain}"
@@ -28,7 +28,7 @@ def model_stage(name: str) -> str:
 
 
 def stage_model(stage: str) -> str:
-    """The model that a stage makes."""
+    """Return the model that a stage makes."""
     kind, dash, own = stage.partition("-")
     if dash and kind in ("sft", "specialist"):
         return f"{kind}:{own}"
@@ -36,5 +36,5 @@ def stage_model(stage: str) -> str:
 
 
 def specialist_stage(domain: str) -> str:
-    """The stage that trains the specialist of `domain`."""
+    """Return the stage that trains the specialist of `domain`."""
     return model_stage(f"specialist:{domain}")

@@ -1,9 +1,9 @@
-"""The report: one self-contained HTML file that says what a run achieved, and what it does not show.
+"""Write the report: one self-contained HTML file with a run's results and their limits.
 
 `load` reads a run folder, at once or as it is written (`appended`), into the records of `results`. `verdict`
-puts numbers into sentences and has what a command says at its end. `tables` and `figures` choose what is
-shown, `charts` draws, `page` fills `templates/`. `comparison` sets several runs beside each other and
-`live_page` shows them while they train. To add a chart, add a `Panel` to a function of `figures`.
+turns numbers into sentences and the closing summary of a command. `tables` and `figures` select the content,
+`charts` draws, `page` fills `templates/`. `comparison` compares several runs, and `live_page` shows them
+while they train. To add a chart, add a `Panel` to a function of `figures`.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ __all__ = ["write_report"]
 
 
 def write_report(run_dir: Path) -> Path:
-    """Write `run_dir/report.html` from the run's results, metrics and configuration; returns its path.
+    """Write `run_dir/report.html` from the run's results, metrics and configuration. Returns its path.
 
-    Sections whose stages have not run are left out. Raises `RunFolderError` if the folder holds nothing to
+    Sections whose stages have not run are left out. Raises `RunFolderError` if the folder has nothing to
     report or a file in it cannot be read.
     """
     from opd.pipelines.report.page import render  # matplotlib would add to the start of every process

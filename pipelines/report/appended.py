@@ -1,8 +1,7 @@
-"""Files of a run that is being written: what was appended since the last look, and what was replaced.
+"""Read files of a running run: appended lines, and replaced documents.
 
-Nothing here trusts a file: what is no plain file, or too long, is not read. Files may be there later, be cut
-short in the middle of a line, go away, or be written anew by a run that resumes: then they are read from
-their beginning.
+No file is trusted. Files that are not plain, or too long, are not read. Files may appear later, be cut in the
+middle of a line, go away, or be rewritten by a resumed run. Then they are read from their beginning.
 """
 
 from __future__ import annotations
@@ -17,11 +16,10 @@ from opd.storage.files import open_plain
 
 LONGEST_LINE = 1 << 22
 _SMALL = 1 << 22
-"""Bytes of a file that is replaced as a whole."""
+"""Maximum bytes of a file that is replaced as a whole."""
 _GUARD = 64
-"""Bytes before the place that was reached, by which a file that was written anew is told from one that grew:
-a line of metrics ends with a digest of all lines up to it.
-"""
+"""Bytes before the read position, to tell a rewritten file from a grown one. A line of metrics ends with a
+digest of all lines up to it."""
 
 
 class Appended:
@@ -30,16 +28,16 @@ class Appended:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.read, self.unread = 0, 0
-        """Bytes that the last look has read, and that it has left: a line without its end among them."""
+        """Bytes that the last look read, and bytes it left, with a line without its end."""
         self.changed = 0.0
-        """When the file was written last, in seconds since the epoch."""
+        """Time of the last write, in seconds since the epoch."""
         self._file: tuple[int, int] | None = None
         self._at = 0
         self._guard = b""
         self._long = False
 
     def look(self, most: int) -> tuple[bool, list[bytes]]:
-        """Whether what was read so far no longer counts, and the new whole lines within `most` bytes."""
+        """Return whether the lines read so far are void, and the new complete lines within `most` bytes."""
         try:
             descriptor = open_plain(self.path)
         except OSError:
@@ -54,7 +52,7 @@ class Appended:
                 anew = self._at > 0
                 self._reset((known.st_dev, known.st_ino))
             data = os.pread(descriptor, max(0, min(most, known.st_size - self._at)), self._at)
-        except OSError:  # a disk that fails: another look may read it
+        except OSError:  # a failing disk: a later look may read it
             return False, []
         finally:
             os.close(descriptor)
@@ -74,7 +72,7 @@ class Appended:
     def _take(self, data: bytes) -> list[bytes]:
         end = data.rfind(b"\n") + 1
         if not end:
-            if len(data) > LONGEST_LINE:  # a line that nobody wants: go on behind it
+            if len(data) > LONGEST_LINE:  # a line that is too long: skip it
                 self._pass(data)
                 self._long = True
             return []
@@ -99,16 +97,16 @@ class Replaced:
 
     @property
     def there(self) -> bool:
-        """Whether the last look has found it."""
+        """The last look found it."""
         return self._seen is not None
 
     def take(self) -> Any:
-        """What it held at the last look, once; `None` if that cannot be read."""
+        """Return its document at the last look, once. `None` if it cannot be read."""
         document, self._document = self._document, None
         return document
 
     def look(self) -> bool:
-        """Whether it is another one than at the last look."""
+        """Read it again, and return whether it changed since the last look."""
         seen, data = None, None
         with contextlib.suppress(OSError):
             descriptor = open_plain(self._path)

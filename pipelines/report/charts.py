@@ -1,9 +1,9 @@
-"""Small charts as inline SVG: matplotlib draws them, CSS colours them.
+"""Draw small charts as inline SVG: matplotlib draws them, CSS colours them.
 
-Every chart is drawn about as wide as a phone's column, so that its text keeps its size there; wider pages put
-several side by side. Its colours are roles, each with a value for a light and for a dark page: it is drawn
-with the light values, whose hex codes are then replaced by CSS variables, so that one SVG follows the
-reader's colour scheme. The roles of a chart must therefore differ in their light values.
+Every chart is about as wide as a phone's column, so that its text has its full size there. Wider pages show
+several in a row. Its colours are roles, each with a value for a light and for a dark page. It is drawn with
+the light values, and their hex codes are then replaced by CSS variables. So one SVG follows the reader's
+colour scheme. Therefore the roles of a chart must differ in their light values.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from opd.pipelines.report.words import NARROW, amount, power
 
 @dataclass(frozen=True, slots=True)
 class Colour:
-    """One role."""
+    """The two colours of a role."""
 
     light: str
     dark: str
@@ -44,7 +44,7 @@ ROLES: dict[str, Colour] = {
     "panel": Colour("#f5f6f8", "#1d2126"),
     "heat": Colour("#8fc1ea", "#1f5c90"),
     "rest": Colour("#c3c9d0", "#4b545e"),
-    # Okabe and Ito's order, lightened or darkened to keep 3:1 against the page in both schemes.
+    # Okabe and Ito's order, lightened or darkened to retain 3:1 against the page in both schemes.
     "c0": Colour("#0072b2", "#56aee8"),
     "c1": Colour("#d55e00", "#f28e4b"),
     "c2": Colour("#00885f", "#35c598"),
@@ -60,24 +60,24 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X", "p")
 
 
 def series_role(index: int) -> str:
-    """Role of the `index`-th domain, phase or other series; they repeat after `SERIES`."""
+    """Return the role of the `index`-th domain, phase or other series. Roles repeat after `SERIES`."""
     return f"c{index % SERIES}"
 
 
 def light(role: str) -> str:
-    """The hex code a chart is drawn with."""
+    """Return the hex code a chart is drawn with."""
     return ROLES[role].light
 
 
 def variables(scheme: str) -> str:
-    """CSS declarations of every role for `light` or `dark`."""
+    """Return the CSS declarations of every role for `light` or `dark`."""
     return "".join(f"--{role}:{getattr(colour, scheme)};" for role, colour in ROLES.items())
 
 
 WIDTH = 360
 """Width of every chart in CSS pixels (one SVG unit each)."""
 MAX_POINTS = 160
-"""A longer series is averaged in bins of equal step count."""
+"""Maximum points. A longer series is averaged in bins of equal step count."""
 STEPS = [1, 2, 2.5, 5, 10]
 """Tick distances, times a power of ten."""
 STYLE: dict[Any, Any] = {
@@ -101,28 +101,28 @@ class Series:
     """Colour role of `theme.ROLES`."""
     marker: str = MARKERS[0]
     whole: Sequence[float] = ()
-    """All values, where some of them cannot be drawn; else `y`."""
+    """All values if some of them cannot be drawn, else `y`."""
 
     @property
     def end(self) -> tuple[float, int]:
-        """The number that stands for the end of the line, and of how many steps it is the mean."""
+        """The number for the end of the line, and the number of steps in its mean."""
         return at_the_end(self.whole or self.y)
 
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """How the axes are drawn, the vertical one above all."""
+    """The style of the axes, mainly of the vertical one."""
 
     percent: bool = False
-    """Values are shares, written in percent."""
+    """Values are shares, in percent."""
     log: bool = False
     low: float | None = None
     high: float | None = None
     names: Sequence[str] = ()
-    """What the places 0, 1, ... of the horizontal axis are called, where they are no numbers."""
+    """Names of the positions 0, 1, ... of the horizontal axis, if they are not numbers."""
 
     def write(self, value: float) -> str:
-        """`value` with at most three significant digits."""
+        """Format `value` with at most three significant digits."""
         if self.percent:
             return f"{100 * value:.3g}{NARROW}%"
         return power(value) if 0 < abs(value) < 1e-3 else f"{value:.3g}"
@@ -151,8 +151,8 @@ class Dot:
 
 
 def line_chart(name: str, lines: Sequence[Series], axis: Axis, x_label: str, told: str = "") -> str:
-    """`lines` against one horizontal axis; over 40 points a line is its moving mean. A marker at the right
-    is the number that stands for the line's end. `told` says in words what one sees.
+    """Draw `lines` against one horizontal axis. Over 40 points a line is its moving mean. A marker at the
+    right is the number for the line's end. `told` describes the chart in words.
     """
     figure, axes = _canvas(height=216, left=46, right=14, top=8, bottom=38)
     for line in lines:
@@ -183,7 +183,7 @@ def line_chart(name: str, lines: Sequence[Series], axis: Axis, x_label: str, tol
 
 
 def bar_chart(name: str, bars: Sequence[Bar], x_label: str, told: str = "") -> str:
-    """Horizontal stacked bars, top to bottom, each under its own label."""
+    """Draw horizontal stacked bars, top to bottom, each under its own label."""
     figure, axes = _rows(len(bars), x_label)
     for row, bar in enumerate(bars):
         start = 0.0
@@ -199,8 +199,8 @@ def bar_chart(name: str, bars: Sequence[Bar], x_label: str, told: str = "") -> s
 def dot_chart(
     name: str, dots: Sequence[Dot], x_label: str, write: Callable[[float], str], told: str = ""
 ) -> str:
-    """Means with their intervals, and the values they average as smaller marks, beside a line at 0; `write`
-    gives a value's text on the axis.
+    """Draw means with their intervals, and their single values as smaller marks, beside a line at 0. `write`
+    formats a value on the axis.
     """
     figure, axes = _rows(len(dots), x_label)
     values = [v for dot in dots for v in (dot.mean.low, dot.mean.high, *(part[2] for part in dot.parts))]
@@ -222,7 +222,7 @@ def dot_chart(
 
 
 def _canvas(height: float, left: float, right: float, top: float, bottom: float) -> tuple[Figure, Axes]:
-    """A figure of `WIDTH` x `height` pixels with margins in pixels; matplotlib's SVG unit is 1/72 inch."""
+    """Return a figure of `WIDTH` x `height` pixels, with margins in pixels. An SVG unit is 1/72 inch."""
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(WIDTH / 72, height / 72))
         FigureCanvasSVG(figure)
@@ -243,7 +243,7 @@ def _canvas(height: float, left: float, right: float, top: float, bottom: float)
 
 
 def _rows(count: int, x_label: str) -> tuple[Figure, Axes]:
-    """A canvas with one row of 40 pixels per entry, the first on top."""
+    """Return a canvas with one row of 40 pixels per entry, the first on top."""
     figure, axes = _canvas(height=40 * count + 48, left=8, right=12, top=6, bottom=42)
     axes.set_ylim(count - 0.5, -0.75)
     axes.yaxis.set_major_locator(NullLocator())
@@ -255,8 +255,8 @@ def _rows(count: int, x_label: str) -> tuple[Figure, Axes]:
 
 
 def _row_labels(axes: Axes, labels: Sequence[tuple[str, str]]) -> None:
-    """A label at the left and a number at the right above every row."""
-    # The names are others': a pair of dollar signs begins no formula.
+    """Draw a label at the left and a number at the right above every row."""
+    # The names are the user's: a pair of dollar signs begins no formula.
     shared: dict[str, Any] = {"transform": axes.get_yaxis_transform(), "va": "bottom", "parse_math": False}
     for row, (label, note) in enumerate(labels):
         axes.text(0, row - 0.24, _short(visible(label, "")), color=light("ink"), **shared)
@@ -274,7 +274,7 @@ def _binned(values: Sequence[float]) -> list[float]:
 
 
 def _moving_mean(values: Sequence[float]) -> list[float]:
-    """Centred mean over 9 points, fewer near the ends."""
+    """Return the centred mean over 9 points, fewer near the ends."""
     reach = 4
     windows = [
         values[max(0, i - min(reach, i, len(values) - 1 - i)) : i + min(reach, i, len(values) - 1 - i) + 1]
@@ -289,10 +289,10 @@ def _decades(lines: Sequence[Series]) -> float:
 
 
 def _svg(figure: Figure, name: str, told: str) -> str:
-    """Serialise for inlining: no prologue, size or style sheet, ids of its own, colours as variables."""
+    """Serialise for inlining: no prologue, size or style sheet, its own ids, colours as variables."""
     buffer = io.StringIO()
     with matplotlib.rc_context({**STYLE, "svg.hashsalt": visible(name)}), warnings.catch_warnings():
-        # Names of any script: the font that draws the page's text is the reader's.
+        # Names may be of any script. The reader's font draws the page's text.
         warnings.filterwarnings("ignore", "Glyph .* missing from font")
         figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None}, transparent=True)
     text = buffer.getvalue()
@@ -307,7 +307,7 @@ def _svg(figure: Figure, name: str, told: str) -> str:
     text = re.sub(r' id="([^"]+)"', lambda match: match.group(0) if match.group(1) in used else "", text)
     roles = {colour.light: role for role, colour in ROLES.items()}
     text = re.sub(r"#[0-9a-f]{6}\b", lambda match: _variable(match.group(0), roles), text)
-    # What the page's own style sheet decides, and what does nothing.
+    # Remove styles that the page's own sheet sets, and elements without effect.
     text = re.sub(r"font-size: [^;\"]*;?|font-family: [^;\"]*;?|font: [^;\"]*;?", "", text)
     text = re.sub(r' transform="rotate\(-0 [^"]*"|<g/>|<defs>\s*</defs>', "", text)
     return re.sub(r"\s*\n\s*", "\n", text).strip()

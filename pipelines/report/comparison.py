@@ -1,4 +1,4 @@
-"""`opd compare`: several runs, or one recipe under several seeds, as a table for the terminal and a page."""
+"""Compare several runs, or one recipe under several seeds, in a terminal table and a page: `opd compare`."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from opd.pipelines.report.words import model_label, own_label, point_bounds, poi
 from opd.storage.files import write_atomic
 
 FREE = ("run_dir", "name")
-"""Settings that say nothing of what was run."""
+"""Settings that do not affect the results."""
 Rows = list[list[str]]
 
 
 @dataclass(frozen=True, slots=True)
 class Runs:
-    """Runs beside each other, by name."""
+    """The compared runs, by name."""
 
     names: list[str]
     runs: list[Run]
 
     @classmethod
     def read(cls, folders: Sequence[Path]) -> Runs:
-        """Raises `ConfigError` for fewer than two, `RunFolderError` for one without an evaluated merge."""
+        """Load the runs. Raises `ConfigError` below two, `RunFolderError` without an evaluated merge."""
         if len({folder.resolve() for folder in folders}) < len(folders) or len(folders) < 2:
             raise ConfigError("opd compare takes two or more different run folders; give them")
         for folder in folders:
@@ -51,7 +51,7 @@ class Runs:
         return cls(short if len({*short}) == len(short) else [str(folder) for folder in folders], runs)
 
     def settings(self) -> Rows:
-        """A row for every setting in which the runs differ, with what each says."""
+        """Return a row for every setting in which the runs differ, with each run's value."""
         keys: dict[str, None] = {}
         for run in self.runs[1:]:
             pair = (_flat(self.runs[0].config), _flat(run.config))
@@ -65,7 +65,7 @@ class Runs:
         ]
 
     def groups(self) -> list[list[int]]:
-        """The runs that share all settings but the seed, by their places, in order."""
+        """Return the indices of runs that share all settings but the seed, in order."""
         found: dict[tuple[str, ...], list[int]] = {}
         told = [row[1:] for row in self.settings() if row[0] != "seed"]
         for place in range(len(self.runs)):
@@ -73,12 +73,12 @@ class Runs:
         return list(found.values())
 
     def averaged(self) -> list[list[int]]:
-        """Those of `groups` over which a mean says something."""
+        """Return the `groups` with more than one run, over which a mean makes sense."""
         return [group for group in self.groups() if len(group) > 1]
 
     def accuracy(self) -> Rows:
-        """A row a model: its mean sampled accuracy in every run, and mean and deviation over the runs of each
-        group; the share kept and the KL at the end at the bottom.
+        """Return a row a model: its mean sampled accuracy in every run. Mean and deviation over the runs of
+        each group follow. The last rows are the retained share and the KL at the end.
         """
         labels = dict.fromkeys(m.name for run in self.runs for m in run.models if not m.teaches)
         ranks = {"base": 0, "merged": 1}
@@ -93,7 +93,7 @@ class Runs:
         return [row for row in rows if {*row[1:]} != {"-"}]
 
     def domains(self) -> Rows:
-        """A row a domain: the merged student's accuracy in every run."""
+        """Return a row a domain: the merged student's accuracy in every run."""
         names = dict.fromkeys(domain for run in self.runs for domain in run.domains)
         rows = []
         for domain in names:
@@ -102,7 +102,7 @@ class Runs:
         return rows
 
     def head(self, first: str) -> list[str]:
-        """The names of the columns."""
+        """Return the names of the columns."""
         whole = len(self.groups()) == 1
         means = [
             "mean (sd)" if whole else f"mean (sd) of {', '.join(self.names[place] for place in group)}"
@@ -111,7 +111,7 @@ class Runs:
         return [first, *self.names, *means]
 
     def verdict(self) -> str:
-        """Whether the runs' merged students differ beyond the evaluation's own noise, in sentences."""
+        """Describe the differences between the merged students against the evaluation's own noise."""
         first, sentences = self.runs[0], []
         merged = first.model("merged")
         for name, run in zip(self.names[1:], self.runs[1:], strict=True):
@@ -146,8 +146,8 @@ class Runs:
 
 
 def compare_runs(folders: Sequence[Path], page: Path) -> str:
-    """Write `page`, and return what the terminal is told. Raises what `Runs.read` does, and `RunFolderError`
-    for a page that cannot be written, before anything is drawn.
+    """Write `page`, and return the text for the terminal. Raises the errors of `Runs.read`, and
+    `RunFolderError` if the page cannot be written, before anything is drawn.
     """
     runs = Runs.read(folders)
     if page.is_dir() or not page.parent.is_dir():
@@ -176,12 +176,12 @@ def _is_page(path: Path) -> bool:
     try:
         with path.open("rb") as file:
             return file.read(len(begins)) in (begins, b"")
-    except OSError:  # who writes it says so
+    except OSError:  # the later write reports it
         return True
 
 
 def _page(runs: Runs) -> str:
-    from opd.pipelines.report.figures import ChartGroup, overlaid, run_cues  # matplotlib, where it draws
+    from opd.pipelines.report.figures import ChartGroup, overlaid, run_cues  # matplotlib, which draws
     from opd.pipelines.report.page import draw
 
     panels = overlaid(list(zip(runs.names, runs.runs, strict=True)), ("reward/mean",), "merge")
@@ -213,13 +213,13 @@ def _kl(run: Run) -> float | None:
 
 
 def _on_rewards(run: Run) -> bool:
-    """Whether the run trained a model with the settings of `specialist`."""
+    """Return whether the run trained a model with the settings of `specialist`."""
     made = [stage_model(stage.name) for stage in run.stages]
     return any(name.startswith(("specialist:", "mixed_grpo")) for name in made)
 
 
 def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Every setting by its dotted field."""
+    """Return every setting by its dotted field."""
     found: dict[str, Any] = {}
     for key, value in settings.items():
         if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""Which charts a run gets: one function per section, each leaving out what the run did not log."""
+"""Select a run's charts: one function per section. Each leaves out metrics that the run did not log."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ from opd.pipelines.report.words import (
 )
 
 STILL = 0.02
-"""A line whose values differ by no more than this share is not drawn but told."""
+"""A line whose values differ by no more than this share becomes text."""
 KL_AT = "kl_at/"
-"""Begins the name of the merge's KL at some positions (`opd.train.distill_terms`)."""
+"""Prefix of the merge's KL by position (`opd.train.distill_terms`)."""
 PHASES = ("rollout", "score", "train", "sync", "evaluate")
 ANY, ABOVE, LOG = Axis(), Axis(low=0), Axis(log=True)
 SHARE, UNIT = Axis(percent=True, low=0), Axis(percent=True, low=0, high=1.02)
@@ -44,25 +44,25 @@ REWARD = "mean reward of the step\u2019s samples"
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """A chart with its heading and the sentence that says what to see in it."""
+    """A chart with its heading and a sentence about it."""
 
     title: str
     unit: str
     svg: str
-    """Empty where every line is one value from beginning to end: then the caption says it."""
+    """Empty if every line has a single value. Then the caption gives it."""
     caption: str
 
 
 @dataclass(frozen=True, slots=True)
 class ChartSpec:
-    """What a chart of lines is called, how it is drawn, and what one should see in it."""
+    """Title, style and caption of a chart of lines."""
 
     title: str
     unit: str
     axis: Axis
     caption: str
     against: str = _TOKENS
-    """What its horizontal axis counts."""
+    """The unit of its horizontal axis."""
 
 
 HEALTH = {
@@ -81,7 +81,7 @@ HEALTH = {
     "mismatch/ess": ("Effective sample size", "share of samples, engine to trainer", UNIT,
         "100 % when samples come from the policy being trained."),
 }  # fmt: skip
-"""Metric -> (title, unit, axis, what one should see), of every specialist and the merge, against steps."""
+"""Metric -> (title, unit, axis, expected shape), of every specialist and the merge, against steps."""
 SPECIALISTS = {
     "reward/mean": ChartSpec("Specialists: reward", REWARD, ANY,
         "Each line should rise and flatten; a specialist that stays low gives the merge a weak teacher."),
@@ -107,12 +107,12 @@ OVERLAID = {
     "length/mean": ("response length", "tokens, mean", ABOVE, _TOKENS),
     "entropy": ("entropy", "nats per token", ABOVE, _TOKENS),
 }
-"""Metric -> (what it is, unit, axis, against what) of what several runs are compared by."""
+"""Metric -> (title, unit, axis, horizontal axis) of comparisons of runs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cue:
-    """How one domain, teacher or stage looks in every chart."""
+    """The look of one domain, teacher or stage in every chart."""
 
     label: str
     role: str
@@ -120,7 +120,7 @@ class Cue:
 
 
 class Cues:
-    """One colour and marker per domain and teacher, the same in every chart; ink for the merge."""
+    """One colour and marker per domain and teacher, the same in every chart. The merge is ink."""
 
     def __init__(self, run: Run) -> None:
         merge = run.stage("merge")
@@ -149,7 +149,7 @@ class ChartGroup:
 
 
 def groups(run: Run, cues: Cues) -> list[ChartGroup]:
-    """Choose the charts of what was trained, those first that say whether it learns. Some may be empty."""
+    """Return the charts of training. Charts of progress come first. Some groups may be empty."""
     merge = [Cue("merge", "ink", "o")] if run.stage("merge") else []
     trained = [Cue(line.label, line.role, line.marker) for line in merge_and_baselines(run, cues)[1:]]
     return [
@@ -173,7 +173,7 @@ def groups(run: Run, cues: Cues) -> list[ChartGroup]:
 
 
 def learning(run: Run, cues: Cues) -> list[Panel]:
-    """Reward, KL and loss against student tokens (supervised warm-up: against steps)."""
+    """Return reward, KL and loss against student tokens (supervised warm-up: against steps)."""
     own = [stage for stage in run.stages if _is_specialist(stage)]
     panels = [
         _lines(spec, [(stage, key, _cue(cues, stage)) for stage in own]) for key, spec in SPECIALISTS.items()
@@ -199,7 +199,7 @@ def learning(run: Run, cues: Cues) -> list[Panel]:
 
 
 def teachers(run: Run, cues: Cues) -> list[Panel]:
-    """Each teacher's share of the merge's tokens and of its gradient."""
+    """Return each teacher's share of the merge's tokens and of its gradient."""
     merge = run.stage("merge")
     if not merge:
         return []
@@ -211,7 +211,7 @@ def teachers(run: Run, cues: Cues) -> list[Panel]:
 
 
 def _by_position(merge: StageResult) -> Panel | None:
-    """KL against the place in the response, at the beginning of the merge and at its end."""
+    """Return KL against the position in the response, at the beginning of the merge and at its end."""
     places = sorted(int(name) for name in merge.names(KL_AT) if name.isdecimal() and len(name) < 12)
     columns = [merge.column(f"{KL_AT}{place}")[2] for place in places]
     if len(places) < 2 or min(map(len, columns)) < 2:
@@ -240,7 +240,7 @@ def _by_position(merge: StageResult) -> Panel | None:
 
 
 def health(run: Run, cues: Cues) -> list[Panel]:
-    """Numbers that tell a healthy run from a broken one, for every specialist and the merge."""
+    """Return metrics that tell a healthy run from a broken one, for every specialist and the merge."""
     stages = [stage for stage in run.stages if _is_specialist(stage) or stage.name == "merge"]
     panels = [
         _lines(ChartSpec(*told, against=_STEP), [(stage, key, _cue(cues, stage)) for stage in stages])
@@ -250,7 +250,7 @@ def health(run: Run, cues: Cues) -> list[Panel]:
 
 
 def difficulty(run: Run, cues: Cues) -> list[Panel]:
-    """A histogram for each domain whose specialist measured its training prompts before it learned."""
+    """Return a histogram for each domain whose specialist measured its training prompts before training."""
     panels = []
     for domain, found in run.difficulty.items():
         bars = [
@@ -267,7 +267,7 @@ def difficulty(run: Run, cues: Cues) -> list[Panel]:
 
 
 def answer_lengths(run: Run, cues: Cues) -> Panel | None:
-    """How long held-out answers are, by domain: base, the domain's teacher, merged student."""
+    """Return the lengths of held-out answers, by domain: base, the domain's teacher, merged student."""
     dots = []
     base, merged = run.model("base"), run.model("merged")
     for domain in run.domains:
@@ -294,7 +294,7 @@ def answer_lengths(run: Run, cues: Cues) -> Panel | None:
 
 
 def time_per_phase(run: Run) -> Panel | None:
-    """Stacked bars: seconds of every stage by phase."""
+    """Return stacked bars: seconds of every stage by phase."""
     bars = []
     for stage in run.stages:
         if stage.seconds <= 0:
@@ -321,12 +321,12 @@ KINDS = (
     ("teacher_heads", "heads"),
     ("hidden_states", "hidden states"),
 )
-"""What memory holds, with the words for it."""
+"""Kinds of memory, with their labels."""
 _MIB = 1 << 20
 
 
 def memory_per_phase(run: Run) -> Panel | None:
-    """Stacked bars: what the merge and the largest specialist held in each phase of a step, at most."""
+    """Return stacked bars: maximum memory of the merge and the largest specialist in each phase of a step."""
     stages = [(stage, stage.held) for stage in run.stages]
     merges = [(stage, most) for stage, most in stages if most and stage.name == "merge"]
     others = [(stage, most) for stage, most in stages if most and _is_specialist(stage)]
@@ -349,12 +349,12 @@ def memory_per_phase(run: Run) -> Panel | None:
 
 
 def kind_cues() -> list[Cue]:
-    """Legend of the chart of memory."""
+    """Return the legend of the memory chart."""
     return [Cue(words, series_role(i), "block") for i, (_, words) in enumerate(KINDS)]
 
 
 def phase_cues(run: Run) -> list[Cue]:
-    """Legend of the time chart: the phases some stage spent time in, and what no phase accounts for."""
+    """Return the legend of the time chart: the phases with time in some stage, and the rest."""
     timed = {phase for stage in run.stages for phase, seconds in stage.phases.items() if seconds > 0}
     names = [*PHASES, *sorted(timed - set(PHASES))]
     cues = [Cue(name, series_role(i), "block") for i, name in enumerate(names) if name in timed]
@@ -362,8 +362,8 @@ def phase_cues(run: Run) -> list[Cue]:
 
 
 def gaps(run: Run, models: Sequence[ModelResult], cues: Cues) -> Panel | None:
-    """Every other model measured on all domains against the merged student, the best on top; the base,
-    far behind as it should be, only where there is nothing else.
+    """Return every other fully measured model against the merged student, the best on top. The base is far
+    behind as it should be, so it appears only if there is nothing else.
     """
     merged = run.model("merged")
     if merged is None or not set(run.domains) <= set(merged.sampled):
@@ -407,8 +407,8 @@ def gaps(run: Run, models: Sequence[ModelResult], cues: Cues) -> Panel | None:
 
 
 def overlaid(runs: Sequence[tuple[str, Run]], keys: Sequence[str] = (), stages: str = "") -> list[Panel]:
-    """Several runs in one chart for each stage and each of `OVERLAID`, or for those of `keys` and of the
-    `stages` that begin so.
+    """Return several runs in one chart for each stage and each of `OVERLAID`. With `keys` only these metrics,
+    with `stages` only stages with this prefix.
     """
     panels: list[Panel | None] = []
     names = dict.fromkeys(stage.name for _, run in runs for stage in run.stages)
@@ -423,19 +423,19 @@ def overlaid(runs: Sequence[tuple[str, Run]], keys: Sequence[str] = (), stages: 
 
 
 def run_cues(labels: Sequence[str]) -> list[Cue]:
-    """How runs look beside each other."""
+    """Return the look of compared runs."""
     return [Cue(label, series_role(i), MARKERS[i % len(MARKERS)]) for i, label in enumerate(labels)]
 
 
 def own_domain(run: Run) -> list:
-    """(domain, accuracy of its own teacher) where every domain has an evaluated one, else nothing."""
+    """Return (domain, accuracy of its own teacher) if every domain has an evaluated one, else nothing."""
     pairs = [(domain, run.teacher(domain)) for domain in run.domains]
     found = [(domain, teacher.sampled[domain]) for domain, teacher in pairs if teacher]
     return found if len(found) == len(run.domains) else []
 
 
 def merge_and_baselines(run: Run, cues: Cues) -> list[Series]:
-    """Mean reward of the merge and, up to its token budget, of every baseline that trains on rewards."""
+    """Return mean rewards of the merge and of the baselines trained on rewards, up to its token budget."""
     merge = run.stage("merge")
     line = _line(merge, "reward/mean", cues.of("merge")) if merge else None
     if line is None:
@@ -452,14 +452,16 @@ def merge_and_baselines(run: Run, cues: Cues) -> list[Series]:
 
 
 def baseline_cue(run: Run, stage: str) -> Cue:
-    """Colour and marker of a trained baseline: those that follow the domains'."""
+    """Return the colour and marker of a trained baseline. They follow the domains'."""
     trained = [other.name for other in run.stages if kind_of(other.name) == "baseline"]
     index = len(run.domains) + (trained.index(stage) if stage in trained else 0)
     return Cue(stage_label(stage), series_role(index), MARKERS[index % len(MARKERS)])
 
 
 def _line(stage: StageResult, key: str, cue: Cue, against: str = _TOKENS) -> Series | None:
-    """`None` if `stage` logged fewer than two values of `key`, or no tokens to draw them against."""
+    """Return a metric's line. `None` if `stage` logged fewer than two values of `key`, or no tokens to draw
+    them against.
+    """
     steps, tokens, values = stage.column(key)
     x = tokens if against == _TOKENS else steps
     if len(values) < 2 or x[-1] <= x[0]:
@@ -468,12 +470,12 @@ def _line(stage: StageResult, key: str, cue: Cue, against: str = _TOKENS) -> Ser
 
 
 def _lines(spec: ChartSpec, asked: Sequence[tuple[StageResult, str, Cue]]) -> Panel | None:
-    """Draw metrics of stages, each by its key and how it looks; `None` if none was logged."""
+    """Draw metrics of stages, each by its key and cue. `None` if none was logged."""
     return _panel(spec, [line for one in asked if (line := _line(*one, spec.against))])
 
 
 def _panel(spec: ChartSpec, lines: Sequence[Series]) -> Panel | None:
-    """Draw `lines`, `None` where there is nothing to draw; a log axis drops what it cannot show."""
+    """Draw `lines`, or return `None` without any. A log axis drops values that it cannot show."""
     axis = spec.axis
     drawn = [line for line in (_positive(line) if axis.log else line for line in lines) if len(line.y) > 1]
     if not drawn:
@@ -488,13 +490,13 @@ def _panel(spec: ChartSpec, lines: Sequence[Series]) -> Panel | None:
 
 
 def _constant(line: Series, axis: Axis) -> bool:
-    """Whether `line` stays within `STILL`, or is one value as precisely as a reader is told."""
+    """Return whether `line` stays within `STILL`, or is one value at the displayed precision."""
     low, high = min(line.y), max(line.y)
     return high - low <= STILL * max(abs(low), abs(high)) or axis.write(low) == axis.write(high)
 
 
 def _ends(lines: Sequence[Series], axis: Axis) -> str:
-    """Where the lines end: "Mean of the last 20 steps: sort 0.01, add3 0.02."."""
+    """Describe the ends of the lines: "Mean of the last 20 steps: sort 0.01, add3 0.02."."""
     counts = {line.end[1] for line in lines}
     span = f"{min(counts)}" if len(counts) == 1 else f"{min(counts)} to {max(counts)}"
     what = "At the last step" if counts == {1} else f"Mean of the last {span} steps"
@@ -512,5 +514,5 @@ def _is_specialist(stage: StageResult) -> bool:
 
 
 def _cue(cues: Cues, stage: StageResult) -> Cue:
-    """Return how the domain of a stage looks, or the stage where it has none."""
+    """Return the cue of a stage's domain, or of the stage if it has none."""
     return cues.of(stage_model(stage.name).partition(":")[2] or stage.name)

@@ -1,8 +1,8 @@
-"""Pages of runs while they train: each run by itself, and several in the same charts.
+"""Draw pages of runs while they train: each run by itself, and several in the same charts.
 
-A page is the report's: its style, its charts, its times, nothing from elsewhere. Its one script, known to the
-browser by its digest, asks for the page's inside again and puts in what has changed; without it the page
-reloads itself.
+A page is like the report: its style, its charts, its times, nothing from elsewhere. It has one script, which
+the browser knows by its digest. The script requests the page's inside again and inserts the changes. Without
+it the page reloads itself.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from opd.pipelines.report.tables import Table, plain_table
 from opd.pipelines.report.words import amount, duration, stage_label
 
 SECONDS = 2
-"""Between two looks of a page that is open."""
+"""Seconds between two updates of an open page."""
 SHARE = 0.05
-"""Of a core's time that goes into drawing, at most: the run needs it."""
+"""Maximum share of a core's time for drawing, because the run needs it."""
 FLAGS_SHOWN = 20
 SCRIPT = (page.TEMPLATES / "live.js").read_text("utf-8").replace("SECONDS", str(1000 * SECONDS))
 _DIGEST = b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
@@ -37,7 +37,7 @@ POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none';"
     f" script-src 'sha256-{_DIGEST}'; connect-src 'self'"
 )
-"""What a browser lets a page do: be drawn, run that script, and ask where it came from."""
+"""The browser's permissions of a page: to be drawn, run that script, and send requests to its origin."""
 _KEYS = (
     ("reward/mean", "Reward"),
     ("kl/mean", "KL"),
@@ -47,27 +47,27 @@ _KEYS = (
     ("truncated", "Cut"),
     ("grad_norm", "Gradient norm"),
 )
-"""Of a stage's table."""
+"""Columns of a stage's table."""
 
 
 @dataclass(slots=True)
 class _Drawn:
-    """Charts as they were drawn last."""
+    """The charts of the last drawing."""
 
     version: int
     curves: Markup
     charts: Markup
-    """What stands at the end of the page."""
+    """The charts at the end of the page."""
     at: float
     seconds: float
 
 
 class Board:
-    """What is shown of some runs. Not for several threads at once.
+    """The pages of some runs. Not for several threads at once.
 
     Args:
         runs: In the order of their pages.
-        clock: Seconds that only grow.
+        clock: A monotonic clock, in seconds.
         spent: Seconds of processor time.
     """
 
@@ -82,7 +82,7 @@ class Board:
         self._looked = -1.0
         self._drawn: dict[int | None, _Drawn] = {}
         self._told: dict[int | None, tuple[int, Markup, Markup]] = {}
-        """What stands above the curves and below them, and of which version of the runs."""
+        """The text above the curves and below them, with its version of the runs."""
 
     def look(self) -> None:
         """Read on, once a second at most, or while there is more to read."""
@@ -92,7 +92,7 @@ class Board:
             self._looked = self._clock()
 
     def page(self, number: int | None) -> str:
-        """The whole page of run `number`, or of all of them."""
+        """Return the complete page of run `number`, or of all of them."""
         label = "several runs" if number is None else self.runs[number].label
         told = {"title": page.clean(f"{label}, live"), "policy": POLICY, "script": SCRIPT, "seconds": SECONDS}
         return page.fill("live.html", part=self.part(number), **told)
@@ -110,7 +110,7 @@ class Board:
     def _draw_told(
         self, number: int | None, shown: Sequence[LiveRun], runs: Sequence[Run]
     ) -> tuple[Markup, Markup]:
-        """Draw what stands above the curves and below them."""
+        """Draw the text above the curves and below them."""
         pages = [("/", "All runs"), *((f"/{place}", run.label) for place, run in enumerate(self.runs))]
         here, flags = "/" if number is None else f"/{number}", flags_of(shown)
         links, lines = pages if len(self.runs) > 1 else [], [headline(run) for run in shown]
@@ -129,7 +129,7 @@ class Board:
 
 
 def draw_charts(runs: Sequence[Run], *, several: bool) -> tuple[Markup, Markup]:
-    """Draw the curves, and the charts at the end of the page: of one run, or of several beside each other."""
+    """Draw the curves, and the charts at the end of the page: of one run, or of several compared."""
     if several:
         panels = figures.overlaid([(run.name, run) for run in runs])
         first = [
@@ -146,14 +146,14 @@ def draw_charts(runs: Sequence[Run], *, several: bool) -> tuple[Markup, Markup]:
 
 
 def opened(paths: Sequence[Path]) -> list[LiveRun]:
-    """The runs in the folders `paths`, called as short as tells them apart."""
+    """Return the runs in the folders `paths`, with the shortest distinct labels."""
     names = [path.resolve().name for path in paths]
     labels = names if len({*names}) == len(names) else [str(path) for path in paths]
     return [LiveRun(path, label) for path, label in zip(paths, labels, strict=True)]
 
 
 def headline(live: LiveRun) -> str:
-    """Where a run is, in a sentence."""
+    """Return the state of a run in a sentence."""
     stage = live.run().current
     if not live.there:
         return f"{live.label}: there is no run in {live.path} yet"
@@ -166,17 +166,17 @@ def headline(live: LiveRun) -> str:
 
 
 def numbers(stage: StageResult) -> list[tuple[str, str]]:
-    """(what, number) of the last step that the table of stages shows."""
+    """Return (label, number) of the last step for the table of stages."""
     return [(told, f"{value:.3g}") for key, told in _KEYS if (value := stage.last(key)) is not None]
 
 
 def time_told(stage: StageResult) -> str:
-    """Say how long it took, or has taken so far; "" where that is not known."""
+    """Format its duration so far, "" if it is not known."""
     return duration(stage.seconds) if stage.rows or "seconds" in stage.record else ""
 
 
 def flags_of(runs: Sequence[LiveRun]) -> list[tuple[str, RedFlag]]:
-    """(where, flag) of all runs, those of the stage that runs first, and the newest first."""
+    """Return (where, flag) of all runs, the current stage's first, and the newest first."""
     found = []
     for live in runs:
         run = live.run()
@@ -187,13 +187,13 @@ def flags_of(runs: Sequence[LiveRun]) -> list[tuple[str, RedFlag]]:
 
 
 def measured(flag: RedFlag) -> str:
-    """Say which number broke the rule."""
+    """Format the number that broke the rule."""
     value, bound = ("-" if number is None else f"{number:.4g}" for number in (flag.value, flag.bound))
     return f"{flag.metric} {value}, bound {bound}"
 
 
 def told_reward(response: Response) -> str:
-    """The reward of a response, its parts, and whether it was cut."""
+    """Format the reward of a response, its parts, and whether it was cut."""
     reward = "no reward" if response.reward is None else f"reward {response.reward:.4g}"
     parts = ", ".join(f"{name} {value:.3g}" for name, value in response.parts.items())
     cut = ", cut at the length limit" if response.cut else ""
@@ -202,7 +202,7 @@ def told_reward(response: Response) -> str:
 
 
 def last_steps(run: Run) -> Table | None:
-    """Tabulate where each stage is, and the numbers of its last step."""
+    """Tabulate the progress of each stage, and the numbers of its last step."""
     rows = []
     for stage in run.stages:
         when = _clock_time(stage.changed) if stage.changed else ""
@@ -214,7 +214,7 @@ def last_steps(run: Run) -> Table | None:
 
 
 def every_number(run: Run) -> Table | None:
-    """Tabulate every number of the stage that was written to last, for what no chart shows."""
+    """Tabulate every number of the current stage, for metrics without a chart."""
     curves = {} if run.current is None else run.current.curves
     found = [(key, curves[key].column()[2]) for key in sorted(curves)]
     rows = [[key, f"{values[-1]:.6g}", f"{at_the_end(values)[0]:.6g}"] for key, values in found]
@@ -222,7 +222,7 @@ def every_number(run: Run) -> Table | None:
 
 
 def _clock_time(seconds: float) -> str:
-    """A time of the day; empty for one that no calendar has, as a file may be given any."""
+    """Format a time of the day. A file may have an impossible time, which is empty."""
     with contextlib.suppress(ValueError, OverflowError, OSError):
         return datetime.fromtimestamp(seconds).strftime("%H:%M:%S")
     return ""

@@ -1,8 +1,8 @@
-"""Reads a run folder into the records the pages are drawn from.
+"""Read a run folder into the records of the pages.
 
-`load_run` reads a whole one: each byte is compared with what was written, and what is damaged is an error.
-`LiveRun` reads on whenever it is asked to, in bounded memory: it trusts no file, and leaves out what is no
-plain file of the run, too long, or of another form. Both fill the same records.
+`load_run` reads a complete one. It compares each byte with its digest, and damage is an error. `LiveRun`
+reads on at each call, in bounded memory. It trusts no file, and skips files that are not plain files of the
+run, too long, or of another form. Both fill the same records.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ from opd.pipelines.report.results import (
 )
 
 AT_ONCE = 1 << 25
-"""Bytes of a run that are read at a look; the rest comes at the next ones."""
+"""Bytes of a run that one look reads. The rest comes with the next ones."""
 STAGES, DOMAINS, FLAGS_KEPT = 64, 64, 100
-"""Of a run that is watched."""
+"""Limits of a live run."""
 _SENTENCE, _TEXT = 1000, 8000
-"""Most characters of what is shown."""
+"""Maximum characters of shown text."""
 _UNUSABLE = (KeyError, TypeError, AttributeError, ValueError, OverflowError)
 
 
 def load_run(folder: Path) -> Run:
     """Read `results.json`, `config.json` and every `stages/*/metrics.jsonl` that exists.
 
-    Raises `RunFolderError` if `folder` holds neither results nor metrics, or a file of it cannot be read.
+    Raises `RunFolderError` if `folder` has neither results nor metrics, or a file of it cannot be read.
     """
     run = RunFolder.attach(folder)
     results = run.read_results()
@@ -61,7 +61,7 @@ def load_run(folder: Path) -> Run:
         )
     for name, stage in stages.items():
         stage.flags = _red_flags(run, name)
-        done = Replaced(run.place(name) / DONE)  # it is what was written: so say those who read the metrics
+        done = Replaced(run.place(name) / DONE)  # the metrics' reader has compared its digest
         done.look()
         stage.done, stage.record = done.there, _finished(done.take())
     try:
@@ -76,7 +76,7 @@ def load_run(folder: Path) -> Run:
 
 @contextmanager
 def drawing(folders: object) -> Iterator[None]:
-    """Raise `RunFolderError` if the settings or results in `folders` have not the form that a run writes."""
+    """Raise `RunFolderError` if the settings or results in `folders` are malformed."""
     from jinja2 import TemplateError
 
     try:
@@ -89,7 +89,7 @@ def drawing(folders: object) -> Iterator[None]:
 
 
 class LiveRun:
-    """A run folder, whether it is there yet or not, and what the looks have found in it."""
+    """A run folder, there or not yet, and the results of the looks into it."""
 
     def __init__(self, path: Path, label: str) -> None:
         self.path, self.label = path, label
@@ -101,7 +101,7 @@ class LiveRun:
 
     @property
     def there(self) -> bool:
-        """Whether there is something of a run."""
+        """It has files of a run."""
         return bool(self._stages or self._asked)
 
     @property
@@ -110,7 +110,7 @@ class LiveRun:
         return sum(stage.metrics.unread for stage in self._stages.values())
 
     def look(self) -> None:
-        """Read on, `AT_ONCE` bytes at most."""
+        """Read on, at most `AT_ONCE` bytes."""
         news = self._config.look()
         if news:
             self._asked = _settings(self._config.take())
@@ -125,7 +125,7 @@ class LiveRun:
         self.version += news
 
     def run(self) -> Run:
-        """Return what was found, with the stages that have begun in the order in which they run."""
+        """Return the results so far, with the begun stages in the order in which they run."""
         begun = [live.stage for live in self._stages.values() if live.stage.rows or live.stage.done]
         begun.sort(key=lambda stage: stage_order(stage.name))
         domains = list(self._asked.get("domains", ()))
@@ -133,7 +133,7 @@ class LiveRun:
 
 
 class _LiveStage:
-    """The files of a stage, and what was read of them."""
+    """The files of a stage, and their content so far."""
 
     def __init__(self, folder: Path) -> None:
         self.stage = StageResult(folder.name, bounded=True)
@@ -142,7 +142,7 @@ class _LiveStage:
         self._flagged: deque[RedFlag] = deque(maxlen=FLAGS_KEPT)
 
     def look(self, most: int) -> bool:
-        """Read on, `most` bytes of metrics; returns whether there is anything new."""
+        """Read on, at most `most` bytes of metrics. Returns whether there is anything new."""
         stage = self.stage
         anew, lines = self.metrics.look(most)
         if anew:
@@ -159,7 +159,7 @@ class _LiveStage:
         for flag in map(_readable_flag, flags):
             if flag is not None and flag not in self._flagged:
                 self._flagged.append(flag)
-        # Without those of steps that a run which goes on repeats.
+        # Without flags of steps that a resumed run repeats.
         stage.flags = [flag for flag in self._flagged if flag.step <= stage.step + 1]
         sampled, ended = self._samples.look(), self._done.look()
         if sampled:
@@ -224,7 +224,7 @@ def _assemble(results: dict, config: dict, stages: dict[str, StageResult], fallb
 
 
 def _record(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a finished stage has recorded of time, tokens and memory. Raises one of `_UNUSABLE`."""
+    """Return a finished stage's record of time, tokens and memory. Raises one of `_UNUSABLE`."""
     kinds = {"seconds": float, "student_tokens": int, "steps": int, "peak_rss_mb": float}
     told: dict[str, Any] = {
         key: kind(entry[key]) for key, kind in kinds.items() if entry.get(key) is not None
@@ -236,7 +236,7 @@ def _record(entry: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _finished(document: Any) -> dict[str, Any]:
-    """Return `_record` of a `done.json`, and nothing where it cannot be drawn."""
+    """Return `_record` of a `done.json`, or nothing if it cannot be drawn."""
     try:
         told = _record(document)
     except _UNUSABLE:
@@ -285,7 +285,7 @@ def _interval(entry: dict) -> Interval:
 
 
 def _stage_folders(folder: Path) -> list[Path]:
-    """Folders of stages; a link may lead out of the run folder, and is none."""
+    """Return the folders of stages. Links are left out because they may lead out of the run folder."""
     if folder.is_symlink():
         return []
     try:
@@ -297,7 +297,7 @@ def _stage_folders(folder: Path) -> list[Path]:
 
 
 def _settings(config: Any) -> dict[str, Any]:
-    """What the charts ask of a recipe."""
+    """Return the settings of a recipe that the charts use."""
     if not isinstance(config, dict):
         return {}
     domains = config.get("domains")

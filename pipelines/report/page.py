@@ -1,7 +1,7 @@
-"""Draws the pages from `templates/`: one HTML text each, with its style and charts inside and no network.
+"""Draw the pages from `templates/`: one HTML text each, with its style and charts inside and no network.
 
-A template escapes whatever text it is given. What it takes as it is (`|safe`) is the project's own: the SVG
-of charts, a page's policy, the script of the live page.
+A template escapes any text. Only the project's own content is inserted unescaped (`|safe`): the SVG of
+charts, a page's policy, the script of the live page.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from opd.redact import redact
 
 TEMPLATES = Path(__file__).parent / "templates"
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
-"""What a browser lets the page do: be drawn."""
+"""The browser's permissions of the page: to be drawn."""
 
 
 def render(run: Run) -> str:
@@ -53,7 +53,7 @@ def render(run: Run) -> str:
 
 
 def draw(template: str, **told: Any) -> Markup:
-    """Fill a template with `told`, without secrets and without signs that act instead of being read."""
+    """Fill a template with `told`, without secrets and without control characters."""
     return Markup(clean(fill(template, **told)))
 
 
@@ -63,12 +63,12 @@ def fill(template: str, **told: Any) -> str:
 
 
 def clean(text: str) -> str:
-    """Return `text` as a page may show it."""
+    """Return `text` without secrets and control characters."""
     return visible(redact(text))
 
 
 def _shown(value: Any) -> Any:
-    """Return a value of a template as a page may show it; what is HTML already, as it is."""
+    """Return a value of a template without secrets and control characters. HTML stays as it is."""
     return clean(value) if isinstance(value, str) and not hasattr(value, "__html__") else value
 
 
@@ -78,7 +78,7 @@ def _environment() -> Environment:
         loader=FileSystemLoader(TEMPLATES),
         autoescape=True,
         undefined=StrictUndefined,
-        finalize=_shown,  # before a text is escaped, which a secret in it would not be known by
+        finalize=_shown,  # before escaping, which would hide a secret
         trim_blocks=True,
         lstrip_blocks=True,
     )
@@ -92,7 +92,7 @@ def _environment() -> Environment:
 
 
 def machine_words(run: Run) -> list[str]:
-    """List what the run ran on, as far as it is known."""
+    """List the known facts of the run's machine."""
     told = {"cpu": "{}", "cores": "{} cores", "python": "Python {}", "torch": "PyTorch {}"}
     machine = run.facts.get("machine", {})
     return [text.format(machine[key]) for key, text in told.items() if key in machine]

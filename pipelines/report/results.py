@@ -1,4 +1,4 @@
-"""What a run has shown so far, as the few typed records that the pages are drawn from."""
+"""Hold a run's results so far, as the few typed records behind the pages."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from opd.pipelines.records.settings import Recorded
 from opd.pipelines.records.stage_names import KINDS, kind_of
 
 POINTS, RECENT = 512, 80
-"""Points of a curve that are kept of a run that is watched, and how many of its last values as they were."""
+"""Maximum points of a live run's curve, and number of its last values stored as they were."""
 KEYS, PHASES = 300, 32
-"""Curves and phases of a stage that are kept of a run that is watched."""
+"""Maximum curves and phases of a live run's stage."""
 LONGEST_NAME = 200
-"""Characters of a key; a metric of a longer one is left out."""
+"""Maximum characters of a key. A metric with a longer one is left out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,48 +35,48 @@ class ModelResult:
 
     name: str
     kind: str
-    """`base`, `specialist` (a teacher trained by the run), `teacher` (one given), `merged` or `baseline`."""
+    """`base`, `specialist` (trained by the run), `teacher` (a given one), `merged` or `baseline`."""
     sampled: dict[str, DomainAccuracy]
     greedy: dict[str, DomainAccuracy]
     mean_length: dict[str, float]
     student_tokens: int = 0
-    """Tokens its own training sampled; 0 for a merge of weights."""
+    """Tokens its own training sampled, 0 for a merge of weights."""
     seconds: float = 0.0
     settings: dict[str, Any] = field(default_factory=dict)
     lengths: dict[str, dict[str, float]] = field(default_factory=dict)
     """Quantiles of the sampled responses' tokens, by domain."""
     elsewhere: str = ""
-    """Why its answers were not written by the recipe's engine, if they were not."""
+    """The reason if its answers do not come from the recipe's engine."""
     sets: dict[str, DomainAccuracy] = field(default_factory=dict)
     """Sampled, by evaluation set."""
     several: dict[str, dict[str, Interval]] = field(default_factory=dict)
-    """Domain or set -> `pass@4`, `maj@4` and the like, where several answers to each prompt were measured."""
+    """Domain or set -> `pass@4`, `maj@4` and the like, if several answers to each prompt were measured."""
     episodes: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Domain or set with an environment -> what `evaluation.measure.of_episodes` says."""
+    """Domain or set with an environment -> result of `evaluation.measure.of_episodes`."""
 
     @property
     def teaches(self) -> bool:
         return self.kind in ("specialist", "teacher")
 
     def counts(self, domains: Sequence[str]) -> list[Count]:
-        """Sampled counts of `domains`, in that order."""
+        """Return the sampled counts of `domains`, in that order."""
         return [self.sampled[domain].count for domain in domains]
 
 
 class Curve:
-    """The values of one key: all of them while there are no more than `points`; then means over stretches of
-    equal length, and the last ones as they were, which stand for the end of the curve.
+    """The values of one key. All are stored while there are at most `points`. Later it stores means over
+    stretches of equal length. The last values, for the end of the curve, are stored as they were.
     """
 
     def __init__(self, points: int = POINTS) -> None:
         self._points = points
         self._sums = tuple(array("d") for _ in range(3))
-        """Of steps, student tokens and values, by stretch; the last one is open."""
+        """Sums of steps, student tokens and values, by stretch. The last one is open."""
         self._stretch, self._open, self.count = 1, 0, 0
         self._recent: deque[tuple[float, float, float]] = deque(maxlen=RECENT)
 
     def add(self, step: float, tokens: float, value: float) -> None:
-        """One step's value."""
+        """Add one step's value."""
         if self._open == 0:
             if len(self._sums[0]) >= self._points:
                 self._halve()
@@ -89,7 +89,7 @@ class Curve:
         self.count += 1
 
     def column(self) -> tuple[list[float], list[float], list[float]]:
-        """(steps, student tokens, values), as `StageResult.column` has them."""
+        """Return (steps, student tokens, values), as `StageResult.column` does."""
         if self._stretch == 1:
             steps, tokens, values = (list(sums) for sums in self._sums)
             return steps, tokens, values
@@ -152,39 +152,39 @@ class ShownPrompt:
 
 
 class StageResult:
-    """One stage, as far as it is written: made of the rows of its metrics, and of its record once it is done.
+    """One stage so far: the rows of its metrics, and its record once it is done.
 
     Args:
-        bounded: Keep as little of it as a run that is watched for days can have.
+        bounded: Limit the memory, for a live run of many days.
     """
 
     def __init__(self, name: str, rows: Iterable[Mapping[str, Any]] = (), *, bounded: bool = False) -> None:
         self.name = name
         self.done = False
         self.record: dict[str, Any] = {}
-        """What a finished stage left of `seconds`, `student_tokens`, `steps`, `peak_rss_mb` and `phases`."""
+        """`seconds`, `student_tokens`, `steps`, `peak_rss_mb` and `phases` of a finished stage."""
         self.flags: list[RedFlag] = []
         """In the order in which they fired."""
         self.samples: list[ShownPrompt] = []
         self.samples_step = 0
         self.changed = 0.0
-        """When a step was written last, in seconds since the epoch; 0 before the first."""
+        """Time of the last step's write, in seconds since the epoch, 0 before the first."""
         self._bounded = bounded
         self.begin()
         for row in rows:
             self.add(row)
 
     def begin(self) -> None:
-        """Forget all rows."""
+        """Clear all rows."""
         self.curves: dict[str, Curve] = {}
         self.held: dict[str, dict[str, float]] = {}
-        """By phase the bytes of each kind, in the step in which they were the most together."""
+        """Bytes of each kind by phase, in the step with the largest sum."""
         self.step = self.rows = self.unreadable = 0
         self._time = self._tokens = 0.0
         self._phases: dict[str, float] = {}
 
     def add(self, row: Mapping[str, Any]) -> None:
-        """Add the metrics of a step. What is no number that can be drawn is left out."""
+        """Add the metrics of a step. Values that cannot be drawn are left out."""
         tokens, most = row.get("tokens/student", 0), KEYS if self._bounded else sys.maxsize
         self._tokens = float(tokens) if is_number(tokens) else 0.0
         self.step, self.rows = row["step"], self.rows + 1
@@ -230,26 +230,26 @@ class StageResult:
         return self.record.get("phases", self._phases)
 
     def column(self, key: str) -> tuple[list[float], list[float], list[float]]:
-        """(steps, student tokens, values) of the steps that logged `key`."""
+        """Return (steps, student tokens, values) of the steps that logged `key`."""
         curve = self.curves.get(key)
         return ([], [], []) if curve is None else curve.column()
 
     def names(self, prefix: str) -> list[str]:
-        """What follows `prefix` in the keys of the metrics, in order of appearance."""
+        """Return the rest of the metrics' keys after `prefix`, in order of appearance."""
         return [key.removeprefix(prefix) for key in self.curves if key.startswith(prefix)]
 
     def last(self, key: str) -> float | None:
-        """The latest value of a metric."""
+        """Return the latest value of a metric."""
         return self.curves[key].last if key in self.curves else None
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Everything the report shows."""
+    """The data of a report."""
 
     name: str
     facts: dict[str, Any]
-    """`seed`, `version`, `created` and `machine`, where known."""
+    """`seed`, `version`, `created` and `machine`, if known."""
     domains: list[str]
     models: list[ModelResult]
     recovery: dict[str, dict[str, Interval]]
@@ -258,17 +258,17 @@ class Run:
     counters: dict[str, float]
     config: dict[str, Any]
     folders: dict[str, dict[str, str]] = field(default_factory=dict)
-    """Model -> its folder, digest, prompt format and loading lines, as far as each is known."""
+    """Model -> its folder, digest, prompt format and loading lines, as far as known."""
     answers: dict[str, Any] = field(default_factory=dict)
-    """Domain -> a few answers side by side, as `pipelines/evaluation/evaluate.py` gives them."""
+    """Domain -> a few compared answers, from `pipelines/evaluation/evaluate.py`."""
     contamination: dict[str, Any] = field(default_factory=dict)
-    """Of evaluation prompts in what was trained on, as `pipelines/evaluation/evaluate.py` gives it."""
+    """Evaluation prompts in training data, from `pipelines/evaluation/evaluate.py`."""
     difficulty: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Domain -> what its specialist has measured of its prompts (`pipelines/stages/difficulty.py`)."""
+    """Domain -> its specialist's measurements of its prompts (`pipelines/stages/difficulty.py`)."""
     code_changes: list[dict[str, Any]] = field(default_factory=list)
-    """What changed in the user's own code during the run, as `RunFolder.code_changes` says it."""
+    """Changes of the user's own code during the run, as in `RunFolder.code_changes`."""
     setting_changes: list[Recorded] = field(default_factory=list)
-    """What the recipe has said otherwise since the run was started, oldest first."""
+    """Changes of the recipe since the run was started, oldest first."""
 
     @property
     def confidence(self) -> float:
@@ -283,12 +283,12 @@ class Run:
 
     @property
     def flags(self) -> list[tuple[str, RedFlag]]:
-        """(stage, flag) of every rule that fired: stage by stage, in the order in which they fired."""
+        """(stage, flag) of every rule that fired, by stage and in order."""
         return [(stage.name, flag) for stage in self.stages for flag in stage.flags]
 
     @property
     def current(self) -> StageResult | None:
-        """The stage that was written to last; of a run that is done the merge."""
+        """The stage with the latest write, or the merge of a finished run."""
         going = [stage for stage in self.stages if not stage.done and stage.rows]
         if going:
             return max(going, key=lambda stage: stage.changed)
@@ -298,12 +298,12 @@ class Run:
 
     @property
     def trained_here(self) -> bool:
-        """Whether every specialist was trained in this run, and so began as its base."""
+        """Every specialist was trained in this run, so it began as the run's base."""
         return not self.config.get("teachers")
 
     @property
     def teacher_word(self) -> str:
-        """What its teachers are called: "specialist" where the run trained all of them."""
+        """The word for its teachers: "specialist" if the run trained all of them."""
         return "teacher" if any(model.kind == "teacher" for model in self.models) else "specialist"
 
     @property
@@ -312,22 +312,22 @@ class Run:
         return list(dict.fromkeys(name for model in self.models for name in model.sets))
 
     def teachers_of(self, domain: str) -> list[ModelResult]:
-        """The evaluated teachers of `domain`."""
+        """Return the evaluated teachers of `domain`."""
         config = self.config.get("domains", {}).get(domain, {})
         if (config.get("distill") or {}).get("kl_coef") == 0:
-            return []  # its reward alone counts
+            return []  # only its reward counts
         named = config.get("teacher") or domain
         names = [named] if isinstance(named, str) else list(named)
         found = [self.model(f"specialist:{name}") or self.model(f"teacher:{name}") for name in names]
         return [model for model in found if model is not None and domain in model.sampled]
 
     def teacher(self, domain: str) -> ModelResult | None:
-        """The evaluated teacher of `domain`; of several the one that is right most often there."""
+        """Return the evaluated teacher of `domain`, of several the one with the highest accuracy there."""
         found = self.teachers_of(domain)
         return max(found, key=lambda model: model.sampled[domain].count.accuracy) if found else None
 
     def best_of_several(self) -> dict[str, str]:
-        """Domain -> name of its best teacher, for the domains with several that were evaluated."""
+        """Return domain -> name of its best teacher, for the domains with several evaluated ones."""
         return {
             domain: best.name.partition(":")[2]
             for domain in self.domains
@@ -336,13 +336,13 @@ class Run:
 
 
 def stage_order(name: str) -> tuple[int, str]:
-    """Sorts stages as they run."""
+    """Return the sort key of a stage in the order of a run."""
     kind = kind_of(name)
     return (KINDS.index(kind) if kind else len(KINDS)), name
 
 
 def is_number(value: object) -> TypeGuard[int | float]:
-    """Whether it can be drawn: a finite number, and so is the sum of many."""
+    """Return whether it can be drawn: a finite number, small enough for sums of many."""
     if not isinstance(value, int | float) or isinstance(value, bool):
         return False
-    return abs(value) < 1e100  # not so: NaN, too
+    return abs(value) < 1e100  # false for NaN, too

@@ -1,4 +1,4 @@
-"""The tables of the pages: what is in them, as text. `templates/macros.html` draws them."""
+"""Build the tables of the pages as text. `templates/macros.html` draws them."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from opd.pipelines.report.words import (
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A text, and what stands small below it."""
+    """A text, with a small one below it."""
 
     text: str
     small: str = ""
     kind: str = ""
-    """Of the style sheet; `heat`: the more colour the higher the number, `text`: words, `code`: a name."""
+    """A class of the style sheet. `heat` shades by the number, `text` is for words, `code` for a name."""
     title: str = ""
 
 
@@ -47,7 +47,7 @@ class Column:
     name: str
     kind: str = ""
     role: str = ""
-    """Colour of a dot before the name; "" for none."""
+    """Colour of a dot before the name, "" for none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,19 +62,19 @@ class TableRow:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A table."""
+    """A table of a page."""
 
     columns: Sequence[Column]
     rows: Sequence[TableRow]
     first: str | None = ""
-    """What stands above the labels; `None`: the rows have none."""
+    """The head above the labels. `None`: the rows have no labels."""
     kind: str = ""
     groups: Sequence[tuple[str, int, str]] = field(default_factory=list)
-    """(name, columns, kind) of what stands above columns that belong together."""
+    """(name, columns, kind) of heads above adjacent columns."""
 
 
 def plain_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Table | None:
-    """Make a table of texts, the first of each row its label; `None` where there is no row."""
+    """Return a table of texts, the first of each row its label. `None` without rows."""
     told = [TableRow(label, [Cell(text) for text in texts]) for label, *texts in rows]
     return Table([Column(name) for name in head[1:]], told, head[0]) if rows else None
 
@@ -118,7 +118,7 @@ WAITED = re.compile(r"teacher/(?P<teacher>.+)/wait_seconds")
 
 
 def counter_rows(run: Run) -> Iterator[tuple[str, str]]:
-    """(label, value) of every counter that is not 0, in a fixed order; those without a label come last."""
+    """Yield (label, value) of every counter that is not 0, in a fixed order, those without a label last."""
     known = [*COUNTS, *BYTES, *SECONDS]
     for name in [*known, *(name for name in run.counters if name not in known)]:
         value = run.counters.get(name, 0)
@@ -137,7 +137,7 @@ def counter_rows(run: Run) -> Iterator[tuple[str, str]]:
 
 
 def _share(run: Run, name: str, value: float) -> str:
-    """The part of the phase that a wait belongs to."""
+    """Format a wait as a share of its phase."""
     phase = "rollout" if name.startswith("rollout/") else "score"
     merge = run.stage("merge")
     whole = merge.phases.get(phase, 0.0) if merge else 0.0
@@ -145,7 +145,7 @@ def _share(run: Run, name: str, value: float) -> str:
 
 
 def _share_of_steps(run: Run, value: float) -> str:
-    """The part of the merge's steps, without what is measured in between."""
+    """Format a wait as a share of the merge's steps, without the measurements in between."""
     merge = run.stage("merge")
     phases = merge.phases.items() if merge else ()
     whole = sum(seconds for phase, seconds in phases if phase != "evaluate")
@@ -153,7 +153,7 @@ def _share_of_steps(run: Run, value: float) -> str:
 
 
 def ordered(run: Run) -> list[ModelResult]:
-    """Models as the report lists them: base, specialists, merged, then the baselines, the best first."""
+    """Return models in the report's order: base, specialists, merged, then the baselines, the best first."""
     ranks = {"base": 0, "specialist": 1, "teacher": 1, "merged": 2}
 
     def place(model: ModelResult) -> tuple[int, float]:
@@ -166,7 +166,7 @@ def ordered(run: Run) -> list[ModelResult]:
 
 
 def accuracy_table(run: Run, cues: Cues) -> Table:
-    """Models x domains: sampled accuracy with its interval as a heat map, greedy accuracy beside it."""
+    """Return models x domains: sampled accuracy with its interval as a heat map, greedy accuracy beside."""
     several = len(run.domains) > 1
     greedy = any(model.greedy for model in run.models)
     names = [Column(domain, "name", cues.of(domain).role) for domain in run.domains]
@@ -189,7 +189,7 @@ def accuracy_table(run: Run, cues: Cues) -> Table:
 
 
 def alternatives_table(run: Run) -> Table | None:
-    """Every other model beside the merged one: mean, gap to it, tokens, time, settings."""
+    """Return every other model beside the merged one: mean, gap to it, tokens, time, settings."""
     merged, rows = run.model("merged"), []
     for model in ordered(run):
         shared = [domain for domain in run.domains if domain in model.sampled]
@@ -216,7 +216,7 @@ def alternatives_table(run: Run) -> Table | None:
 
 
 def _beside_merged(run: Run, model: ModelResult, domains: Sequence[str], gap: bool) -> list[Cell]:
-    """Return its mean over `domains`, and, with `gap`, how far the merged student is ahead."""
+    """Return its mean over `domains`, and, with `gap`, the lead of the merged student."""
     mean = mean_accuracy(model.counts(domains), run.confidence)
     merged = run.model("merged")
     found = compare(run, merged, model) if merged and gap else None
@@ -229,7 +229,7 @@ def _cost(tokens: int, seconds: float) -> list[Cell]:
 
 
 def recovery_table(run: Run, cues: Cues) -> Table | None:
-    """(student - base) / (teacher - base) per model and domain; `None` if nothing was measured."""
+    """Return (student - base) / (teacher - base) per model and domain, `None` if nothing was measured."""
     rows = []
     for model in ordered(run):
         found = run.recovery.get(model.name)
@@ -241,7 +241,7 @@ def recovery_table(run: Run, cues: Cues) -> Table | None:
 
 
 def teachers_table(run: Run, cues: Cues) -> Table | None:
-    """Final KL, token share and gradient share of each teacher."""
+    """Return final KL, token share and gradient share of each teacher."""
     rows = []
     for name, values in run.teachers.items():
         kl, *shares = (values.get(key) for key in ("kl", "token_share", "grad_share"))
@@ -253,7 +253,7 @@ def teachers_table(run: Run, cues: Cues) -> Table | None:
 
 
 def models_table(run: Run) -> Table | None:
-    """Where each model lies, and the digest of its weights."""
+    """Return the folder of each model, and the digest of its weights."""
     rows = []
     for name, told in run.folders.items():
         digest = told.get("digest", "")
@@ -263,7 +263,7 @@ def models_table(run: Run) -> Table | None:
 
 
 def stages_table(run: Run) -> Table | None:
-    """Time, steps, tokens and memory of each stage."""
+    """Return time, steps, tokens and memory of each stage."""
     rows = []
     for stage in run.stages:
         tokens, memory = stage.student_tokens, stage.peak_rss_mb
@@ -280,12 +280,12 @@ def stages_table(run: Run) -> Table | None:
 
 
 def counters_table(run: Run) -> Table | None:
-    """Counters of the merge: teachers, stores, rollouts and their log."""
+    """Return counters of the merge: teachers, stores, rollouts and their log."""
     return plain_table(["Counter", "Value"], list(counter_rows(run)))
 
 
 def sets_table(run: Run) -> Table | None:
-    """Models x evaluation sets: sampled accuracy with its interval; `None` where there is no set."""
+    """Return models x evaluation sets: sampled accuracy with its interval, `None` without sets."""
     rows = [
         _of(model, [_heat(model.sets.get(name)) for name in run.sets]) for model in ordered(run) if model.sets
     ]
@@ -293,7 +293,7 @@ def sets_table(run: Run) -> Table | None:
 
 
 def several_tables(run: Run) -> Iterator[tuple[str, Table]]:
-    """For every domain and set with several answers to each prompt: models x pass@k and maj@k."""
+    """Yield models x pass@k and maj@k for every domain and set with several answers to each prompt."""
     for name in [*run.domains, *run.sets]:
         measured = [model for model in ordered(run) if name in model.several]
         keys = list(dict.fromkeys(key for model in measured for key in model.several[name]))
@@ -308,12 +308,13 @@ def several_tables(run: Run) -> Iterator[tuple[str, Table]]:
 _EPISODES = ("Success, %", "Turns", "Done, %", "Reward", "Calls", "Broken calls")
 _SINGLE = ("Task", "Right", "Turns", "End", "Reward of each turn", "Calls", "Broken calls")
 _TASK = 160
-"""Characters of a task that are shown beside its episode."""
+"""Characters of a task shown beside its episode."""
 
 
 def episodes_tables(run: Run) -> Iterator[tuple[str, Table, str, Table]]:
-    """For every domain and set with an environment: its name, models x what their episodes were like, and a
-    few of one model's, the merged student's if there is one, behind that model's name.
+    """Yield tables of episodes for every domain and set with an environment. Each has the name, models x
+    statistics of their episodes, and a model's name with a few of its episodes. That model is the merged
+    student if there is one.
     """
     for name in [*run.domains, *run.sets]:
         models = [model for model in ordered(run) if name in model.episodes]
@@ -346,7 +347,7 @@ def _single(told: Mapping[str, Any]) -> list[Cell]:
 
 
 def contamination_table(run: Run) -> Table | None:
-    """Domain or set -> evaluation prompts that stand in training texts, with an example of each; `None` where
+    """Return domain or set -> evaluation prompts in training texts, with an example of each. `None` if
     nothing was compared.
     """
     rows = []
@@ -370,7 +371,7 @@ def _heat(accuracy: DomainAccuracy | None, kind: str = "") -> Cell:
 
 
 def _shaded(value: Interval, kind: str = "") -> Cell:
-    """Return a share in %, the more colour the higher, with its interval."""
+    """Return a share in %, shaded by its size, with its interval."""
     return Cell(_tenth(value), bounds(value), f"heat{kind}")
 
 

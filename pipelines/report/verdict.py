@@ -1,5 +1,5 @@
-"""The verdict: what the run's numbers say about the merge, in plain sentences computed from them. What a
-command says when it ends: the verdict, a few lines of numbers, and where things are.
+"""Write the verdict on the merge: plain sentences computed from the run's numbers. Also write the closing
+summary of a command: the verdict, a few lines of numbers, and paths.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from opd.pipelines.report.words import (
 )
 
 WEAK = 0.2
-"""Teachers that are right in fewer than this share of their sampled answers are called weak."""
+"""Teachers are weak if fewer than this share of their sampled answers are right."""
 SAME_BUDGET = 0.05
-"""Two token budgets that differ by less than this share count as equal."""
+"""Two token budgets count as equal if they differ by less than this share."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """The merged student against one other model, over the domains both were measured on."""
+    """The merged student against one other model, over the domains of both."""
 
     other: ModelResult
     gap: Interval
@@ -61,14 +61,14 @@ class Comparison:
 
     @property
     def outcome(self) -> str:
-        """`ahead` or `behind` where the interval excludes zero, else `level`."""
+        """`ahead` or `behind` if the interval excludes zero, else `level`."""
         if self.gap.low > 0:
             return "ahead"
         return "behind" if self.gap.high < 0 else "level"
 
 
 def compare(run: Run, merged: ModelResult, other: ModelResult) -> Comparison | None:
-    """`None` if the two share no domain."""
+    """Compare two models. `None` if they share no domain."""
     shared = [domain for domain in run.domains if domain in merged.sampled and domain in other.sampled]
     if not shared:
         return None
@@ -77,7 +77,7 @@ def compare(run: Run, merged: ModelResult, other: ModelResult) -> Comparison | N
 
 
 def write_verdict(run: Run) -> Verdict:
-    """The verdict on `run`; says so where the run has no evaluated merge yet."""
+    """Return the verdict on `run`, or a note that it has no evaluated merge yet."""
     merged = run.model("merged")
     if merged is None or not merged.sampled:
         return Verdict(
@@ -89,7 +89,7 @@ def write_verdict(run: Run) -> Verdict:
 
 
 def _change_points(run: Run) -> list[tuple[str, str]]:
-    """Code of the user's own, and settings, that were not the same all the time."""
+    """Return the changes of the user's own code and of settings."""
     points_ = []
     for change in run.code_changes:
         states = {"done": change["done"], "under way": change["under_way"]}
@@ -112,7 +112,7 @@ def _change_points(run: Run) -> list[tuple[str, str]]:
 
 
 def _pairs(run: Run, merged: ModelResult) -> dict[str, tuple[Count, Count]]:
-    """(merged, teacher) of every domain with an evaluated teacher."""
+    """Return (merged, teacher) of every domain with an evaluated teacher."""
     pairs = {}
     for domain in run.domains:
         teacher = run.teacher(domain)
@@ -122,7 +122,7 @@ def _pairs(run: Run, merged: ModelResult) -> dict[str, tuple[Count, Count]]:
 
 
 def retained(run: Run, model: ModelResult) -> dict[str, float]:
-    """Accuracy / teacher's accuracy of every domain with an evaluated teacher that is ever right."""
+    """Return accuracy / teacher's accuracy of every domain with an evaluated teacher that is ever right."""
     return {
         domain: own.accuracy / teacher.accuracy
         for domain, (own, teacher) in _pairs(run, model).items()
@@ -131,7 +131,7 @@ def retained(run: Run, model: ModelResult) -> dict[str, float]:
 
 
 def _headline(run: Run, merged: ModelResult) -> str:
-    """What was kept, beside the levels it was kept from: a share of next to nothing is no success."""
+    """Return the retained share with the levels behind it, because a share of a tiny level is no success."""
     pairs, shares = _pairs(run, merged), retained(run, merged)
     mean = mean_accuracy(merged.counts(list(merged.sampled)), run.confidence).value
     if not pairs:
@@ -154,7 +154,7 @@ def _headline(run: Run, merged: ModelResult) -> str:
 
 
 def _weak_teachers(run: Run, pairs: dict[str, tuple[Count, Count]], kept: float) -> str:
-    """The headline where teachers leave nothing to keep: hardly ever right, or not clearly above the base."""
+    """Return the headline for teachers with nothing to retain: hardly ever right, or not above the base."""
     own, teachers = ([pair[side] for pair in pairs.values()] for side in (0, 1))
     levels = mean_accuracy(teachers).value
     who, be = (f"{run.teacher_word}s", "are") if len(pairs) > 1 else (run.teacher_word, "is")
@@ -176,7 +176,7 @@ def _weak_teachers(run: Run, pairs: dict[str, tuple[Count, Count]], kept: float)
 
 
 def _teacher_points(run: Run, merged: ModelResult) -> list[tuple[str, str]]:
-    """Levels behind the headline: merged, specialists, base; and any domain left worse than it began."""
+    """Return the levels behind the headline: merged, specialists, base, and domains that got worse."""
     domains = [domain for domain in run.domains if domain in merged.sampled]
     mean = mean_accuracy(merged.counts(domains), run.confidence)
     level = f"{percent(mean.value)} of sampled answers are right, averaged over {_domains(len(domains))}"
@@ -222,7 +222,7 @@ def _comparison_points(run: Run, merged: ModelResult) -> list[tuple[str, str]]:
 
 
 def _budget(merged: ModelResult, other: ModelResult) -> str:
-    """How a trained baseline's student tokens compare with the merge's; nothing for merges of weights."""
+    """Compare a trained baseline's student tokens with the merge's. Empty for merges of weights."""
     if not other.student_tokens or not merged.student_tokens:
         return ""
     ratio = other.student_tokens / merged.student_tokens
@@ -250,7 +250,7 @@ def _cost_points(run: Run) -> list[tuple[str, str]]:
 
 
 def follows(run: Run) -> bool:
-    """Tell whether the merge learnt from answers of its teachers."""
+    """Return whether the merge learnt from answers of its teachers."""
     return run.config.get("distill", {}).get("prefixes") == "teacher"
 
 
@@ -259,13 +259,13 @@ def _domains(count: int) -> str:
 
 
 LINES = 5
-"""Most models in the table: base, specialists, merged student and the best of the others."""
+"""Maximum models in the table: base, specialists, merged student and the best of the others."""
 DOMAINS = 6
-"""Most domains with a column of their own."""
+"""Maximum domains with their own column."""
 
 
 def closing(run_dir: Path) -> str:
-    """The last words of `opd run`, `distill` and `evaluate` about the run in `run_dir`.
+    """Return the closing summary of `opd run`, `distill` and `evaluate` for the run in `run_dir`.
 
     Raises `RunFolderError` as `load_run` does.
     """
@@ -287,7 +287,7 @@ def _unmeasured(run: Run) -> str:
 
 
 def _table(run: Run) -> list[str]:
-    """A line a model: domains, their mean, and the share kept of the teachers' accuracy, in %."""
+    """Return a line a model: domains, their mean, and the retained share of the teachers' accuracy, in %."""
     shown = run.domains if len(run.domains) <= DOMAINS else []
     rows = [_row(run, label, sampled, shown) for label, sampled in _models(run)]
     if not rows:
@@ -303,7 +303,7 @@ def _table(run: Run) -> list[str]:
 
 
 def _error(run: Run) -> list[str]:
-    """How well the accuracies of the table are known."""
+    """Return the precision of the table's accuracies."""
     known = [accuracy for _, sampled in _models(run) for accuracy in sampled.values()]
     if not known:
         return []
@@ -316,7 +316,7 @@ def _error(run: Run) -> list[str]:
 
 
 def _not_in_kept(run: Run) -> list[str]:
-    """The domains that the share kept leaves out, and why."""
+    """Return the domains that the retained share leaves out, with the reasons."""
     merged = run.model("merged")
     if merged is None or not merged.sampled:
         return []
@@ -332,7 +332,7 @@ def _not_in_kept(run: Run) -> list[str]:
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """A line a row, the first column to the left and all others to the right."""
+    """Return a line a row, the first column left-aligned and all others right-aligned."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return [
         "  ".join(
@@ -344,7 +344,7 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _models(run: Run) -> list[tuple[str, dict[str, DomainAccuracy]]]:
-    """(label, accuracies) of the models to show; of the others, those with the highest mean."""
+    """Return (label, accuracies) of the shown models. Of the others these have the highest mean."""
     chosen: list[tuple[str, dict[str, DomainAccuracy]]] = []
     base, merged = run.model("base"), run.model("merged")
     if base:

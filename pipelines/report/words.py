@@ -1,4 +1,4 @@
-"""How numbers and names are written for people."""
+"""Format numbers and names for people."""
 
 from __future__ import annotations
 
@@ -25,29 +25,29 @@ STAGES = {"base": "Base", "merge": "Merge", "evaluate": "Evaluation"}
 
 
 def model_label(name: str) -> str:
-    """Display name of a model."""
+    """Return the display name of a model."""
     kind, _, domain = name.partition(":")
     return f"{kind.capitalize()}, {domain}" if domain else MODELS.get(name, name)
 
 
 def best_told(best: dict[str, str]) -> str:
-    """Which teacher counts on each domain that has several."""
+    """Format the best teacher of each domain with several."""
     return "; ".join(f"on {domain} the best of its teachers counts, {name}" for domain, name in best.items())
 
 
 def own_label(teacher_word: str) -> str:
-    """What the teachers are called together, each on its own domains."""
+    """Return the label of all teachers, each on its own domains."""
     return f"{teacher_word.capitalize()}s, own domain"
 
 
 def in_sentence(label: str) -> str:
-    """A display name inside a sentence: "Weight average" -> "weight average", "TIES" stays."""
+    """Return a display name inside a sentence: "Weight average" -> "weight average", "TIES" stays."""
     label = label.replace(" (all tokens)", " on all tokens")
     return label if label[:2].isupper() else label[:1].lower() + label[1:]
 
 
 def stage_label(name: str) -> str:
-    """Display name of a stage."""
+    """Return the display name of a stage."""
     kind, own = kind_of(name), stage_model(name)
     if kind == "sft" and ":" in own:
         return f"Demonstrations, {own.partition(':')[2]}"
@@ -57,28 +57,28 @@ def stage_label(name: str) -> str:
 
 
 def percent(value: float, digits: int = 1) -> str:
-    """0.985 -> "98.5 %", with a narrow no-break space."""
+    """Format 0.985 as "98.5 %", with a narrow no-break space."""
     return f"{100 * value:.{digits}f}{NARROW}%"
 
 
 def points(value: float) -> str:
-    """0.149 -> "+14.9", in percentage points."""
+    """Format 0.149 as "+14.9", in percentage points."""
     text = f"{100 * value:+.1f}"
     return "0.0" if float(text) == 0 else text.replace("-", MINUS)
 
 
 def bounds(interval: Interval, digits: int = 1) -> str:
-    """Interval of a share in percent, "97.9–98.9"."""
+    """Format the interval of a share in percent, "97.9–98.9"."""
     return f"{100 * interval.low:.{digits}f}{DASH}{100 * interval.high:.{digits}f}".replace("-", MINUS)
 
 
 def point_bounds(interval: Interval) -> str:
-    """Interval of a difference in percentage points, "+13.1 to +16.7"."""
+    """Format the interval of a difference in percentage points, "+13.1 to +16.7"."""
     return f"{points(interval.low)} to {points(interval.high)}"
 
 
 def amount(value: float) -> str:
-    """206976 -> "207 k"; three significant digits."""
+    """Format 206976 as "207 k", with three significant digits."""
     for size, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= 0.9995 * size:
             scaled = value / size
@@ -89,13 +89,13 @@ def amount(value: float) -> str:
 
 
 def power(value: float) -> str:
-    """2.1e-7 -> "2×10⁻⁷"; one significant digit."""
+    """Format 2.1e-7 as "2×10⁻⁷", with one significant digit."""
     mantissa, exponent = f"{value:.0e}".split("e")
     return f"{mantissa}\u00d710{str(int(exponent)).translate(SUPERSCRIPT)}".replace("-", MINUS)
 
 
 def duration(seconds: float) -> str:
-    """Seconds as "8.4 s", "42 s", "2 min 05 s" or "3 h 12 min"."""
+    """Format seconds as "8.4 s", "42 s", "2 min 05 s" or "3 h 12 min"."""
     if seconds < 9.95:
         return f"{seconds:.1f}{NARROW}s"
     whole = round(seconds)
@@ -107,5 +107,5 @@ def duration(seconds: float) -> str:
 
 
 def listing(items: list[str]) -> str:
-    """["a", "b", "c"] -> "a, b and c"."""
+    """Join ["a", "b", "c"] to "a, b and c"."""
     return items[0] if len(items) == 1 else f"{', '.join(items[:-1])} and {items[-1]}"

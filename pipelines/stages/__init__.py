@@ -1,1 +1,1 @@
-"""The stages of a run: their order, the one loop of those that are trained, and what each learns."""
+"""Define the stages of a run: their order, the one training loop, and the algorithm of each."""

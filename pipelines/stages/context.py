@@ -1,6 +1,6 @@
-"""What a running stage is given: its recipe, its place in the run folder, where to report, and helpers.
+"""Give a running stage its recipe, its place in the run folder, its reports, and helpers.
 
-Helpers compute for it beside its own process: rollout engines and teachers elsewhere.
+Helpers compute for it in other processes: rollout engines and teachers.
 """
 
 from __future__ import annotations
@@ -28,46 +28,46 @@ if TYPE_CHECKING:
 
 
 class Helpers(Protocol):
-    """What `launch` has put at a stage's disposal."""
+    """The engines and teachers that `launch` gives a stage."""
 
     def writers(self, model: Path, adapters: bool = False) -> EnginePool:
-        """Engines that hold the Hugging Face folder `model` as version 0, or nothing yet as version -1.
+        """Return engines with the Hugging Face folder `model` as version 0, or without weights as version -1.
 
-        `adapters`: engines that merge adapters into it themselves are to be given the recipe's.
+        `adapters`: engines that merge adapters themselves are to get the recipe's.
         """
         ...
 
     def teachers(self, names: Sequence[str], vocabulary: int) -> Mapping[str, Teacher] | None:
-        """The recipe's teachers of these names, cut to `vocabulary` tokens; `None`: they run in this
-        process.
+        """Return the recipe's teachers of these names, cut to `vocabulary` tokens. `None` means that they run
+        in this process.
         """
         ...
 
 
 @dataclass(slots=True)
 class StageContext:
-    """One stage of one run."""
+    """The context of one stage of one run."""
 
     recipe: Recipe
     folder: RunFolder
     stage: str
-    """Name of the stage; prefixes the uid of every sample it generates."""
+    """Name of the stage. It prefixes the uid of every sample that the stage generates."""
     metrics: MetricsWriter
     checkpoints: CheckpointStore
     progress: Callable[[int, int, str], None]
     """`progress(done, total, headline)`."""
     preemption: Preemption
-    """What the run has been asked: to stop, to make room, or nothing."""
+    """The requests to the run: to stop, to free memory, or none."""
     helpers: Helpers | None = None
-    """Engines and teachers in other processes, where the recipe's `launch` asks for them."""
+    """Engines and teachers in other processes, if the recipe's `launch` has some."""
     servers: Servers | None = None
     """The inference servers that the run starts itself."""
     ranks: Ranks = field(default_factory=Ranks)
-    """The processes that run this stage together."""
+    """The processes that run this stage."""
     closing: ExitStack = field(default_factory=ExitStack)
-    """What is given back when the stage ends."""
+    """Resources that are closed when the stage ends."""
     memory: MemoryMeter = field(default_factory=MemoryMeter)
-    """Who holds how much in this process."""
+    """The meter of this process's memory, by owner."""
 
     @classmethod
     def open(
@@ -81,7 +81,7 @@ class StageContext:
         ranks: Ranks | None = None,
         servers: Servers | None = None,
     ) -> StageContext:
-        """Open the stage's own folder under `stages/`; of several ranks the first writes metrics."""
+        """Open the stage's own folder under `stages/`. Of several ranks the first writes metrics."""
         ranks = ranks or Ranks()
         place = folder.stage(stage)
         return cls(
@@ -100,35 +100,35 @@ class StageContext:
         )
 
     def of_rank(self, path: Path) -> Path:
-        """Where this rank keeps what is at `path` for the first."""
+        """Return this rank's path for the first rank's `path`."""
         return path_of_rank(path, self.ranks.rank)
 
     @property
     def shelf(self) -> Shelf | None:
-        """A place for what learns while others use the device, where the recipe asks for one."""
+        """The offload buffer of trained weights while others use the device, if the recipe has one."""
         if not self.recipe.runtime.offload.trainer:
             return None
         return Shelf(self.folder.stage(self.stage))
 
     def model_path(self, name: str) -> Path:
-        """Folder of a model of the run: see `RunFolder.model`."""
+        """Return the folder of a model of the run. See `RunFolder.model`."""
         return self.folder.model(self.recipe, name)
 
     def card(self, result: Mapping[str, Any]) -> dict[str, Any]:
-        """The card of the model that this stage has made."""
+        """Return the card of the model that this stage has made."""
         return Cards.of(self.recipe, self.folder).of_stage(self.stage, result)
 
     def model(self, name: str) -> Path:
-        """`model_path`, once all that its stage recorded was compared with what is there."""
+        """Return `model_path`, after a comparison of the files with their stage's record."""
         self.folder.stage_done(model_stage(name))
         return self.model_path(name)
 
     def teacher_source(self, name: str) -> str:
-        """Folder or URL of a teacher: one of the recipe's own, or the specialist of that domain."""
+        """Return the folder or URL of a teacher: the recipe's own, or the specialist of that domain."""
         return self.recipe.given_teachers().get(name) or str(self.model(f"specialist:{name}"))
 
 
 def baseline_methods(recipe: Recipe) -> list[str]:
-    """The baselines of `recipe`, with the all-token mixed run where it is asked for."""
+    """Return the baselines of `recipe`, with the all-token mixed run if it is set."""
     methods: list[str] = list(recipe.baselines.methods)
     return [*methods, "mixed_grpo_all"] if recipe.baselines.mixed_grpo_all_tokens else methods

@@ -1,4 +1,4 @@
-"""The critic of a GRPO stage whose advantage is `gae`: its model and optimiser beside the student's."""
+"""Train the critic of a GRPO stage with advantage `gae`: its model and optimiser beside the student's."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from opd.types import Sample, TokenTerms
 
 
 class Critic:
-    """A model of values that learns beside a student, on the same ranks and the same samples.
+    """A value model that trains beside a student, on the same ranks and the same samples.
 
     Args:
-        config: How it learns.
-        advantage: What is made of its values.
+        config: Its training settings.
+        advantage: The settings of the advantages from its values.
         backend: Its weights and optimiser.
-        student: Whose samples they are.
-        by_turn: Every turn weighs the same, as in the policy's loss; else every token.
+        student: The student that samples.
+        by_turn: Every turn weighs the same, as in the policy's loss. Otherwise every token does.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Critic:
 
     @classmethod
     def open(cls, context: StageContext, start: Path, student: Student) -> Critic:
-        """With the trunk of the model in `start`; `ModelError` if its head cannot be changed."""
+        """Open a critic with the trunk of the model in `start`. Raises `ModelError` if its head is fixed."""
         recipe, specialist = context.recipe, context.recipe.specialist
         config, advantage = specialist.critic or CriticConfig(), specialist.advantage
         assert isinstance(advantage, GAEAdvantage)
@@ -68,20 +68,20 @@ class Critic:
         return cls(config, advantage, backend, student, by_turn)
 
     def values(self, samples: Sequence[Sample]) -> list[np.ndarray]:
-        """See `own_values`."""
-        self.backend.max_tokens = self._student.backend.max_tokens  # which samples on disk make smaller
+        """Return values as `own_values` does."""
+        self.backend.max_tokens = self._student.backend.max_tokens  # samples on disk make it smaller
         return own_values(self.backend, samples)
 
     def estimate(self, stream: PolicyStream, learned: Sequence[Sample], coef: float) -> None:
-        """Make the advantages of a step; see `PolicyStream.criticise`."""
+        """Estimate the advantages of a step. See `PolicyStream.criticise`."""
         gae = GAE(self.advantage.gamma, self.advantage.lam)
         stream.criticise(gae, self.values, learned, coef=coef, whiten=self.advantage.whiten)
 
     def learn(
         self, samples: StepSamples, parts: Sequence[Sequence[Sample]], stream: PolicyStream, step: StepContext
     ) -> dict[str, float]:
-        """An optimiser step for each of `parts`; returns metrics. Raises `TrainingError` if the loss or the
-        gradient is not finite.
+        """Take an optimiser step for each of `parts`, and return metrics. Raises `TrainingError` if the loss
+        or the gradient is not finite.
         """
         rate = learning_rate(self.config.optim, step.index, step.progress)
         steps: list[dict[str, float]] = []

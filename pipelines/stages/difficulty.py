@@ -1,9 +1,9 @@
-"""How hard prompts are for the model that a specialist starts from, measured before its first step.
+"""Measure the difficulty of prompts for a specialist's start model, before its first step.
 
-stages/STAGE/difficulty.json holds what was asked (model, reward, sampling, samples, seed) and, of each prompt
-in the order in which they are asked, its key and how many answers were right. It is written whole every so
-many prompts. A stage that was killed goes on behind it; a file that is damaged, or of other questions, is
-written anew, to the same rates.
+stages/STAGE/difficulty.json has the question (model, reward, sampling, samples, seed) and one entry per
+prompt, in their order. An entry has the prompt's key and its number of right answers. The file is written
+atomically every so many prompts. A killed stage continues behind it. A damaged file, or one of other
+questions, is written again, with the same rates.
 """
 
 from __future__ import annotations
@@ -31,39 +31,39 @@ from opd.storage.files import digest_of, read_sealed, write_sealed
 _log = logging.getLogger(__name__)
 
 _WRITES = 100
-"""About how often the file is written."""
+"""Number of times the file is written, about."""
 _BINS = 10
-"""Bars of a histogram, where there are not fewer rates."""
+"""Maximum bars of a histogram."""
 _TOKENS = 1 << 53
-"""More were never written."""
+"""Maximum plausible number of tokens."""
 _AGAIN = "it is measured again"
 _WHAT = "the difficulty of prompts"
 
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What was measured of a domain's training prompts."""
+    """The measurements of a domain's training prompts."""
 
     domain: str
     samples: int
-    """Answers to each."""
+    """Answers to each prompt."""
     right: dict[int, int]
-    """Index of a prompt -> how many of its answers were right, in the order in which they were asked."""
+    """Index of a prompt -> its number of right answers, in the order of the measurements."""
     tokens: int = 0
-    """Response tokens that were written for it."""
+    """Response tokens generated for it."""
 
     def of(self, index: int) -> float:
-        """Share of right answers to the training prompt at `index`."""
+        """Return the share of right answers to the training prompt at `index`."""
         return self.right[index] / self.samples
 
     def kept(self, config: DifficultyConfig) -> list[int]:
-        """Indices of the prompts to train on, easy ones first; equals in the order they were asked in."""
+        """Return the indices of the prompts to train on, easy ones first, equal ones in measured order."""
         rates = {index: self.of(index) for index in self.right}
         kept = [index for index, rate in rates.items() if config.min_rate <= rate <= config.max_rate]
         return sorted(kept, key=lambda index: -rates[index])
 
     def bars(self) -> list[tuple[str, int]]:
-        """A histogram: what each bar is of, and how many prompts are in it."""
+        """Return a histogram: the label of each bar, and its number of prompts."""
         counts = list(self.right.values())
         if self.samples <= _BINS:
             return [(f"{right} of {self.samples}", counts.count(right)) for right in range(self.samples + 1)]
@@ -73,7 +73,7 @@ class Rates:
         return [(f"{10 * i}-{10 * i + 10} %", count) for i, count in enumerate(bars)]
 
     def summary(self, config: DifficultyConfig) -> dict[str, Any]:
-        """As results and report hold it."""
+        """Return the format of results and report."""
         rates = [self.of(index) for index in self.right]
         return {
             "prompts": len(rates),
@@ -88,7 +88,7 @@ class Rates:
         }
 
     def sentence(self, config: DifficultyConfig) -> str:
-        """The histogram, and what is left of the prompts."""
+        """Format the histogram and the number of remaining prompts."""
         found = self.summary(config)
         bars = ", ".join(f"{name}: {count}" for name, count in self.bars() if count)
         return (
@@ -99,20 +99,20 @@ class Rates:
 
 
 def measure(context: StageContext, student: Student, data: DomainSet, domain: str, start: Path) -> Rates:
-    """The rates of a domain's training prompts for the model in `start`, which `student` still is.
+    """Measure the rates of a domain's training prompts for the model in `start`, which `student` still is.
 
-    Raises `DataError` if none is left to train on, and `PreemptedError` if the run was asked to stop.
+    Raises `DataError` if none is left to train on, and `PreemptedError` if the run is to stop.
     """
     config, ranks = context.recipe.specialist.difficulty, context.ranks
     assert config is not None
     asked = DifficultyQuery.of(context, data.domains[domain], config, start)
-    # One rank reads: what is damaged is then damaged for all of them.
+    # One rank reads, so that damage is the same for all.
     found = ranks.gather_json(asked.read() if ranks.main else None, _WHAT)[0]
     rows, tokens = [(str(key), int(right)) for key, right in found["prompts"]], int(found["tokens"])
     lot, total = context.recipe.specialist.prompts_per_step, len(asked.order)
     written = len(rows)
     if written < total and student.writer.policy_version != 0:
-        student.sync(0)  # nothing is restored yet: these are the weights of `start`
+        student.sync(0)  # no restore yet, so these are the weights of `start`
     while len(rows) < total:
         groups = _answers(context, student, data, asked, len(rows), lot)
         for group in groups:
@@ -126,7 +126,7 @@ def measure(context: StageContext, student: Student, data: DomainSet, domain: st
         share = sum(right for _, right in rows) / (len(rows) * config.samples)
         context.progress(len(rows), total, f"difficulty: {share:.2f} right")
         if ranks.any(context.preemption.stopping, _WHAT):
-            context.preemption.stop()  # where only another rank was asked
+            context.preemption.stop()  # if only another rank got the signal
             context.preemption.check()
     rates = asked.rates(rows, tokens)
     _log.info("domain %s: %s", domain, rates.sentence(config))
@@ -140,9 +140,10 @@ def measure(context: StageContext, student: Student, data: DomainSet, domain: st
 
 
 def measured(context: StageContext, data: DomainSet, domain: str) -> Rates | None:
-    """What the specialist of `domain` has measured; `None` where it was not asked to, or is not trained here.
+    """Return the measurements of the specialist of `domain`.
 
-    Raises `RunFolderError` if its record, or its file, is not what was written.
+    `None` if it was not to measure, or is not trained here. Raises `RunFolderError` if its record or its file
+    has changed.
     """
     config = context.recipe.for_domain(domain).specialist.difficulty
     stage = specialist_stage(domain)
@@ -162,7 +163,7 @@ def measured(context: StageContext, data: DomainSet, domain: str) -> Rates | Non
 def _answers(
     context: StageContext, student: Student, data: DomainSet, asked: DifficultyQuery, first: int, count: int
 ) -> list[Any]:
-    """Rewarded groups of `count` prompts from number `first` of those that are asked."""
+    """Return rewarded groups of `count` prompts, from number `first` of the query."""
     prompts = [
         data.training(asked.domain, index, f"{context.stage}/difficulty/{asked.domain}/{index}")
         for index in asked.order[first : first + count]
@@ -174,7 +175,7 @@ def _answers(
 
 
 def _let_go(student: Student, uids: Sequence[str]) -> None:
-    """These responses are in the rates: neither the log nor a step's metrics need to know of them."""
+    """Release responses that are in the rates. Neither the log nor a step's metrics need them."""
     if student.rollouts is not None:
         student.rollouts.forget(uids)
         student.rollouts.take_counters({})
@@ -182,7 +183,7 @@ def _let_go(student: Student, uids: Sequence[str]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class DifficultyQuery:
-    """What is measured, and where that is kept."""
+    """A measurement, and its file."""
 
     path: Path
     domain: str
@@ -190,15 +191,15 @@ class DifficultyQuery:
     order: list[int]
     """Indices of the prompts."""
     keys: list[str]
-    """Of those prompts."""
+    """Keys of those prompts."""
     question: dict[str, Any]
-    """What the rates depend on, beside the prompts."""
+    """Everything the rates depend on, beside the prompts."""
 
     @classmethod
     def of(
         cls, context: StageContext, domain: Domain, config: DifficultyConfig, start: Path
     ) -> DifficultyQuery:
-        """What the stage measures of `domain`, with the model in `start`."""
+        """Return the stage's query of `domain`, with the model in `start`."""
         recipe = context.recipe
         own = recipe.domains[domain.name].model_dump(mode="json")
         rollout = recipe.rollout
@@ -215,8 +216,8 @@ class DifficultyQuery:
         return cls(path, domain.name, config.samples, order, _keys(domain, order), question)
 
     def read(self) -> dict[str, Any]:
-        """What an earlier attempt has measured, as far as it is whole and of the same question. Raises
-        `RunFolderError` if a folder is in its place.
+        """Return an earlier attempt's measurements of the same question, if they are valid. Raises
+        `RunFolderError` if the path is a folder.
         """
         nothing = {"prompts": [], "tokens": 0}
         if not self.path.exists():
@@ -242,18 +243,18 @@ class DifficultyQuery:
         write_sealed(self.path, {"question": self.question, "tokens": tokens, "prompts": list(rows)})
 
     def rates(self, rows: Sequence[tuple[str, int]], tokens: int) -> Rates:
-        """All of it."""
+        """Return the complete rates."""
         right = {index: count for index, (_, count) in zip(self.order, rows, strict=True)}
         return Rates(self.domain, self.samples, right, tokens)
 
 
 def _decisive(reward: dict[str, Any] | None) -> dict[str, Any] | None:
-    """The settings of a reward that its numbers depend on."""
+    """Return the settings of a reward that affect its numbers."""
     return reward and {name: value for name, value in reward.items() if name not in HOW_ASKED}
 
 
 def _order(recipe: Recipe, domain: Domain, config: DifficultyConfig) -> list[int]:
-    """Indices of the training prompts that are measured, as a function of the seed."""
+    """Return the indices of the measured training prompts, as a function of the seed."""
     drawn = permutation(len(domain.train), recipe.seed, domain.name, "difficulty")
     return [int(index) for index in drawn[: config.prompts]]
 
@@ -263,8 +264,8 @@ def _keys(domain: Domain, order: Sequence[int]) -> list[str]:
 
 
 def _rows(found: dict[str, Any], keys: Sequence[str], samples: int) -> list[tuple[str, int]] | None:
-    """The prompts of a file, if they are the first of `keys` and of `samples` answers each as many were right
-    as there can be.
+    """Return the prompts of a file if they are valid. They must be the first of `keys`, with at most
+    `samples` right answers each.
     """
     rows = found.get("prompts")
     if not isinstance(rows, list) or len(rows) > len(keys):

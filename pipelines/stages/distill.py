@@ -1,6 +1,6 @@
-"""The merge: the student writes, each sample is scored by the teacher of its domain, the student follows.
+"""Train the merge: the student samples, the teacher of each domain scores, the student follows.
 
-The recipe says which streams the loss has; here is what each token weighs in them.
+The recipe selects the loss's streams. This module weighs each token in them.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ from opd.types import Sample, TokenTerms
 
 
 def needs_policy_stream(config: DistillConfig) -> bool:
-    """Whether sampled tokens carry a policy gradient: k1 lives there, and so does a reward."""
+    """Return whether sampled tokens carry a policy gradient: that of k1, or of a reward."""
     return config.rl_coef > 0 or isinstance(config.loss, SampledTokenK1)
 
 
 def policy_loss(config: DistillConfig) -> PolicyLossConfig:
-    """The settings of the policy stream; k1, which lives there, has its own."""
+    """Return the settings of the policy stream. k1 is in that stream and has its own."""
     return config.loss.loss if isinstance(config.loss, SampledTokenK1) else config.policy_loss
 
 
 def needs_correction(config: DistillConfig) -> bool:
-    """Whether some stream weighs sampled tokens by what drew them."""
+    """Return whether a stream weighs sampled tokens by their sampling probability."""
     if needs_policy_stream(config):
         return True
     return config.weighs_samples and policy_loss(config).correction is not None
@@ -58,11 +58,11 @@ def token_terms(
     weights: np.ndarray,
     kept_weights: np.ndarray,
 ) -> TokenTerms:
-    """The terms of a sample: `weights` `[R]` of the tokens that its mask counts, `kept_weights` of those that
-    the correction of `policy` has left.
+    """Return the terms of a sample.
 
-    What a correction rejects leaves the policy stream and its normaliser; of the divergence's see
-    `weigh_divergence`.
+    `weights` `[R]` are for the tokens of its mask, `kept_weights` for those left by the correction of
+    `policy`. Tokens that a correction rejects leave the policy stream and its normaliser. For the divergence
+    see `weigh_divergence`.
     """
     term = TokenTerms.zeros(len(sample.response_ids))
     term.kl_weight = term.policy_weight = weights
@@ -75,7 +75,7 @@ def token_terms(
 
 
 def loss_terms(config: DistillConfig, schedule: TeacherSchedule) -> list[LossTerm]:
-    """The streams of the merge's loss."""
+    """Return the streams of the merge's loss."""
     terms: list[LossTerm] = []
     if needs_policy_stream(config):
         terms.append(PolicyTerm(policy_loss(config)))
@@ -96,16 +96,16 @@ def distill(context: StageContext, start: Path, out: Path) -> dict[str, Any]:
 
 
 class Distill(Algorithm):
-    """The teachers' divergence at every token, and what the recipe adds to it.
+    """The teachers' divergence at every token, with the recipe's other terms.
 
     Args:
         context: The stage.
         start: The model to train.
-        stack: What closes the teachers.
+        stack: Closes the teachers.
     """
 
     source: Rollouts | Given
-    """Set once the engine is open; idle while the learning curve is measured."""
+    """Set once the engine is open. Idle while the learning curve is measured."""
 
     def __init__(self, context: StageContext, start: Path, stack: ExitStack) -> None:
         recipe, config = context.recipe, context.recipe.distill
@@ -123,14 +123,14 @@ class Distill(Algorithm):
         self.student = Student.open(context, start, config.optim, config.batch, terms)
         self.data = DomainSet.open(recipe, self.student.tokenizer)
         opened = partial(open_frozen, context, start, config.batch)
-        # What teachers wrote says nothing of how far the student has come.
+        # Teachers' answers do not show the student's progress.
         self._began = None if self._given else Beginning(recipe, opened)
         shares = {name: recipe.for_domain(name).distill for name in recipe.domains}
         self._prompts = {name: own.prompts_per_domain for name, own in shares.items()}
         self._rl_coefs = {name: own.rl_coef for name, own in shares.items()}
 
     def open_source(self, stack: ExitStack) -> Rollouts | Given:
-        """What the student writes, until `stack` is unwound; or what its teachers have written."""
+        """Open the student's rollouts, until `stack` is unwound, or its teachers' answers."""
         if self._given:
             return Given(self._written, self.student)
         together = self.config.to_batch is not None
@@ -138,8 +138,8 @@ class Distill(Algorithm):
         return open_source(self.context, self.student, self.teachers.listening(asked), stack)
 
     def _written(self, index: int) -> list[Sample]:
-        """What teachers wrote to the prompts of step `index`: all of it before the first step of an attempt,
-        which takes from the log what an earlier one wrote.
+        """Return the teachers' answers to the prompts of step `index`. An attempt generates all of them
+        before its first step, and reads earlier attempts' answers from the log.
         """
         if not self._answers:
             with open_log(self.context) as log:
@@ -147,7 +147,7 @@ class Distill(Algorithm):
         return self._answers[index]
 
     def prompts(self, index: int) -> list[EncodedPrompt]:
-        """Those of batch number `index`, domain by domain."""
+        """Return the prompts of batch number `index`, domain by domain."""
         return [
             prompt
             for domain, count in self._prompts.items()
@@ -155,7 +155,7 @@ class Distill(Algorithm):
         ]
 
     def score(self, samples: StepSamples, step: StepContext) -> dict[str, float]:
-        """Rewards, and each teacher reads its samples once."""
+        """Compute rewards, and let each teacher read its samples once."""
         samples.reward(self.data.rewards)
         metrics = rollout_metrics(samples.groups)
         if not self._given:  # a teacher's answers have no age
@@ -164,7 +164,7 @@ class Distill(Algorithm):
         return metrics
 
     def plan(self, samples: StepSamples, step: StepContext) -> Plan:
-        """One update: the teachers' divergence, and the policy stream where there is one."""
+        """Plan one update: the teachers' divergence, and the policy stream if there is one."""
         stream, metrics = self._stream(samples)
         metrics |= {} if self._began is None else self._began.measure(samples, step.index)
         own = samples.samples
@@ -192,8 +192,8 @@ class Distill(Algorithm):
         return Plan([update], metrics)
 
     def _stream(self, samples: StepSamples) -> tuple[PolicyStream | None, dict[str, float]]:
-        """The policy stream with its metrics. A full vocabulary's divergence alone needs none: its gradient
-        is exact at every state, whatever policy led there.
+        """Return the policy stream with its metrics. A full vocabulary's divergence alone needs none. Its
+        gradient is exact at every state, whatever policy led there.
         """
         config = self.config
         if not self._corrects:
@@ -213,9 +213,9 @@ class Distill(Algorithm):
         return stream, metrics
 
     def ended(self, step: StepContext, metrics: dict[str, float]) -> dict[str, float]:
-        """Mismatch, the schedule's counters, whose totals survive a resume, and the learning curve."""
+        """Return mismatch, the schedule's counters, whose totals survive a resume, and the learning curve."""
         counters = self.teachers.take_counters(step, metrics)
-        # Who has written with other weights, and was meant to, says nothing of the engine.
+        # Answers of other weights, as intended here, show no mismatch of the engine.
         mismatch = {} if self._given else self.probe.take()
         return mismatch | counters | self._curve(step)
 

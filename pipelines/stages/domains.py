@@ -1,4 +1,4 @@
-"""The recipe's domains, ready to use: encoded prompts in a reproducible order, held-out prompts, rewards."""
+"""Load the recipe's domains: encoded prompts in a reproducible order, held-out prompts, rewards."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 
 
 def load_domains(recipe: Recipe) -> dict[str, Domain]:
-    """Every domain of `recipe`. Raises `DataError` for a source that cannot be read or is empty."""
+    """Return every domain of `recipe`. Raises `DataError` for a source that cannot be read or is empty."""
     held_out = recipe.evaluation.prompts_per_domain
     return {
         name: load_domain(name, config, seed=recipe.seed, held_out_prompts=held_out)
@@ -36,7 +36,8 @@ def load_domains(recipe: Recipe) -> dict[str, Domain]:
 
 
 def student_tokenizer(recipe: Recipe, domains: Iterable[Domain]) -> PreTrainedTokenizerBase:
-    """The tokenizer the run starts with: the recipe's, the model's, or one over the domains' characters.
+    """Return the tokenizer of the run's start: the recipe's, the model's, or one over the domains'
+    characters.
 
     Raises `ModelError` if none is given and no domain has an alphabet.
     """
@@ -58,8 +59,8 @@ def student_tokenizer(recipe: Recipe, domains: Iterable[Domain]) -> PreTrainedTo
 def sequence_limit(
     recipe: Recipe, tokenizer: PreTrainedTokenizerBase, limit: int, name: str
 ) -> tuple[int, str]:
-    """Tokens of a sequence, and what says so: `limit`, by the field `name`, or the model's positions if those
-    are fewer, without what servers keep of them.
+    """Return the tokens of a sequence, and the source of that limit. It is `limit`, by the field `name`, or
+    the model's positions if those are fewer. Positions reserved by servers are subtracted.
     """
     model, kept = recipe.model, recipe.kept_by_servers
     config = read_config(Path(model.path)) if model.path else scratch_config(model.config or {}, tokenizer)
@@ -73,17 +74,17 @@ def sequence_limit(
 
 
 def room_in(config: PreTrainedConfig, recipe: Recipe, limit: int) -> int:
-    """Tokens of a sequence of a model with this configuration: `limit`, or its positions without what servers
-    keep of them.
+    """Return the tokens of a sequence for a model's configuration. It is `limit`, or the positions without
+    those reserved by servers.
     """
     positions = positions_of(config)
     return limit if positions is None else min(limit, positions - recipe.kept_by_servers)
 
 
 def prompt_room(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, domain: str) -> Room:
-    """How long prompts of `domain` may be, so that a response of its `max_new_tokens` fits behind them.
+    """Return the maximum length of prompts of `domain`, so that a response of `max_new_tokens` fits.
 
-    Raises `ConfigError` if no prompt would have room.
+    Raises `ConfigError` if no prompt would fit.
     """
     most = recipe.for_domain(domain).rollout.max_new_tokens
     own = most != recipe.rollout.max_new_tokens
@@ -99,8 +100,8 @@ def prompt_room(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, domain: str)
 
 
 def template_arguments(recipe: Recipe, domain: str) -> dict[str, Any]:
-    """What the chat template is given for prompts of `domain`: the recipe's, and the tools of its
-    environment.
+    """Return the chat template's arguments for prompts of `domain`: the recipe's, and its environment's
+    tools.
     """
     config = recipe.domains[domain].environment
     # An agent brings its own with each request.
@@ -117,9 +118,9 @@ class DomainSet:
     tokenizer: PreTrainedTokenizerBase
     _cursors: dict[str, PromptCursor[Prompt]]
     _encode: Callable[[Sequence[Prompt]], list[EncodedPrompt]]
-    """Of one domain."""
+    """Encodes prompts of one domain."""
     long: dict[str, str]
-    """What was done with prompts that are too long, in words, by domain."""
+    """The treatment of too long prompts, as text by domain."""
 
     @classmethod
     def open(
@@ -128,8 +129,8 @@ class DomainSet:
         tokenizer: PreTrainedTokenizerBase,
         loaded: Mapping[str, Domain] | None = None,
     ) -> DomainSet:
-        """Load the reward functions and the sources, unless they are `loaded`. Prompts that are too long are
-        dealt with as the recipe says, and logged.
+        """Load the reward functions and the sources, unless they are `loaded`. Too long prompts are treated
+        as the recipe says, and logged.
         """
         rooms = {name: prompt_room(recipe, tokenizer, name) for name in recipe.domains}
         domains, long = {}, {}
@@ -167,7 +168,7 @@ class DomainSet:
         return cls(domains, rewards, tokenizer, cursors, encode, long)
 
     def take(self, domain: str, start: int, count: int, stage: str) -> list[EncodedPrompt]:
-        """Training prompts number `start ... start + count - 1` of the domain's endless sequence.
+        """Return training prompts number `start ... start + count - 1` of the domain's endless sequence.
 
         Their uids are unique in the run: stage, domain and number.
         """
@@ -175,11 +176,11 @@ class DomainSet:
         return [replace(one, uid=f"{stage}/{domain}/{start + i}") for i, one in enumerate(prompts)]
 
     def training(self, domain: str, index: int, uid: str) -> EncodedPrompt:
-        """The training prompt at `index`, under `uid`."""
+        """Return the training prompt at `index`, under `uid`."""
         return replace(self._encode([self.domains[domain].train[index]])[0], uid=uid)
 
     def mixed(self, names: Sequence[str], start: int, count: int, stage: str) -> list[EncodedPrompt]:
-        """`count` prompts spread evenly over `names`, from number `start` of the mixed sequence."""
+        """Return `count` prompts spread evenly over `names`, from number `start` of the mixed sequence."""
         taken: list[EncodedPrompt] = []
         for i, name in enumerate(names):
             # Prompt number n of the mixed sequence is number n // len(names) of domain n % len(names).
@@ -189,6 +190,6 @@ class DomainSet:
         return taken
 
     def held_out(self, domain: str, count: int, purpose: str) -> list[EncodedPrompt]:
-        """The first `count` held-out prompts (all of them, if there are fewer)."""
+        """Return the first `count` held-out prompts (all of them, if there are fewer)."""
         prompts = self._encode(self.domains[domain].held_out[:count])
         return [replace(one, uid=f"{purpose}/{domain}/{i}") for i, one in enumerate(prompts)]

@@ -1,4 +1,4 @@
-"""GRPO: a specialist on one domain, or the mixed-domain baseline on all of them."""
+"""Train with GRPO: a specialist on one domain, or the mixed-domain baseline on all of them."""
 
 from __future__ import annotations
 
@@ -59,15 +59,15 @@ def train_grpo(
 
 
 class GRPO(Algorithm):
-    """Group-relative advantages, with a reference KL and teachers if the recipe asks for them.
+    """Group-relative advantages, with a reference KL and teachers if the recipe has them.
 
-    What the rewards teach on is chosen by filters and masks; the teachers teach on every response.
+    Filters and masks select the responses for the rewards. The teachers teach on every response.
 
     Args:
         context: The stage.
-        start: The model to train; the frozen reference, too.
-        domains: What it is trained on.
-        stack: What closes the teachers.
+        start: The model to train, and the frozen reference.
+        domains: The domains of training.
+        stack: Closes the teachers.
     """
 
     source: Rollouts  # set once the engine is open
@@ -101,7 +101,7 @@ class GRPO(Algorithm):
         self._choice: PromptChoice | None = None
 
     def choose(self, context: StageContext, start: Path) -> dict[str, Any]:
-        """Find out which prompts to ask; returns what was measured of them, for the result."""
+        """Choose the prompts of the stage. Returns their measurements, for the result."""
         measured = any(self._recipe.for_domain(name).specialist.difficulty for name in self._domains)
         if self.config.refill is None and self.config.replay is None and not measured:
             return {}
@@ -126,18 +126,18 @@ class GRPO(Algorithm):
         return {} if self._critic is None else {"critic": self._critic.backend}
 
     def prompts(self, index: int) -> list[EncodedPrompt]:
-        """Those of batch number `index`."""
+        """Return the prompts of batch number `index`."""
         if self._choice is not None:
             return self._choice.first(index)
         count = self.config.prompts_per_step
         return self.data.mixed(self._domains, index * count, count, self.stage)
 
     def more(self, samples: StepSamples) -> list[EncodedPrompt]:
-        """Prompts that are asked beside those of `samples`, for the same batch."""
+        """Return more prompts for the batch of `samples`."""
         return [] if self._choice is None else self._choice.more(samples)
 
     def asked(self) -> StageRequest:
-        """What the student is asked."""
+        """Return the stage's request to the student."""
         together = self.config.to_batch is not None
         asked = StageRequest(self.prompts, self.config.group_size, together=together, more=self.more)
         return asked if self.teachers is None else self.teachers.listening(asked)
@@ -180,14 +180,14 @@ class GRPO(Algorithm):
             if not learned:
                 return Plan([], chosen)
             samples.deal()
-        else:  # they have read all, as it was dealt then
+        else:  # they read all samples as they were dealt
             samples.groups = every
             learned = samples.samples
         stream, metrics = self._stream(samples, rewarded, step)
         metrics = chosen | metrics
         parts = _split(learned, config.minibatches)
         if self._critic is not None:
-            own = _split(rewarded, config.minibatches)  # what teachers alone teach on is not the critic's
+            own = _split(rewarded, config.minibatches)  # the critic does not use samples for teachers alone
             metrics |= self._critic.learn(samples, own * config.epochs, stream, step)
             if step.index < config.critic_warmup:
                 if self.teachers is not None:
@@ -229,7 +229,7 @@ class GRPO(Algorithm):
         return stream, metrics
 
     def _by_teacher(self, stream: PolicyStream, samples: StepSamples) -> dict[str, float]:
-        """`kl/TEACHER`, with k1."""
+        """Return `kl/TEACHER`, with k1."""
         lots: dict[str | None, list[Sample]] = {}
         for sample in samples.samples:
             lots.setdefault(sample.teacher, []).append(sample)
@@ -237,8 +237,8 @@ class GRPO(Algorithm):
         return {name: value for name, value in found.items() if value is not None}
 
     def _apart(self, measured: float | None, coef: float, step: StepContext) -> dict[str, float]:
-        """How far the reference is, unless a loss says it. With a target the coefficient of the next step is
-        noted, where a checkpoint keeps it.
+        """Return the distance of the reference, unless a loss reports it. With a target, store the
+        coefficient of the next step in the counters, which checkpoints save.
         """
         found = {} if measured is None or self._penalty is not None else {"reference_kl": measured}
         reference = self.config.reference_kl
@@ -257,7 +257,7 @@ class GRPO(Algorithm):
     ) -> Update:
         config = self.config
         opd, correction = config.opd, config.policy_loss.correction
-        # k1 is in the advantages of all samples; any other divergence is a stream of its own.
+        # k1 is in the advantages of all samples. Any other divergence is its own stream.
         apart = opd is not None and not isinstance(opd.loss, SampledTokenK1)
         among = [sample for sample in part if sample.uid in rewarded] if apart else part
         scale = self._scales(among, stream)
@@ -286,8 +286,8 @@ class GRPO(Algorithm):
         return Update.of(convert_batch(whole, config.to_batch, "specialist.to_batch"))
 
     def _scales(self, samples: Sequence[Sample], stream: PolicyStream | None = None) -> dict[str, float]:
-        """What a token of each sample weighs, by uid: of all that the loss masks count, or of those that the
-        correction of `stream` has left.
+        """Return the weight of a token of each sample, by uid. It is over all tokens of the loss masks, or
+        over those left by the correction of `stream`.
         """
         aggregation, limit = self.config.policy_loss.aggregation, self._rollout.max_new_tokens
         if stream is None:
@@ -299,7 +299,7 @@ class GRPO(Algorithm):
         return response_scales(samples, counts, aggregation, limit, turns)
 
     def ended(self, step: StepContext, metrics: dict[str, float]) -> dict[str, float]:
-        """Mismatch, if the update has found it, the teachers' counters, and the learning curve, if any."""
+        """Return mismatch, if the update found it, the teachers' counters, and the learning curve, if any."""
         counters = {} if self.teachers is None else self.teachers.take_counters(step, metrics)
         if self._probe and "grad_norm" in metrics:  # there was something to learn from
             counters |= self._probe.take()
@@ -316,7 +316,7 @@ class GRPO(Algorithm):
         return f"reward {metrics['reward/mean']:.3f}{led}"
 
     def _watch_signal(self, step: StepContext, signal: bool, *, cut: bool) -> None:
-        """`cut`: where there is no signal, groups had some, but all of their responses are masked."""
+        """Count steps without signal. `cut`: groups had some, but all of their responses are masked."""
         silent = 0.0 if signal else step.counters.get("steps_without_signal", 0.0) + 1
         step.counters["steps_without_signal"] = silent
         self._cut = cut
@@ -324,7 +324,7 @@ class GRPO(Algorithm):
             raise self.no_signal(int(silent))
 
     def no_signal(self, steps: int) -> TrainingError:
-        """The error for `steps` steps in a row that nothing could be learned from."""
+        """Return the error for `steps` steps in a row without any signal."""
         last = "last step" if steps == 1 else f"last {steps} steps"
         why = f"every group of the {last} had equal rewards"
         more = "specialist.refill" if self.config.refill is None else "a larger specialist.refill.limit"
@@ -338,8 +338,8 @@ class GRPO(Algorithm):
 
 
 def _split(samples: list[Sample], parts: int) -> list[list[Sample]]:
-    """`samples` in at most `parts` consecutive pieces of nearly as many responses, none empty; branches stay
-    with their episode.
+    """Split `samples` into at most `parts` consecutive slices of nearly as many responses, none empty.
+    Branches stay with their episode.
     """
     episodes = [list(own) for _, own in groupby(samples, key=lambda sample: sample.episode)]
     parts = min(parts, len(episodes))

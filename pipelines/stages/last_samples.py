@@ -1,4 +1,4 @@
-"""A few samples of a stage's last step, or of one shortly before, for whoever watches the run."""
+"""Write a few samples of a stage's last step, or of one shortly before, for viewers of the run."""
 
 from __future__ import annotations
 
@@ -24,24 +24,25 @@ from opd.types import Sample, SampleGroup, Status
 
 _log = logging.getLogger(__name__)
 KEPT_PROMPTS, KEPT_RESPONSES = 6, 4
-"""Of the last step: so many of its prompts, and so many responses to each, at most."""
+"""Maximum prompts of the last step, and maximum responses to each."""
 _CHARACTERS, _TOKENS = 3000, 2048
-"""Of a text that is kept: its beginning and its end, and what is decoded of it."""
+"""Characters of a stored text (its beginning and its end), and tokens that are decoded for it."""
 _MOST_BYTES = 1 << 20
 EVERY = 1.0
-"""Seconds from one writing to the next, at least: of a toy's steps, which are shorter, it took a fortieth."""
+"""Minimum seconds between two writes. In short steps of a toy one write took a fortieth."""
 Text = Callable[[Sample], str]
 """A response as its reward sees it."""
 
 
 class LastSamples:
-    """A few samples of a stage's last step with their rewards, for whoever watches the run: a small file that
-    each step writes anew, unless one did within `EVERY` seconds. Nothing else reads it, and a step does not
-    fail for want of it.
+    """A few samples of a stage's last step with their rewards, for viewers of the run.
+
+    Each step rewrites the small file, unless one did within `EVERY` seconds. Nothing else reads it, and a
+    step does not fail without it.
 
     Args:
         path: The file.
-        text: A response as its reward sees it; `None`: nothing is kept.
+        text: A response as its reward sees it. `None`: nothing is stored.
         clock: Seconds, from anywhere.
     """
 
@@ -51,8 +52,8 @@ class LastSamples:
 
     @classmethod
     def of(cls, context: StageContext, algorithm: object, step: int) -> LastSamples:
-        """Of a stage that goes on after step number `step`. The first rank writes, where `algorithm` rewards
-        responses: it has `data` then, which say how they are read.
+        """Return the writer of a stage that continues after step number `step`. Only the first rank writes,
+        and only if `algorithm` rewards responses. Then its `data` decodes them.
         """
         path = context.folder.last_samples(context.stage)
         data = getattr(algorithm, "data", None)
@@ -63,8 +64,8 @@ class LastSamples:
         return last
 
     def write(self, step: int, samples: StepSamples, *, final: bool = False) -> None:
-        """Keep some of the samples of step number `step`, the first being 1, once they are rewarded: if it is
-        time, or if the step is the stage's `final` one.
+        """Store some samples of step number `step`, the first being 1, once they are rewarded. It writes if
+        it is time, or if the step is the stage's `final` one.
         """
         if self._text is None or not (final or self._clock() >= self._due):
             return
@@ -88,7 +89,7 @@ class LastSamples:
         self._due = self._clock() + EVERY
 
     def rewind(self, step: int) -> None:
-        """Forget what an attempt that was killed has written after step number `step`."""
+        """Remove samples that a killed attempt wrote after step number `step`."""
         known = None
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
             known = read_document(read_plain(self._path), _MOST_BYTES)["step"]
@@ -132,7 +133,7 @@ def _written(sample: Sample, text: Text) -> str:
 
 
 def _of_each_domain(groups: Sequence[SampleGroup]) -> list[SampleGroup]:
-    """At most `KEPT_PROMPTS` groups: the first of each domain, then the second ones."""
+    """Return at most `KEPT_PROMPTS` groups: the first of each domain, then the second ones."""
     turns: dict[str, int] = {}
     ranked = []
     for place, group in enumerate(groups):
@@ -152,6 +153,6 @@ def _asked(sample: Sample) -> str:
 
 
 def _short(text: str) -> str:
-    """The beginning and the end of a text. A secret in it is hidden before the cut leaves half of it."""
+    """Return the beginning and end of a text. Secrets are hidden before the cut could leave half of one."""
     text, half = redact(text), _CHARACTERS // 2
     return text if len(text) <= _CHARACTERS else f"{text[:half]} [...] {text[-half:]}"

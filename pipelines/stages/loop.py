@@ -1,8 +1,8 @@
-"""The one loop of every trained stage: samples, scores, updates, new weights for the engine, checkpoint.
+"""Run the one loop of every trained stage: samples, scores, updates, new engine weights, checkpoint.
 
-`train` knows nothing of losses, teachers and engines. What a stage learns is an `Algorithm` (`distill.py`,
-`grpo.py`, `supervised.py`), where its samples come from and where they are is a `Source`
-(`source.py`, `samples.py`), and the only place that knows models and kernels is the back end.
+`train` does not know losses, teachers and engines. An `Algorithm` defines the learning of a stage
+(`distill.py`, `grpo.py`, `supervised.py`). A `Source` provides its samples (`source.py`, `samples.py`). Only
+the back end knows models and kernels.
 """
 
 from __future__ import annotations
@@ -27,69 +27,69 @@ from opd.types import RolloutBatch, Sample
 
 @dataclass(slots=True)
 class LoopState:
-    """What a checkpoint knows beside tensors."""
+    """The state in a checkpoint beside tensors."""
 
     step: int = 0
     student_tokens: int = 0
     """Response tokens the student generated and was trained on or filtered by."""
     seconds: float = 0.0
-    """Wall time of all attempts that led here."""
+    """Wall time of all attempts so far."""
     phases: dict[str, float] = field(default_factory=dict)
     """Seconds per phase."""
     counters: dict[str, float] = field(default_factory=dict)
-    """Counts the stage keeps, such as steps without signal."""
-    memory: dict[str, Any] = field(default_factory=dict)  # what is no count; JSON
+    """The stage's counts, such as steps without signal."""
+    memory: dict[str, Any] = field(default_factory=dict)  # other state than counts, as JSON
     metrics: str = ""
     flags: str = ""
-    """What stands for all metrics, and all flags, up to this step; see `Lines.tail`."""
-    rate: float = 1.0  # what rules that fired have left of the learning rate
+    """Digests of all metrics, and all flags, up to this step. See `Lines.tail`."""
+    rate: float = 1.0  # factor of the learning rate after rules that fired
     max_tokens: int = 0  # of a micro-batch
 
     def described(self, metrics: str) -> dict[str, Any]:
-        """What a checkpoint keeps of this, with `metrics` as they stand now; a copy."""
+        """Return a copy of this for a checkpoint, with `metrics` as they are now."""
         self.metrics = metrics
         return asdict(self)
 
 
 @dataclass(slots=True)
 class StepContext:
-    """What one step is told."""
+    """The inputs of one step."""
 
     index: int
     progress: float
     """Share of the stage done before this step, in [0, 1)."""
     timer: PhaseTimer
     counters: dict[str, float]
-    """Survive a resume; the step may change them."""
+    """Survive a resume. The step may change them."""
     tokens_left: int | None = None
-    """How many more the student may write, where the stage has a budget of tokens: see `within`."""
-    rate: float = 1.0  # what the algorithm's learning rate is multiplied with
-    memory: dict[str, Any] = field(default_factory=dict)  # survives a resume, as counters do; JSON
+    """Remaining tokens of the student, if the stage has a budget of tokens. See `within`."""
+    rate: float = 1.0  # factor of the algorithm's learning rate
+    memory: dict[str, Any] = field(default_factory=dict)  # survives a resume, as counters do, as JSON
     is_last: bool = False  # of a stage without such a budget
 
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """When a stage ends: after `steps`, or once the student has written `tokens`, whichever is given.
+    """The end of a stage: after `steps`, or once the student has generated `tokens`, whichever is given.
 
-    What a last step writes beyond `tokens` it does not learn from and does not count.
+    The last step's samples beyond `tokens` are neither trained on nor counted.
     """
 
     steps: int | None = None
     tokens: int | None = None
 
     def progress(self, state: LoopState) -> float:
-        """Share done, in [0, 1]."""
+        """Return the finished share, in [0, 1]."""
         if self.tokens is not None:
             return min(1.0, state.student_tokens / self.tokens)
         return min(1.0, state.step / (self.steps or 1))
 
     def left(self, state: LoopState) -> int | None:
-        """Tokens that are left of the budget; `None` without one."""
+        """Return the remaining tokens of the budget, or `None` without one."""
         return None if self.tokens is None else self.tokens - state.student_tokens
 
     def total(self, state: LoopState) -> int:
-        """Steps in all, for a progress bar; an estimate where the extent is in tokens."""
+        """Return the total steps, for a progress bar. An estimate if the extent is in tokens."""
         if self.tokens is None:
             return self.steps or 1
         per_step = state.student_tokens / max(state.step, 1)
@@ -97,26 +97,26 @@ class Extent:
 
 
 class Source(Protocol):
-    """Where the samples of the steps come from; `source.py` has those that there are."""
+    """The source of the steps' samples. `source.py` has the implementations."""
 
     def start(self, step: int) -> None:
-        """The learner's weights of version `step` are in place: after a resume the engine needs them."""
+        """Start at the learner's weights of version `step`. After a resume the engine needs them."""
 
     def take(self, index: int) -> AbstractContextManager[StepSamples]:
-        """The samples of step `index`, for as long as the block runs."""
+        """Return the samples of step `index`, for as long as the block runs."""
         ...
 
     def learnt(self, version: int) -> None:
-        """The learner has reached `version`: give the engine its weights, which may be the same."""
+        """Give the engine the learner's weights of `version`, which may be the same."""
 
     def learnt_from(self) -> Callable[[], None]:
-        """A checkpoint is taken of what was learnt from every step so far; the returned call, made once it is
-        durable, says that their samples may be forgotten.
+        """Called when a checkpoint starts. Returns a callback. Call it once the checkpoint is on disk to
+        release the samples of all steps up to now.
         """
         ...
 
     def take_counters(self, totals: dict[str, float]) -> dict[str, float]:
-        """What happened to requests and engines since this was last called, as metrics; added to `totals`."""
+        """Return counts of requests and engines since the last call, as metrics, and add them to `totals`."""
         ...
 
 
@@ -125,62 +125,62 @@ class Update:
     """One optimiser step."""
 
     samples: list[Sample]
-    """In the order in which they are trained; see `Backend.accumulate`, of `read` too."""
+    """In the order of training. See `Backend.accumulate`, also for `read`."""
     read: Read
     done: Callable[[], None] = lambda: None
-    """Once the gradient is there."""
+    """Called once the gradient is there."""
 
     @classmethod
     def of(cls, batch: RolloutBatch, done: Callable[[], None] = lambda: None) -> Update:
-        """The step on a batch in memory."""
+        """Return the step on a batch in memory."""
         return cls(batch.samples, lambda parts: (batch.take(part) for part in parts), done)
 
 
 @dataclass(slots=True)
 class Plan:
-    """What a step learns."""
+    """The updates of a step."""
 
     updates: Sequence[Update]
-    """None, where there is nothing to learn from."""
+    """Empty if there is nothing to learn from."""
     metrics: dict[str, float] = field(default_factory=dict)
 
 
 class Algorithm(ABC):
-    """What a stage learns from the samples of a step. It knows no engine and no optimiser."""
+    """The learning of a stage from the samples of a step. It knows no engine and no optimiser."""
 
     optim: OptimConfig
 
     def begin(self, step: StepContext) -> None:
-        """A step begins: its samples are taken next, or have been written ahead."""
+        """Begin a step. Its samples are read next, or were generated ahead."""
         return
 
     @abstractmethod
     def score(self, samples: StepSamples, step: StepContext) -> dict[str, float]:
-        """Rewards, and what teachers say; returns metrics."""
+        """Compute rewards and teachers' scores, and return metrics."""
 
     @abstractmethod
     def plan(self, samples: StepSamples, step: StepContext) -> Plan:
-        """The step's updates: advantages, and what each token weighs in each stream of the loss."""
+        """Return the step's updates: advantages, and each token's weight in each stream of the loss."""
 
     def learners(self) -> dict[str, Backend]:
-        """What learns beside the student and is kept with it, by the name that its files begin with."""
+        """Return other trained models that checkpoints save too, by the prefix of their files."""
         return {}
 
     def tokens(self, samples: StepSamples) -> int:
-        """How many the student wrote, or was trained on in their place."""
+        """Return the number of the student's tokens, or of those it was trained on instead."""
         return samples.tokens
 
     def ended(self, step: StepContext, metrics: dict[str, float]) -> dict[str, float]:
-        """What is measured once the weights are new, in which `metrics` are the step's."""
+        """Return measurements once the weights are new. `metrics` are the step's."""
         return {}
 
     def rate(self, step: StepContext) -> float:
-        """The learning rate of the step."""
+        """Return the learning rate of the step."""
         return learning_rate(self.optim, step.index, step.progress)
 
     @abstractmethod
     def headline(self, metrics: dict[str, float]) -> str:
-        """A few words for the progress bar."""
+        """Return a few words for the progress bar."""
 
 
 def train(
@@ -191,15 +191,15 @@ def train(
     extent: Extent,
     checkpoint_every: int,
 ) -> dict[str, Any]:
-    """Take step after step until `extent` is reached; returns the stage's result numbers.
+    """Take steps until `extent` is reached, and return the stage's result numbers.
 
-    A killed stage goes on from its newest valid checkpoint: steps after it are repeated, and since every
-    random draw is a function of (seed, uid, position) they repeat bit for bit. A stage that is asked to stop
-    writes one and raises `PreemptedError`; one that a rule stops writes one and raises `TrainingError`.
+    A killed stage continues from its newest valid checkpoint. The steps after it are repeated. Every random
+    draw is a function of (seed, uid, position), so they repeat bit for bit. A stage that is to stop saves a
+    checkpoint and raises `PreemptedError`. If a rule stops it, it saves one and raises `TrainingError`.
     """
     with Saver(context, backend, algorithm.learners()) as saver:
         state = LoopState(**saver.restore())
-        begun = state.max_tokens or (PLAIN if state.step else 0)  # what earlier versions did not keep
+        begun = state.max_tokens or (PLAIN if state.step else 0)  # earlier versions did not store it
         state.max_tokens = backend.packed_as(begun)  # others would sum in another order
         last = LastSamples.of(context, algorithm, state.step)
         watch = Watch.resumed(context, state.step, state.flags)
@@ -217,7 +217,7 @@ def train(
             context.metrics.write(state.step, logged, state.seconds)
             ruling = watch.look(state.step, logged, state.seconds)
             state.rate *= ruling.factor
-            # The total of steps is an estimate, and wanders, where the extent is in tokens.
+            # The total of steps is an estimate that varies if the extent is in tokens.
             so_far = "" if extent.tokens is None else f", {extent.progress(state):.0%} of its tokens"
             headline = f"{algorithm.headline(metrics)}  {step_costs(logged, tokens, step.timer)}{so_far}"
             context.progress(state.step, extent.total(state), headline)
@@ -231,7 +231,7 @@ def train(
                 saver.wait()
             ruling.check()
             if stopping:
-                context.preemption.stop()  # where only another rank was asked
+                context.preemption.stop()  # if only another rank got the signal
                 context.preemption.check()
     return {
         "steps": state.step,
@@ -252,7 +252,7 @@ def step_costs(metrics: dict[str, float], tokens: int, timer: PhaseTimer) -> str
 def _one_step(
     algorithm: Algorithm, source: Source, backend: Backend, step: StepContext, last: LastSamples
 ) -> tuple[dict[str, float], int]:
-    """Samples, scores, updates, new weights for the engine; returns metrics, and the tokens learnt from."""
+    """Run samples, scores, updates and new engine weights. Returns metrics and the trained tokens."""
     with ExitStack() as stack:
         with step.timer("rollout"):
             algorithm.begin(step)

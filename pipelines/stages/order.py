@@ -1,4 +1,4 @@
-"""The stages of a run and what each needs: base -> specialists -> merge -> baselines -> evaluate."""
+"""Plan the stages of a run and their needs: base -> specialists -> merge -> baselines -> evaluate."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ from opd.progress import clock
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One resumable piece of a run."""
+    """One resumable stage of a run."""
 
     name: str
     needs: tuple[str, ...]
     """Stages that must be done before."""
     run: Callable[[StageContext], dict[str, Any]]
-    """Does the work and returns the result numbers; everything it produces is on disk by then."""
+    """Does the work and returns the result numbers. All its output is on disk then."""
     trained: bool = True
-    """Whether something learns: beside what does not, others have the processors to themselves."""
+    """It trains. While another kind of stage runs, others have the processors to themselves."""
     model: str | None = None
-    """What it makes, as `StageContext.model_path` knows it."""
+    """Its model, by the name for `StageContext.model_path`."""
     alone: bool = False
-    """Whether no stage that trains can run beside it."""
+    """No training stage can run concurrently with it."""
 
 
 def plan(recipe: Recipe) -> dict[str, Stage]:
-    """Every stage of `recipe`, in an order in which each comes after what it needs."""
+    """Return every stage of `recipe`, in an order in which each comes after its needs."""
     stages: list[Stage] = []
     base: tuple[str, ...] = ()
     if recipe.trains_base or recipe.model.config is not None or _is_adapter(recipe):
@@ -71,7 +71,7 @@ def plan(recipe: Recipe) -> dict[str, Stage]:
 
 
 def with_needs(stages: dict[str, Stage], name: str) -> list[Stage]:
-    """`name` and every stage it needs, in order. Raises `ConfigError` for an unknown name."""
+    """Return `name` and every stage it needs, in order. Raises `ConfigError` for an unknown name."""
     if name not in stages:
         raise ConfigError(f"this recipe has no stage {name}; it has {', '.join(stages)}.")
     wanted = {name}
@@ -86,7 +86,7 @@ def _nothing_trained() -> dict[str, Any]:
 
 
 def _is_adapter(recipe: Recipe) -> bool:
-    """Whether the student starts from an adapter and its base, which are merged first."""
+    """Return whether the student starts from an adapter and its base, which are merged first."""
     return recipe.model.path is not None and adapter_base(Path(recipe.model.path)) is not None
 
 
@@ -107,7 +107,7 @@ def _base(context: StageContext) -> dict[str, Any]:
 
 
 def _begin(context: StageContext, start: Path, out: Path) -> dict[str, Any]:
-    """What the base learns first, from demonstrations of a file or those that the domains make up."""
+    """Train the base first, on demonstrations of a file or of the domains."""
     if context.recipe.sft is None:
         return warm_up(context, start, out)
     return fine_tune(all_weights(context), context.recipe.sft, start, out)
@@ -151,7 +151,7 @@ def _baseline(context: StageContext, method: str) -> dict[str, Any]:
 
 
 def _tokens(context: StageContext, stage: str) -> int:
-    """Student tokens a finished stage generated."""
+    """Return the student tokens that a finished stage generated."""
     done = context.folder.stage_done(stage)
     if done is None:
         raise ConfigError(
@@ -161,7 +161,7 @@ def _tokens(context: StageContext, stage: str) -> int:
 
 
 def summary(result: dict[str, Any]) -> str:
-    """A finished stage in a few words."""
+    """Format a finished stage in a few words."""
     tokens = result["student_tokens"]
     written = f", {tokens:,} student tokens" if tokens else ""
     return f"in {clock(result['seconds'])}{written}"

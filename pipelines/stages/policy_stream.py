@@ -1,9 +1,9 @@
-"""The policy-gradient stream of a step: what each sampled token needs, made pass by pass before the update.
+"""Build the policy-gradient stream of a step: each sampled token's inputs, pass by pass before the update.
 
 Log-probabilities under the weights at the start of the step, those of a teacher or a reference, and the
-reward's advantages are signals, one number a token, which the samples' home keeps. What needs the whole step
-(a baseline, the normaliser of a correction) is a sum over numbers of each sample in the order of the samples:
-it depends neither on the home nor on the rank that has a sample.
+reward's advantages are signals. A signal is one number a token, stored with the samples. Step-wide numbers (a
+baseline, the normaliser of a correction) are sums over numbers of each sample, in the order of the samples.
+So they depend neither on the samples' place nor on their rank.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 
 _OLD, _ADVANTAGES, _VALUES = "old_logprobs", "advantages", "values"
 Who = Literal["teacher", "reference"]
-"""Who else has log-probabilities of sampled tokens: a sample's teacher, or the frozen reference."""
+"""Another source of log-probabilities of sampled tokens: a sample's teacher, or the frozen reference."""
 
 
 @dataclass(frozen=True, slots=True)
 class Against:
-    """How advantages follow the teacher (k1), or the reference."""
+    """The term of the advantages that follows the teacher (k1) or the reference."""
 
     coef: Mapping[str, float] | float
     """Its weight, or that of each domain."""
@@ -42,10 +42,10 @@ class Against:
 
 @dataclass(frozen=True, slots=True)
 class PolicyTokens:
-    """What the stream has of one sample, `[R]` each."""
+    """The stream's values of one sample, `[R]` each."""
 
     old_logprobs: np.ndarray | None
-    """`None` where nobody has computed them: those of the update itself."""
+    """`None` if not computed. The update computes its own."""
     advantages: np.ndarray
     mask: np.ndarray
     """The loss mask without rejected tokens."""
@@ -56,19 +56,19 @@ class PolicyTokens:
 
 @dataclass(slots=True)
 class _Numbers:
-    """What the whole step needs of one sample."""
+    """One sample's contribution to step-wide numbers."""
 
     correction: CorrectionSums
     advantages: Moments = field(default_factory=Moments)
-    """The reward's, where they are whitened."""
+    """The reward's, if they are whitened."""
     returns: dict[str, float] = field(default_factory=dict)
-    """Sum of the term against each who enters the advantages, over the tokens that the loss mask counts."""
+    """Source -> sum of its term in the advantages, over the tokens of the loss mask."""
     apart: dict[str, float] = field(default_factory=dict)
-    """Sum of the log-ratio to each who has log-probabilities, over the same tokens."""
+    """Source -> sum of the log-ratio to it, over the same tokens."""
     judged: dict[str, Any] = field(default_factory=dict)
-    """With a critic, how good its values are: the fields of `Judged`."""
+    """With a critic, the quality of its values: the fields of `Judged`."""
     turns: int = 0
-    """Those of which the correction has left a token."""
+    """Number of turns with a token left by the correction."""
 
 
 class PolicyStream:
@@ -76,9 +76,9 @@ class PolicyStream:
 
     Args:
         step: Its samples, dealt out.
-        correction: How tokens that others drew are weighed.
-        recompute: Compute the log-probabilities under the weights at the start of the step. Without, nobody
-            may ask for a log-ratio: the one update that follows has them too.
+        correction: The weighting of tokens that others sampled.
+        recompute: Compute the log-probabilities under the weights at the start of the step. Without it
+            there are no log-ratios. The one update that follows computes log-probabilities too.
     """
 
     def __init__(
@@ -107,9 +107,9 @@ class PolicyStream:
         against: Against | None = None,
         **lots: Any,
     ) -> None:
-        """Keep what `compute` says of `samples`: somebody else's log-probabilities, whom the advantages
-        follow as `against` says, if at all. The reference's are of all samples of the step, in some order, a
-        teacher's of those that have one. See `StepSamples.fill`.
+        """Store other log-probabilities of `samples`, from `compute`. `against` is their term in the
+        advantages, if any. The reference's are of all samples of the step, in some order. A teacher's are of
+        the samples that have one. See `StepSamples.fill`.
         """
         self._step.fill(who, samples, compute, f"the {who}'s log-probabilities", **lots)
         self._others[who] = against
@@ -122,9 +122,8 @@ class PolicyStream:
         whiten: Sequence[Sample] | None = None,
         rewarded: Sequence[Sample] | None = None,
     ) -> None:
-        """Keep the reward's advantages of every sample, times the one of `coefs` for its domain; before that
-        they are whitened over the tokens of the samples `whiten`, those that are learnt from. Samples that
-        are not among `rewarded` get 0: theirs count for nothing.
+        """Store the reward's advantages of every sample, times its domain's factor in `coefs`. First they are
+        whitened over the tokens of the trained samples `whiten`. Samples outside `rewarded` get 0.
         """
         self._coefs, self._whitened = coefs, whiten
         self._rewarded = None if rewarded is None else {sample.uid for sample in rewarded}
@@ -145,9 +144,9 @@ class PolicyStream:
     def criticise(
         self, gae: GAE, compute: PerSample, learned: Sequence[Sample], *, coef: float, whiten: bool
     ) -> None:
-        """Keep a critic's values of every sample, by `compute`, and what `gae` makes of them as advantages,
-        over the tokens of the samples `learned` whitened if so asked; those of others are 0. `coef` times the
-        log-ratio to the reference is taken off each token's reward.
+        """Store a critic's values of every sample, by `compute`, and the advantages of `gae` from them. With
+        `whiten` they are whitened over the tokens of the samples `learned`. Those of others are 0. `coef`
+        times the log-ratio to the reference is subtracted from each token's reward.
         """
         from opd.train.critic import token_rewards
 
@@ -162,15 +161,15 @@ class PolicyStream:
         self._rewarded = {sample.uid for sample in learned}
 
     def valued(self, sample: Sample) -> tuple[np.ndarray, np.ndarray]:
-        """`[R]` float32 each, of a sample whose tokens are in memory: the critic's values, and the returns:
-        what was earned, as far as the advantages look, and the value of what came then.
+        """Return the critic's values and the returns of a sample in memory, `[R]` float32 each. A return is
+        the reward within the advantages' reach plus the value after it.
         """
         values = self._step.signal(_VALUES, sample)
         return values, self._step.signal(_ADVANTAGES, sample) + values
 
     def measure(self) -> dict[str, float]:
-        """Take what needs the whole step; returns the metrics of correction and mismatch, and of samples with
-        teachers `log_ratio`, the mean one to them. All ranks call this together.
+        """Compute step-wide numbers, and return the metrics of correction and mismatch. For samples with
+        teachers they include `log_ratio`, its mean. All ranks call this together.
         """
         seen, ratio, tokens = MismatchSums(), 0.0, 0
         for lot in self._step.held():
@@ -189,7 +188,7 @@ class PolicyStream:
         return self._of_all(seen, ratio, tokens)
 
     def _ratios(self, lot: Sequence[Sample]) -> np.ndarray:
-        """[M] float32: the log-ratios of `lot` to its teachers at the tokens that count, noted by sample."""
+        """Return log-ratios of `lot` to its teachers at unmasked tokens, [M] float32. Stores their sums."""
         found = [np.zeros(0, np.float32)]
         for sample in lot if "teacher" in self._others else ():
             if _has("teacher", sample):
@@ -200,7 +199,7 @@ class PolicyStream:
 
     def _of_all(self, seen: MismatchSums, ratio: float, tokens: int) -> dict[str, float]:
         whole, total, count = seen, ratio, tokens
-        if self._step.on_disk and not self._step.backend.data.alone:  # else this rank holds all of them
+        if self._step.on_disk and not self._step.backend.data.alone:  # else this rank has all of them
             whole, total, count = self._gathered(seen, ratio, tokens)
         metrics = whole.metrics() if whole.tokens else {}
         if count:
@@ -226,7 +225,7 @@ class PolicyStream:
         return metrics
 
     def _gathered(self, seen: MismatchSums, ratio: float, tokens: int) -> tuple[MismatchSums, float, int]:
-        """The sums over what each rank holds, of which `self._numbers` has all then."""
+        """Return the sums over all ranks' samples, and fill `self._numbers` with all of them."""
         numbers = {uid: asdict(own) for uid, own in self._numbers.items()}
         whole, total, count = MismatchSums(), 0.0, 0
         said = self._step.told([numbers, asdict(seen), ratio, tokens], "the sums of the policy stream")
@@ -239,25 +238,25 @@ class PolicyStream:
         return whole, total, count
 
     def mean_log_ratio(self, who: Who, samples: Sequence[Sample]) -> float | None:
-        """Of the tokens of `samples` that count the mean log-ratio to somebody else, once it is measured;
-        `None` without a token. On-policy an estimate of the KL to them, nats a token (k1).
+        """Return the mean log-ratio to `who` of the unmasked tokens of `samples`, after `measure`. `None`
+        without tokens. On-policy it is an estimate of the KL, nats a token (k1).
         """
         numbers = [self._numbers_at(sample) for sample in samples]
         tokens = sum(int(own.correction.tokens) for own in numbers)
         return sum(own.apart.get(who, 0.0) for own in numbers) / tokens if tokens else None
 
     def kept(self, sample: Sample) -> int:
-        """How many tokens of `sample` the correction has left in the loss."""
+        """Return the number of tokens of `sample` that the correction left in the loss."""
         return int(self._numbers_at(sample).correction.kept)
 
     def kept_turns(self, sample: Sample) -> int:
-        """Of how many turns of `sample` the correction has left a token in the loss."""
+        """Return the number of turns of `sample` with a token left in the loss."""
         return self._numbers_at(sample).turns
 
     def of(self, sample: Sample) -> PolicyTokens:
-        """What there is of `sample`, whose tokens are in memory."""
+        """Return the stream's values of `sample`, whose tokens are in memory."""
         old = self._step.signal(_OLD, sample) if self._recomputed else None
-        # Without a correction nobody looks at them.
+        # Without a correction they are not used.
         compared = sample.rollout_logprobs if old is None else old
         mask, weight, _ = corrected(self._correction, sample.rollout_logprobs, compared, sample.loss_mask)
         reference = self._step.signal("reference", sample) if "reference" in self._others else None
@@ -277,7 +276,7 @@ class PolicyStream:
         return PolicyTokens(old, advantages, mask, weight, reference)
 
     def _numbers_at(self, sample: Sample) -> _Numbers:
-        return self._numbers.get(sample.uid, _Numbers(CorrectionSums()))  # without a response nothing is said
+        return self._numbers.get(sample.uid, _Numbers(CorrectionSums()))  # empty without a response
 
     def _numbers_of(self, sample: Sample) -> _Numbers:
         mask, sums = sample.loss_mask, CorrectionSums()
@@ -298,14 +297,14 @@ class PolicyStream:
         return found
 
     def _log_ratio(self, sample: Sample) -> np.ndarray:
-        """[R] float64: to the reference."""
+        """Return the log-ratio to the reference, [R] float64."""
         return self._step.signal(_OLD, sample).astype(np.float64) - self._step.signal("reference", sample)
 
     def _is_rewarded(self, sample: Sample) -> bool:
         return self._rewarded is None or sample.uid in self._rewarded
 
     def _followed(self, sample: Sample) -> list[tuple[Who, Against]]:
-        """Whom the advantages of `sample` follow, and how."""
+        """Return the advantage terms of `sample`, by source."""
         return [
             (who, against)
             for who, against in self._others.items()
@@ -319,8 +318,8 @@ class PolicyStream:
 
 
 def estimated(estimator: AdvantageEstimator, group: SampleGroup) -> dict[str, np.ndarray]:
-    """By uid, `[R]` float32: the advantages of the group's samples, and of their branches. A branch has what
-    it would have in the place of its episode, so that the group is as large as it was asked for.
+    """Return the advantages of the group's samples and branches by uid, `[R]` float32. A branch gets the
+    advantage it would have in place of its episode, so the group has its requested size.
     """
     uids = [sample.uid for sample in group.samples]
     found = dict(zip(uids, estimator(replace(group, branches=[])), strict=True))
@@ -332,5 +331,5 @@ def estimated(estimator: AdvantageEstimator, group: SampleGroup) -> dict[str, np
 
 
 def _has(who: Who, sample: Sample) -> bool:
-    """Whether somebody has log-probabilities of `sample`."""
+    """Return whether a source has log-probabilities of `sample`."""
     return who == "reference" or sample.teacher is not None

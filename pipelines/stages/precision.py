@@ -1,7 +1,7 @@
-"""Say what a recipe's models compute in, learn in and are written in, and whether a copy to write with fits.
+"""Choose the precision of a recipe's models, and whether each rank has memory for an engine's copy.
 
-What is lost without master weights is said too. Every rank has room for a copy of the student, or ranks share
-one.
+It also estimates the updates that are lost without master weights. Without enough memory, ranks share one
+copy of the student.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ if TYPE_CHECKING:
 WIDTH = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of a value, by name of the dtype."""
 _STORED = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-"""By safetensors' names."""
+"""dtype names of safetensors."""
 _LOOK = 1 << 16
-"""Values of each tensor that are looked at to judge all of it."""
+"""Values of each tensor that stand for all of it."""
 
 
 def model_dtype(recipe: Recipe) -> str:
-    """Name of the dtype student and teachers compute in and models are written in: the recipe's, else that of
-    the checkpoint it starts from, else float32.
+    """Return the name of the dtype of student and teachers, in computation and in files.
 
-    Raises `StorageError` if that checkpoint cannot be read.
+    It is the recipe's, else that of the start checkpoint, else float32. Raises `StorageError` if that
+    checkpoint cannot be read.
     """
     if recipe.model.dtype is not None:
         return recipe.model.dtype
@@ -45,8 +45,8 @@ def model_dtype(recipe: Recipe) -> str:
 
 
 def checkpoint_dtype(folder: Path) -> str:
-    """The dtype that most bytes of a Hugging Face folder's weights have, as its files say; float32 where that
-    is none that models are computed in here. Raises `StorageError` if a file is missing or damaged.
+    """Return the dtype of most bytes of a Hugging Face folder's weights. float32 if models cannot be computed
+    in that dtype here. Raises `StorageError` if a file is missing or damaged.
     """
     sizes: dict[str, int] = {}
     for source in read_headers(folder).values():
@@ -55,17 +55,17 @@ def checkpoint_dtype(folder: Path) -> str:
 
 
 def has_masters(recipe: Recipe) -> bool:
-    """Whether what learns is kept in float32 while layers compute in another dtype."""
+    """Return whether trained weights are in float32 while layers compute in another dtype."""
     return recipe.train.precision == "mixed" and model_dtype(recipe) != "float32"
 
 
 def learning_width(recipe: Recipe) -> int:
-    """Bytes of a weight as the optimiser keeps it, and of each of its two moments."""
+    """Return the bytes of a weight in the optimiser, and of each of its two moments."""
     return 4 if has_masters(recipe) else WIDTH[model_dtype(recipe)]
 
 
 def some_weights(folder: Path) -> Iterator[Tensor]:
-    """The first values of every floating-point tensor of a Hugging Face folder, `[n]` each."""
+    """Yield the first values of every floating-point tensor of a Hugging Face folder, `[n]` each."""
     import torch
 
     for source in read_headers(described_in(folder)).values():
@@ -78,8 +78,8 @@ def some_weights(folder: Path) -> Iterator[Tensor]:
 
 
 def lost_share(weights: Iterable[Tensor], dtype: str, lr: float) -> float:
-    """Share of `weights`, kept in `dtype`, that an update of `lr`, about AdamW's own size, leaves as they
-    were: those of which it is less than half the distance to the next number.
+    """Return the share of `weights`, stored in `dtype`, that an update of `lr` does not change. `lr` is about
+    the size of AdamW's updates. A weight stays if that is less than half the distance to the next number.
     """
     import torch
 
@@ -94,10 +94,10 @@ def lost_share(weights: Iterable[Tensor], dtype: str, lr: float) -> float:
 
 
 def cuts_engines(recipe: Recipe, path: Path, ranks: Ranks) -> bool:
-    """Whether embedded engines of `ranks`, which ask together, share one copy of the model in `path`: where
-    `is_cut` says so on one of their machines.
+    """Return whether embedded engines of `ranks` share one copy of the model in `path`.
 
-    Raises `ConfigError` where they have to, and the student writes while it learns.
+    All ranks call this together. They share if `is_cut` is true on one of their machines. Raises
+    `ConfigError` if they must share but the student generates while it trains.
     """
     engine = recipe.rollout.engine
     if not isinstance(engine, TorchEngineConfig) or engine.sharded is False or ranks.alone:
@@ -110,8 +110,8 @@ def cuts_engines(recipe: Recipe, path: Path, ranks: Ranks) -> bool:
 
 
 def check_turns(recipe: Recipe, path: Path, size: int) -> None:
-    """Raise `ConfigError` if the student, in `path` and of `size` bytes, writes while it learns, which it
-    cannot where ranks share it.
+    """Raise `ConfigError` if the student generates while it trains, because ranks that share it cannot. The
+    model is in `path` and has `size` bytes.
     """
     if recipe.rollout.schedule != "in_turn":
         raise ConfigError(
@@ -122,8 +122,9 @@ def check_turns(recipe: Recipe, path: Path, size: int) -> None:
 
 
 def is_cut(recipe: Recipe, ranks: int, size: int) -> bool:
-    """Whether the embedded engines of so many ranks share one copy of a model of `size` bytes, as
-    `rollout.engine.sharded` says: left to itself, where this machine's memory does not hold one for each.
+    """Return whether the embedded engines of `ranks` ranks share one copy of a model of `size` bytes.
+    `rollout.engine.sharded` decides. By default they share if this machine's memory does not hold one for
+    each.
     """
     engine = recipe.rollout.engine
     if ranks == 1 or not isinstance(engine, TorchEngineConfig) or recipe.launch.type == "ray":
@@ -135,14 +136,14 @@ def is_cut(recipe: Recipe, ranks: int, size: int) -> bool:
 
 
 LAID_OUT = 0.65
-"""Of a copy's bytes what its engine lays out once more on CUDA, about: weights that are multiplied as one."""
+"""Share of a copy's bytes that its engine lays out again on CUDA, about: fused weights."""
 
 
 def room_for(recipe: Recipe, ranks: int, size: int = 0) -> tuple[int, int]:
-    """How many of the ranks share the memory that one has, and its bytes for copies of `size` bytes.
+    """Return the number of ranks that share one memory, and its bytes for copies of `size` bytes.
 
-    Of a GPU those are what other processes leave, without what this one trains there and what an engine makes
-    of its copy, which may be there already or not.
+    On a GPU these are the bytes left by other processes, minus the training here and the engine's own layout
+    of its copy, which may exist already or not.
     """
     import torch
 
@@ -156,8 +157,8 @@ def room_for(recipe: Recipe, ranks: int, size: int = 0) -> tuple[int, int]:
 
 
 def _trained_bytes(recipe: Recipe, ranks: int, size: int) -> int:
-    """Bytes of a rank's share of a student of `size` bytes that trains, while a copy writes: with adapters
-    its base, else weights and moments as they learn. None where they leave the device.
+    """Return the bytes of a rank's share of a training student of `size` bytes, beside a generating copy.
+    With adapters it is the base, else weights and moments as trained. 0 if they leave the device.
     """
     if recipe.runtime.offload.trainer:
         return 0
@@ -167,5 +168,5 @@ def _trained_bytes(recipe: Recipe, ranks: int, size: int) -> int:
 
 
 def weight_bytes(path: Path, dtype: str) -> int:
-    """Bytes of the weights in a model's folder, in a dtype by name."""
+    """Return the bytes of the weights in a model's folder, in a dtype by name."""
     return WIDTH[dtype] * sum(math.prod(source.shape) for source in read_headers(described_in(path)).values())

@@ -1,9 +1,9 @@
-"""Which prompts a specialist asks where its recipe chooses: those of middling difficulty, easy ones first,
-some again whose groups carried signal, and more of them until a batch does.
+"""Choose a specialist's prompts if its recipe says so.
 
-What is chosen is a function of rewards and of what a checkpoint holds (`StepContext.counters`,
-`StepContext.memory`), so a resumed stage asks the same prompts again, under the same uids. Where rewards are
-not the same again, as of a judge that nobody keeps a record of, it asks others under other uids: none stands
+It takes prompts of medium difficulty, easy ones first, repeats some whose groups carried signal, and adds
+more until a batch has enough signal. The choice is a function of rewards and of the checkpoint
+(`StepContext.counters`, `StepContext.memory`). So a resumed stage samples the same prompts again, under the
+same uids. If rewards change, as those of an unrecorded judge, it takes others under other uids. No uid stands
 for two prompts.
 """
 
@@ -35,41 +35,41 @@ if TYPE_CHECKING:
     from opd.pipelines.stages.difficulty import Rates
 
 _TAKEN = "prompts_taken"
-"""Counter: how many of the endless sequence of prompts the steps so far have taken."""
+"""Counter: number of prompts taken from the endless sequence so far."""
 _MOST = 1 << 53
-"""More were never taken."""
+"""Maximum plausible number of taken prompts."""
 _WAITING = "replay"
-"""What a checkpoint remembers: [domain, index] of the prompts that wait to come again, the oldest first."""
+"""Key of a checkpoint's memory: [domain, index] of the prompts that wait to be repeated, the oldest first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Judge:
-    """What an algorithm thinks of groups."""
+    """The algorithm's treatment of groups."""
 
     reward: Callable[[StepSamples], None]
-    """Reward every sample, as the reward function says."""
+    """Rewards every sample with the reward function."""
     shape: Callable[[StepSamples, MutableMapping[str, float]], object]
-    """What becomes of rewards before signal is looked for; counters are its to change."""
+    """Shapes rewards before the check for signal. May change the counters."""
     keep: Callable[[StepSamples], Sequence[SampleGroup]]
     """The groups that pass its filters."""
     masks: Callable[[Sample], bool]
-    """Whether a sample is never learned from."""
+    """Returns true for a sample that is never trained on."""
 
     def learns(self, group: SampleGroup) -> bool:
-        """Whether something is learned from a group that was kept."""
+        """Return whether a filtered group is trained on."""
         return not all(map(self.masks, group.samples))
 
 
 class PromptChoice:
-    """Hands out the prompts of each step, and says what of it is learned from.
+    """Hands out the prompts of each step, and selects the groups to train on.
 
     Args:
         data: The domains.
-        domains: Those that are asked.
-        stage: Begins the uid of every prompt.
-        config: Of the stage.
-        judge: Of the stage's algorithm.
-        seed: Of the recipe, from which `measure` takes it.
+        domains: Names of the domains to sample.
+        stage: Prefix of every prompt's uid.
+        config: The stage's settings.
+        judge: From the stage's algorithm.
+        seed: The recipe's seed, which `measure` sets.
     """
 
     def __init__(
@@ -84,34 +84,34 @@ class PromptChoice:
         self._data, self._domains, self._stage, self._config = data, list(domains), stage, config
         self._judge, self._seed = judge, seed
         self._pools: dict[str, Sequence[int]] = {n: range(len(data.domains[n].train)) for n in domains}
-        """Of each domain the training prompts that are asked, by index."""
+        """Domain -> indices of the training prompts to sample."""
         self._rates: dict[str, Rates] = {}
         self._cursors: dict[str, tuple[int, PromptCursor[int]]] = {}
-        """The latest of each domain, and over how many prompts it goes."""
+        """Domain -> its latest cursor, and that cursor's number of prompts."""
         self._asked: dict[int, dict[str, tuple[str, int]]] = {}
-        """Of each step the prompts that it asked, in their order: domain and index by uid."""
+        """Step -> its prompts in their order, as domain and index by uid."""
         self._step, self._next = 0, 0
         self._counters: dict[str, float] = {}
         self._waiting: dict[tuple[str, int], None] = {}
         self._raw: dict[str, tuple[float | None, dict[str, float]]] = {}
-        """What reward functions said, by uid of the sample."""
+        """Uid of a sample -> result of the reward function."""
         self._kept: dict[str, bool] = {}
-        """Whether a group passes the filters, by uid."""
+        """Uid of a group -> it passes the filters."""
 
     @property
     def refills(self) -> bool:
-        """Whether steps take more prompts until enough groups carry signal; `more` then rewards them."""
+        """Steps take more prompts until enough groups carry signal. `more` then rewards them."""
         return self._config.refill is not None
 
     @property
     def _in_turn(self) -> bool:
-        """Whether what a step asks depends on the steps before it."""
+        """A step's prompts depend on the steps before it."""
         return self.refills or self._config.replay is not None
 
     def measure(self, context: StageContext, student: Student, start: Path) -> dict[str, Any]:
-        """Ask from now on only prompts of middling difficulty, where the recipe measures it: for the stage's
-        own specialist with the model in `start`, which `student` still is; for other stages what specialists
-        have measured. Returns what was measured here, for the result.
+        """Restrict the prompts to those of medium difficulty, if the recipe measures it. The stage's own
+        specialist is measured with the model in `start`, which `student` still is. Other stages use the
+        measurements of specialists. Returns the measurements made here, for the result.
         """
         self._seed = context.recipe.seed
         found: dict[str, Any] = {}
@@ -131,7 +131,7 @@ class PromptChoice:
         return {"difficulty": found} if found else {}
 
     def begin(self, step: StepContext) -> None:
-        """A step begins. Where its prompts depend on those before it, they are asked from now on."""
+        """Begin a step. If its prompts depend on earlier steps, sampling starts now."""
         if not self._in_turn:
             return
         self._step, self._counters = step.index, dict(step.counters)
@@ -147,7 +147,7 @@ class PromptChoice:
         self._asked, self._raw, self._kept = {}, {}, {}
 
     def first(self, step: int) -> list[EncodedPrompt]:
-        """The prompts that step number `step` asks in any case: those that come again, then fresh ones."""
+        """Return the first prompts of step number `step`: repeated ones, then new ones."""
         count = self._config.prompts_per_step
         self._asked[step] = {}
         if not self._in_turn:
@@ -162,10 +162,10 @@ class PromptChoice:
         return prompts + self._take(count - len(again))
 
     def more(self, samples: StepSamples) -> list[EncodedPrompt]:
-        """Prompts to ask beside those of `samples`, which are rewarded and put in the order they were asked
-        in; none once enough groups carry signal, or `refill.limit` is reached.
+        """Return more prompts for the batch of `samples`, which are rewarded and sorted by request order.
 
-        As many as would fill the batch at the share that had signal so far.
+        Empty once enough groups carry signal, or `refill.limit` is reached. The number would fill the batch
+        at the present share of groups with signal.
         """
         refill, wanted = self._config.refill, self._config.prompts_per_step
         if refill is None:
@@ -180,11 +180,10 @@ class PromptChoice:
         return self._take(min(expected, left))
 
     def settle(self, samples: StepSamples, step: StepContext) -> dict[str, float]:
-        """Leave in `samples` the groups to learn from, and note in `step` where the next one goes on; returns
-        metrics.
+        """Select the groups of `samples` to train on, store the next position in `step`, and return metrics.
 
-        Of those with signal the first `prompts_per_step` in the order in which they were asked: who ended
-        first, or how many were asked together, does not count.
+        With refills it selects the first `prompts_per_step` groups with signal, in request order. The order
+        of completion and the size of requests do not count.
         """
         asked = self._asked.pop(step.index)
         taken = samples.groups
@@ -211,7 +210,7 @@ class PromptChoice:
     def _measures(
         self, step: StepContext, asked: Mapping[str, tuple[str, int]], taken: Sequence[SampleGroup]
     ) -> dict[str, float]:
-        """How hard what the step asked was for the model that the stage began with."""
+        """Return the difficulty of the step's prompts for the stage's start model."""
         metrics: dict[str, float] = {}
         prompts = [asked[group.uid] for group in taken]
         rates = [self._rates[domain].of(index) for domain, index in prompts if domain in self._rates]
@@ -224,7 +223,7 @@ class PromptChoice:
     def _remember(
         self, asked: Mapping[str, tuple[str, int]], carrying: Sequence[SampleGroup], step: StepContext
     ) -> dict[str, float]:
-        """Prompts with signal wait to come again behind those that wait already; others wait no more."""
+        """Queue prompts with signal for repetition, behind the waiting ones. Others leave the queue."""
         replay = self._config.replay
         assert replay is not None
         signal = {group.uid for group in carrying}
@@ -237,7 +236,7 @@ class PromptChoice:
         return {"replay/share": again / len(asked), "replay/waiting": float(len(waiting))}
 
     def _remembered(self, entry: Any) -> tuple[str, int]:
-        """Domain and index of a prompt that a checkpoint names."""
+        """Return domain and index of a prompt in a checkpoint."""
         match entry:
             case [str(domain), int(index)] if domain in self._pools:
                 rates = self._rates.get(domain)
@@ -250,13 +249,13 @@ class PromptChoice:
         )
 
     def _take(self, count: int) -> list[EncodedPrompt]:
-        """The next `count` of the endless sequence."""
+        """Return the next `count` prompts of the endless sequence."""
         first, self._next = self._next, self._next + count
         return self._fresh(self._step, first, count)
 
     def _fresh(self, step: int, first: int, count: int) -> list[EncodedPrompt]:
-        """Numbers `first ... first + count - 1` of the endless sequence, in their order, in which no domain
-        comes first.
+        """Return numbers `first ... first + count - 1` of the endless sequence, in their order. No domain
+        comes first in it.
         """
         prompts = []
         for number in range(first, first + count):
@@ -264,14 +263,14 @@ class PromptChoice:
             domain = self._domains[place]
             (index,) = self._cursor(domain, step).take(own, 1)
             uid = f"{self._stage}/{domain}/{own}"
-            if self._config.curriculum is not None:  # by which a number is another prompt in another step
+            if self._config.curriculum is not None:  # with it a number is another prompt in another step
                 uid += f"-{index}"
             self._asked[step][uid] = (domain, index)
             prompts.append(self._data.training(domain, index, uid))
         return prompts
 
     def _cursor(self, domain: str, step: int) -> PromptCursor[int]:
-        """Over the prompts of `domain` that step number `step` may ask."""
+        """Return the cursor over the prompts of `domain` that are admitted at step number `step`."""
         pool, curriculum = self._pools[domain], self._config.curriculum
         size = len(pool)
         if curriculum is not None and domain in self._rates:
@@ -285,9 +284,9 @@ class PromptChoice:
         return cursor
 
     def _look_at(self, samples: StepSamples) -> None:
-        """Reward the groups that were not looked at yet, and note which of them pass the filters.
+        """Reward the new groups, and store which of them pass the filters.
 
-        All rewards are left as their functions gave them: they are shaped once the step is whole.
+        All rewards stay as their functions gave them. They are shaped once the step is complete.
         """
         places = {uid: place for place, uid in enumerate(self._asked[self._step])}
         everyone = sorted(samples.groups, key=lambda group: places[group.uid])
@@ -310,7 +309,7 @@ class PromptChoice:
 
 
 def admitted(config: CurriculumConfig, step: int, steps: int) -> float:
-    """Share of the prompts, the easiest of them, that step number `step` of `steps` may ask: `start` at the
-    first, growing evenly to all at the share `until` of the steps.
+    """Return the share of prompts, the easiest ones, that step number `step` of `steps` may use. It is
+    `start` at the first step, and grows linearly to all at the share `until` of the steps.
     """
     return min(1.0, config.start + (1.0 - config.start) * step / (config.until * max(steps, 1)))

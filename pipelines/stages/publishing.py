@@ -27,9 +27,9 @@ from opd.teachers.unpublished import folder_units, stream_fault
 
 
 def whole_model(source: Path, out: Path, tokenizer: PreTrainedTokenizerBase | None = None) -> Path:
-    """`source`, or for an adapter of peft's the model it makes of its base, written to `out`.
+    """Return `source`, or for an adapter of peft's the model merged with its base, written to `out`.
 
-    What was written there of the same adapter and base is kept, unless a byte of it has changed.
+    Files of the same adapter and base are reused, unless a byte of them has changed.
     """
     base = adapter_base(source)
     if base is None:
@@ -44,7 +44,7 @@ def whole_model(source: Path, out: Path, tokenizer: PreTrainedTokenizerBase | No
 
 
 def model_form(checkpoint: Path) -> ModelForm:
-    """Head and tokenizer of a checkpoint, from its small files alone.
+    """Return head and tokenizer of a checkpoint, from its small files alone.
 
     Raises `CheckpointError` or `ModelError` if the configuration or the tokenizer cannot be read, or if there
     are more tokens than rows. A folder without any tokenizer file has no fingerprint.
@@ -71,11 +71,11 @@ def model_form(checkpoint: Path) -> ModelForm:
 def publish_checkpoint(
     checkpoint: str | Path, url: str | Path, *, shards: int = 1, options: StoreOptions | None = None
 ) -> Published:
-    """Publish the Hugging Face folder `checkpoint`, or the model that an adapter there makes of its base,
-    below `url` for `shards` ranks.
+    """Publish the Hugging Face folder `checkpoint`, or its adapter merged with the base, below `url`.
 
-    A model that cannot be streamed is published if its tensors are those of a decoder: servers can have it
-    as a teacher. Raises `CheckpointError`, `ModelError`, `StorageError` or `TeacherError`, one sentence each.
+    The weights are written for `shards` ranks. A model that cannot be streamed is published if its tensors
+    are those of a decoder, because servers can have it as a teacher. Raises `CheckpointError`, `ModelError`,
+    `StorageError` or `TeacherError`, one sentence each.
     """
     with whole_folder(Path(checkpoint)) as folder:
         form, _ = checked_form(folder)
@@ -85,7 +85,7 @@ def publish_checkpoint(
 
 @contextmanager
 def whole_folder(folder: Path) -> Iterator[Path]:
-    """`folder`, or for an adapter a temporary one with its base and the adapter merged."""
+    """Yield `folder`, or for an adapter a temporary one with the adapter merged into its base."""
     check_folder(folder)
     if adapter_base(folder) is None:
         yield folder
@@ -97,7 +97,7 @@ def whole_folder(folder: Path) -> Iterator[Path]:
 
 
 def checked_form(folder: Path) -> tuple[ModelForm, OpdError | None]:
-    """The form of a folder that can be published, and why what is published cannot be streamed, if so."""
+    """Return the form of a folder to publish, and the reason if it cannot be streamed."""
     check_folder(folder)
     fault = stream_fault(folder)
     try:

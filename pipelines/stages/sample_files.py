@@ -1,7 +1,7 @@
-"""The samples of a stage on disk: each rank writes lots of its own, and reads those of every rank.
+"""Store the samples of a stage on disk: each rank writes its own, and reads those of every rank.
 
-A response is here from its end until a checkpoint holds what was learnt from it. So a run that was killed
-finds it here, and neither the token log nor any process has to keep it.
+A response is here from its end until a checkpoint covers its training. A killed run finds it here, so neither
+the token log nor any process has to store it.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from opd.types import Sample, SampleGroup, SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What is known of a response without reading the table."""
+    """The data of a response that need no read of the table."""
 
     group_uid: str
     place: int
-    """In its group; of a branch, among its branches."""
+    """Index in its group, or for a branch among its branches."""
     asked: str
     """Digest of prompt, sampling settings and seed."""
     branch_of: str = ""
-    """Uid of the response whose branch it is."""
+    """Uid of the episode, if this is its branch."""
 
 
 class SampleFiles:
@@ -45,17 +45,17 @@ class SampleFiles:
 
     Args:
         folders: One for each rank.
-        writer: Of this rank's.
+        writer: The writer of this rank's folder.
     """
 
     def __init__(self, folders: Sequence[Path], writer: SampleWriter) -> None:
         self._folders, self._writer = list(folders), writer
         self._groups: dict[tuple[int, str], dict[int, str]] = {}
-        """By batch and uid of a group: the uids of its samples by their place in it."""
+        """(batch, uid of a group) -> uids of its samples by their index in it."""
         self._branches: dict[tuple[int, str], dict[int, str]] = {}
-        """And of its branches."""
+        """The same for its branches."""
         self._written: dict[tuple[int, str], Written] = {}
-        """By batch and uid."""
+        """Entries by batch and uid."""
         self._mutex = threading.Lock()
         table = SampleStore.open([writer.folder]).table
         for row in range(len(table)):
@@ -66,8 +66,8 @@ class SampleFiles:
     def open(
         cls, folder: Path, ranks: Ranks | None = None, *, keep: bool = False, durable: bool = False
     ) -> Iterator[SampleFiles]:
-        """Open what is in `folder`; for the other ranks beside it. `keep` what an earlier attempt left: else
-        its batches are written again. `durable`: nothing that is here goes with the power.
+        """Open the files in `folder`, or for other ranks beside it. `keep`: retain an earlier attempt's
+        samples. Otherwise its batches are generated again. `durable`: nothing is lost in a power cut.
         """
         ranks = ranks or Ranks()
         folders = [path_of_rank(folder, rank) for rank in range(ranks.size)]
@@ -84,10 +84,10 @@ class SampleFiles:
         places: Mapping[str, int],
         drops: Iterable[str] = (),
     ) -> None:
-        """Write samples that have ended; when this returns they are here, and those named by `drops` are not.
-        `asked`: by group; `places`: by uid, in their groups.
+        """Write finished samples, and remove those in `drops`. Both are done on return.
 
-        Raises `StorageError` if the disk is full; none of them is here then.
+        `asked`: digest by group. `places`: index in the group by uid. Raises `StorageError` if the disk is
+        full. Then none of them is stored.
         """
         records = []
         for sample in samples:
@@ -103,10 +103,10 @@ class SampleFiles:
             self._note(record)
 
     def group(self, group_uid: str, asked: str, batch: int) -> dict[int, str]:
-        """Return the samples of a group that are here: uids by their place in the group. Those of another
-        `batch` are not: its end would take them.
+        """Return the stored samples of a group: uids by their index in it.
 
-        Raises `RolloutError` if they were written to another prompt or with other settings than `asked`.
+        Those of another `batch` are excluded because they are deleted with that batch. Raises `RolloutError`
+        if their prompt or settings differ from `asked`.
         """
         with self._mutex:
             found = dict(self._groups.get((batch, group_uid), {}))
@@ -120,22 +120,22 @@ class SampleFiles:
         return found
 
     def branches(self, group_uid: str, batch: int) -> dict[str, str]:
-        """Return the branches of a group of a batch that are here, in their order: uids, and those of the
-        samples whose branches they are.
+        """Return the stored branches of a group of a batch, in their order: their uid -> that of their
+        episode.
         """
         with self._mutex:
             found = self._branches.get((batch, group_uid), {})
             return {found[place]: self._written[batch, found[place]].branch_of for place in sorted(found)}
 
     def retire_before(self, batch: int) -> None:
-        """Forget the responses of every batch before number `batch`, and give their disk back."""
+        """Delete the responses of every batch before number `batch`, and free their disk space."""
         self._writer.retire_before(batch)
         with self._mutex:
             old = [key for key in self._written if key[0] < batch]
         self._forget(old)
 
     def view(self, batch: int | None = None) -> SampleStore:
-        """Return what all ranks have written up to now of a `batch`, or of all."""
+        """Return all ranks' samples of a `batch`, or of all, so far."""
         return SampleStore.open(self._folders, batch)
 
     def _forget(self, keys: Iterable[tuple[int, str]]) -> None:
@@ -164,30 +164,30 @@ class SampleFiles:
 
 
 def digest_of(prompt_ids: np.ndarray, sampling: SamplingParams, seed: int, owner: str = "") -> str:
-    """What tells responses to one question from those to another, and those of one run from another's."""
+    """Return the digest of a request, which differs between requests and between runs."""
     settings = f"{sampling}/{seed}/{len(prompt_ids)}/{owner}".encode()
     data = np.ascontiguousarray(prompt_ids, np.int32)
     return hashlib.blake2b(data.tobytes() + settings, digest_size=16).hexdigest()
 
 
 def standing_for(value: Any, count: int) -> np.ndarray:
-    """[count]: an array of one value that takes no memory, in the place of one that is on disk."""
+    """Return an array [count] of one value without memory, as a placeholder for one on disk."""
     return np.broadcast_to(np.asarray(value), (count,))
 
 
 GroupUids = list[tuple[str, list[str]]]
-"""The groups of a rank: their uid, and those of their samples and branches."""
+"""A rank's groups: their uid, and those of their samples and branches."""
 
 
 def written_by_all(mine: Sequence[SampleGroup], ranks: Ranks) -> list[GroupUids]:
-    """What every rank has written, from the groups of each; all ranks call this."""
+    """Return every rank's uids, from the groups of each. All ranks call this."""
     own = [[group.uid, [sample.uid for sample in (*group.samples, *group.branches)]] for group in mine]
     return ranks.gather_json(own, "the responses of a batch")
 
 
 def groups_of(store: SampleStore, written: Sequence[GroupUids]) -> tuple[list[SampleGroup], dict[str, int]]:
-    """All groups of which the ranks have `written` these, and the row of each sample in `store.table`. They
-    come in the order of their prompts, if those were shared out at once.
+    """Return all groups of the ranks' uids in `written`, and the row of each sample in `store.table`. They
+    are in the order of their prompts, if those were shared out at once.
     """
     uids = list(store.table.uid)
     placed: list[list[tuple[str, list[int]]]] = []
@@ -210,7 +210,7 @@ def groups_of(store: SampleStore, written: Sequence[GroupUids]) -> tuple[list[Sa
 
 
 def light_sample(store: SampleStore, row: int) -> Sample:
-    """What the metadata says of a sample. Its mask is read if the student has written only some tokens."""
+    """Return a sample from its metadata. Its mask is read if the student generated only some tokens."""
     record = store.table.record(row)
     prompt, response = record.prompt_tokens, record.response_tokens
     if record.trainable_tokens in (0, response):
@@ -237,8 +237,8 @@ def light_sample(store: SampleStore, row: int) -> Sample:
 
 
 class Scratch:
-    """Signals of a step, a file for each kind of them. A step that is repeated makes them again, so they need
-    not outlive it.
+    """Signals of a step, one file for each kind. A repeated step computes them again, so they need not
+    outlive it.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -248,7 +248,7 @@ class Scratch:
         self._ends: dict[str, int] = {}
 
     def put(self, name: str, uid: str, values: np.ndarray) -> None:
-        """Keep signal `name`, `[R]`, of one sample. Raises `StorageError` if the disk fails."""
+        """Store signal `name`, `[R]`, of one sample. Raises `StorageError` if the disk fails."""
         data = np.ascontiguousarray(values, np.float32).tobytes()
         start = self._ends.get(name, 0)
         try:
@@ -262,7 +262,7 @@ class Scratch:
         self._ends[name] = start + len(data)
 
     def get(self, name: str, uid: str) -> np.ndarray:
-        """[R] float32, as it was put; empty for a sample without a response."""
+        """Return the stored signal, [R] float32, empty for a sample without a response."""
         start, size = self._places.get((name, uid), (0, 0))
         data = os.pread(self._file(name), size, start) if size else b""
         if len(data) != size:

@@ -1,6 +1,7 @@
-"""The samples of a step, wherever they are: what an algorithm asks of them, and how it is in memory.
+"""Provide the samples of a step to an algorithm, with the version in memory.
 
-`samples_on_disk.py` has the other home. Both answer alike, so no algorithm knows where its samples are.
+`samples_on_disk.py` has the other version. Both have one interface, so no algorithm knows where its samples
+are.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from opd.train.packing import PerSample
 from opd.types import RolloutBatch, Sample, SampleGroup, Status, TokenTerms
 
 Terms = Callable[[Sample], TokenTerms]
-"""What the loss is to know of a sample whose tokens are in memory."""
+"""Returns the loss terms of a sample whose tokens are in memory."""
 
 
 Written = TypeVar("Written")
@@ -33,8 +34,8 @@ Written = TypeVar("Written")
 def within(
     items: Sequence[Written], tokens_of: Callable[[Written], int], budget: int | None
 ) -> list[Written]:
-    """The first of `items`, up to the one that takes their tokens to `budget`: beyond it by less than one
-    item. All of them without a budget.
+    """Return the first of `items`, up to the one whose tokens reach `budget`. The excess is less than one
+    item. Without a budget it returns all of them.
     """
     if budget is None:
         return list(items)
@@ -46,13 +47,13 @@ class StepSamples:
     """The samples of one step, in memory.
 
     Every rank has the same `groups`, and makes the same calls. Lengths, masks, rewards, domains and teachers
-    are there whatever the home is; a token is looked at only in what `lots` and `read` hand out, and in a
-    group that is `whole`.
+    are available anywhere. Tokens are only available in the results of `lots` and `read`, and in a group from
+    `whole`.
 
     Args:
         groups: In the order of their prompts.
-        backend: Who trains on them, and deals them out to the ranks.
-        ranks: Who shares the rewards.
+        backend: Trains on them, and deals them out to the ranks.
+        ranks: The ranks that share the rewards.
     """
 
     on_disk = False
@@ -65,12 +66,12 @@ class StepSamples:
 
     @property
     def samples(self) -> list[Sample]:
-        """All that are learnt from, branches of episodes among them, group by group."""
+        """All trained samples, with branches of episodes, group by group."""
         return [sample for group in self.groups for sample in group.everything]
 
     @property
     def responses(self) -> list[Sample]:
-        """One for each response that was asked for: an episode counts once, however many branches it has."""
+        """One sample for each requested response. An episode counts once, however many branches it has."""
         return [sample for group in self.groups for sample in group.samples]
 
     @property
@@ -79,23 +80,23 @@ class StepSamples:
         return sum(sample.trainable_tokens for sample in self.samples)
 
     def limit(self, tokens: int | None) -> None:
-        """Keep the first groups, up to the one that takes their tokens to `tokens`; see `within`."""
+        """Retain the first groups, up to the one whose tokens reach `tokens`. See `within`."""
         self.groups = within(
             self.groups, lambda group: sum(s.trainable_tokens for s in group.everything), tokens
         )
 
     def deal(self) -> None:
-        """Deal them out anew: to each rank those that it scores and trains."""
+        """Deal the samples out again: each rank gets those it scores and trains."""
         self.backend.mine(self.samples)
 
     def reward(self, rewards: RewardRunner) -> None:
-        """Reward every response, each on one rank; its branches have its reward."""
+        """Reward every response, each on one rank. Its branches have its reward."""
         rewards.score_shared(self.ranks, self.responses)
         for group in self.groups:
             group.share_rewards()
 
     def drop_stale(self, version: int, limit: int | None) -> dict[str, float]:
-        """Ages of the tokens for a learner at `version`; those beyond `limit` leave the loss masks. Empty if
+        """Return the tokens' ages for a learner at `version`, and mask tokens older than `limit`. Empty if
         all are of `version`.
         """
         metrics = staleness(self.samples, version)
@@ -104,24 +105,26 @@ class StepSamples:
         return metrics | (drop_stale(self.samples, version, limit) if limit is not None else {})
 
     def whole(self, group: SampleGroup) -> AbstractContextManager[SampleGroup]:
-        """`group` with its tokens, while the block runs."""
+        """Yield `group` with its tokens, while the block runs."""
         return nullcontext(group)
 
     def lots(self, samples: Sequence[Sample], max_tokens: int, *, by_teacher: bool) -> Iterator[list[Sample]]:
-        """This rank's of `samples`, with their tokens: in memory all at once, on disk at most `max_tokens` at
-        a time, if so asked of one teacher. All ranks are given as many lots.
+        """Yield this rank's share of `samples`, with their tokens. In memory it is one list. From disk each
+        list has at most `max_tokens`, with `by_teacher` of one teacher. All ranks get the same number of
+        lists.
         """
         yield self.backend.shares.mine(samples)
 
     def read(self, samples: Sequence[Sample], parts: Sequence[Sequence[int]]) -> Iterator[list[Sample]]:
-        """Those at the places `parts[0]`, `parts[1]`, ... of `samples`, with their tokens. Of a home on disk
-        at most two of these lists are in memory: one is used while the next is read, and let go after it.
+        """Yield the samples at the indices `parts[0]`, `parts[1]`, ... of `samples`, with their tokens. From
+        disk at most two of these lists are in memory. One is used while the next is read, and released after
+        it.
         """
         for part in parts:
             yield [samples[place] for place in part]
 
     def batches(self, samples: Sequence[Sample], terms: Terms) -> Callable[..., Iterator[RolloutBatch]]:
-        """What a back end reads of `samples`, with `terms` made for one micro-batch at a time."""
+        """Return the reader of `samples` for a back end. It makes `terms` for one micro-batch at a time."""
 
         def read(parts: Sequence[Sequence[int]]) -> Iterator[RolloutBatch]:
             for own in self.read(samples, parts):
@@ -130,35 +133,35 @@ class StepSamples:
         return read
 
     def fill(self, name: str, samples: Sequence[Sample], compute: PerSample, what: str, **lots: Any) -> None:
-        """Keep the signal `name` of `samples`: `[R]` float32 each, computed on the rank that trains them.
-        `lots` says how those on disk are read; see there. `what` names it, for errors.
+        """Store the signal `name` of `samples`: `[R]` float32 each, computed on the rank that trains them.
+        `lots` are options of the version on disk. `what` names the signal in errors.
         """
         found = self.backend.each(samples, compute, what)
         self._signals |= {(name, s.uid): values for s, values in zip(samples, found, strict=True)}
 
     def keep(self, name: str, sample: Sample, values: np.ndarray) -> None:
-        """Keep one signal, `[R]` float32, of one of `held`."""
+        """Store one signal, `[R]` float32, of one of `held`."""
         self._signals[name, sample.uid] = values
 
     def signal(self, name: str, sample: Sample) -> np.ndarray:
-        """`[R]` float32: what was kept of one of `held`."""
+        """Return the stored signal of one of `held`, `[R]` float32."""
         return self._signals[name, sample.uid]
 
     def held(self) -> Iterator[list[Sample]]:
-        """The samples whose signals this rank keeps, with their tokens, lot by lot."""
+        """Yield the samples whose signals this rank stores, with their tokens, batch by batch."""
         yield self.samples
 
     def holds(self, group: SampleGroup) -> list[Sample]:
-        """Those of `group` whose signals this rank keeps."""
+        """Return the samples of `group` whose signals this rank stores."""
         return group.everything
 
     def told(self, mine: Any, what: str) -> list[Any]:
-        """What each rank says of the samples it holds; one answer where all hold all."""
+        """Return each rank's value for its samples, or one value if all ranks have all samples."""
         return [mine]
 
 
 class SampleHome:
-    """Where a stage's samples are until they are learnt from: in memory."""
+    """The store of a stage's samples until they are trained on: in memory."""
 
     def __init__(self, student: Student) -> None:
         self._student = student
@@ -166,24 +169,24 @@ class SampleHome:
     def write(
         self, engine: Generates, prompts: Sequence[EncodedPrompt], size: int, index: int
     ) -> list[SampleGroup]:
-        """Let `engine` answer the `prompts` of batch `index`, each `size` times."""
+        """Generate `size` answers of `engine` to each of the `prompts` of batch `index`."""
         return self._student.rollout(prompts, size, engine)
 
     def open(self, groups: Sequence[SampleGroup], index: int) -> AbstractContextManager[StepSamples]:
-        """The samples of what `write` has returned for batch `index`, for as long as the block runs."""
+        """Return the samples of `write`'s result for batch `index`, for as long as the block runs."""
         return nullcontext(StepSamples(groups, self._student.backend, self._student.ranks))
 
     def start(self, step: int) -> None:
-        """The learner begins with batch `step`: what came before it is learnt."""
+        """Start at batch `step`. Earlier ones are trained on."""
 
     def learnt_from(self) -> Callable[[], None]:
-        """The returned call says that a checkpoint holds what was learnt from the batches opened so far."""
+        """Return a callback for a checkpoint that covers all opened batches."""
         return lambda: None
 
 
 def rollout_metrics(groups: Sequence[SampleGroup]) -> dict[str, float]:
-    """Rewards (overall, by domain, and their parts), lengths, truncation; where prompts have several
-    responses, the share of them without signal.
+    """Return rewards (overall, by domain, and their parts), lengths and truncation. If prompts have several
+    responses, also the share of them without signal.
     """
     samples = [sample for group in groups for sample in group.samples]
     rewards = np.array([s.reward for s in samples], dtype=np.float64)

@@ -1,7 +1,7 @@
-"""Samples on disk (`storage.trajectories: disk`): what they are in memory, two micro-batches at a time.
+"""Store samples on disk (`storage.trajectories: disk`), with two micro-batches at a time in memory.
 
-Each response goes to the stage's files (`sample_files.py`) when it ends. What a step knows of all its samples
-is metadata; tokens are mapped when it is their turn.
+Each response goes to the stage's files (`sample_files.py`) when it ends. A step has only the metadata of all
+its samples. Tokens are mapped when they are needed.
 """
 
 from __future__ import annotations
@@ -49,19 +49,19 @@ from opd.types import Chunk, RolloutRequest, Sample, SampleGroup, no_ids
 
 _MIB = 1 << 20
 _TOGETHER = 1 << 16
-"""Tokens of ended responses that wait, in the log and in memory, to be made durable together."""
+"""Tokens of ended responses that wait, in the log and in memory, to be made durable at once."""
 _REWARDED = 1 << 20
 """Tokens in memory at a time, about, while responses are rewarded."""
 
 
 class DiskHome(SampleHome):
-    """Where a stage's samples are until they are learnt from: on disk.
+    """The store of a stage's samples until they are trained on: on disk.
 
     Args:
         context: The stage.
-        student: Who writes and learns.
-        files: Where responses go.
-        route: Which teacher a sample will be read by; for whoever looks into the store.
+        student: Samples and trains.
+        files: The files of responses.
+        route: Returns the teacher of a sample, for viewers of the store.
     """
 
     def __init__(
@@ -86,13 +86,13 @@ class DiskHome(SampleHome):
         student: Student,
         route: Callable[[Sample], str | None] = lambda sample: None,
     ) -> Iterator[DiskHome]:
-        """In the stage's folder, while the block runs."""
+        """Open it in the stage's folder, while the block runs."""
         recipe = context.recipe
         log, width = recipe.rollout.log, WIDTH[model_dtype(recipe)]
         folder = context.folder.trajectories(context.stage)
-        # What has left the token log must not go with the power either, as far as that was promised.
+        # Samples that left the token log must survive a power cut too, as far as that was promised.
         durable = log is not None and log.fsync != "os"
-        # A micro-batch and the next share the memory. A teacher's hidden state is taken to be as wide as the
+        # A micro-batch and the next share the memory. A teacher's hidden state counts as wide as the
         # student's.
         a_token = 13 + student.backend.hidden_size * width
         fitting = recipe.storage.trajectory_mb * _MIB // (2 * a_token)
@@ -119,10 +119,10 @@ class DiskHome(SampleHome):
     def write(
         self, engine: Generates, prompts: Sequence[EncodedPrompt], size: int, index: int
     ) -> list[SampleGroup]:
-        """This rank's share of batch number `index`, in the order of the prompts, without tokens.
+        """Generate this rank's share of batch number `index`, in the order of the prompts. Returns no tokens.
 
-        Each response goes to disk when it ends, and then leaves log and memory. What an earlier attempt has
-        written is not written again.
+        Each response goes to disk when it ends, and then leaves log and memory. An earlier attempt's
+        responses are reused.
         """
         student = self._student
         mine = prompts if student.writing.alone else student.writing.shard(prompts)
@@ -156,7 +156,7 @@ class DiskHome(SampleHome):
         return groups
 
     def _stream(self, engine: Generates, prompts: Sequence[EncodedPrompt], size: int, index: int) -> None:
-        """Sample what is not there yet; responses go to disk when they end, short ones several together."""
+        """Sample missing responses. They go to disk when they end, several short ones at once."""
         places: dict[str, int] = {}
         asked: dict[str, str] = {}
         missing = []
@@ -189,7 +189,7 @@ class DiskHome(SampleHome):
         size: int,
         index: int,
     ) -> None:
-        """Single answers and episodes, whose groups come whole, side by side."""
+        """Generate single answers and episodes concurrently. Groups of episodes come complete."""
         with RequestWriter(engine) as writer:
             plays = start_episodes(writer, episodes, size, self._student.seed)
             self._stream(writer, streamed, size, index)
@@ -202,7 +202,7 @@ class DiskHome(SampleHome):
         return len(self._files.group(prompt.uid, self._asked(prompt), index)) < size
 
     def _generate(self, engine: Generates, prompts: Sequence[EncodedPrompt], size: int, index: int) -> None:
-        """A rollout of the user's own of the prompts whose groups are not there: they come whole."""
+        """Run the user's own rollout for prompts with missing groups. They come complete."""
         student = self._student
         missing = [prompt for prompt in prompts if self._is_missing(prompt, size, index)]
         if not missing:
@@ -214,7 +214,7 @@ class DiskHome(SampleHome):
     def _put_groups(
         self, prompts: Sequence[EncodedPrompt], groups: Sequence[SampleGroup], index: int
     ) -> None:
-        """To disk what has been written whole, in the place of what was there of it."""
+        """Store complete groups on disk, in place of earlier samples of them."""
         waiting: list[Sample] = []
         asked: dict[str, str] = {}
         places: dict[str, int] = {}
@@ -241,7 +241,7 @@ class DiskHome(SampleHome):
         places: Mapping[str, int],
         drops: Iterable[str] = (),
     ) -> None:
-        """To disk, in the place of `drops`, and out of log and memory."""
+        """Store samples on disk, in place of `drops`, and remove them from log and memory."""
         for sample in samples:
             sample.teacher = self._route(sample)
         self._files.put(samples, index, asked, places, drops)
@@ -260,7 +260,7 @@ class DiskHome(SampleHome):
 
 
 class _Noted:
-    """An engine, and what it was asked for."""
+    """An engine that records its requests."""
 
     def __init__(self, engine: Generates) -> None:
         self._engine = engine
@@ -277,16 +277,18 @@ class _Noted:
 
 
 class SamplesOnDisk(StepSamples):
-    """The samples of one step, on disk. `groups` know everything of their samples but the values of tokens:
-    arrays have their lengths, and masks are right.
+    """The samples of one step, on disk.
+
+    `groups` have everything of their samples but the values of tokens. Arrays have their lengths, and masks
+    are right.
 
     Args:
         groups: Of all ranks, in the order of their prompts.
-        rows: Of each sample its row in `store.table`, by uid.
-        store: What all ranks have written.
-        signals: Where signals go.
-        backend: Who trains on them.
-        ranks: Of which each rewards what it has written.
+        rows: Uid of a sample -> its row in `store.table`.
+        store: All ranks' samples.
+        signals: The files of signals.
+        backend: Trains on them.
+        ranks: Each rank rewards its own samples.
     """
 
     on_disk = True
@@ -305,7 +307,7 @@ class SamplesOnDisk(StepSamples):
         self._place = {group.uid: number for number, group in enumerate(self.groups)}
 
     def reward(self, rewards: RewardRunner) -> None:
-        """Reward every response; each rank does those of the groups it has written, some tokens at a time."""
+        """Reward every response. Each rank rewards its own groups, some tokens at a time."""
         found: dict[str, list[Any]] = {}
         for lot in self._rewarded_together(rewards):
             with self._reading(lot) as own:
@@ -319,7 +321,7 @@ class SamplesOnDisk(StepSamples):
             group.share_rewards()
 
     def drop_stale(self, version: int, limit: int | None) -> dict[str, float]:
-        """As in memory. Tokens are read only of samples that several policies have written."""
+        """Drop stale tokens as in memory. Tokens are read only for samples of several policies."""
         oldest = version - limit if limit is not None else None
         found: dict[str, Any] = {}
         for group in self._written():
@@ -364,7 +366,7 @@ class SamplesOnDisk(StepSamples):
         *,
         by_teacher: bool = False,
     ) -> None:
-        """As in memory, for this rank's alone: in lots of a micro-batch, if so asked of one teacher."""
+        """Compute as in memory, for this rank's samples, one micro-batch at a time, or one teacher's."""
         for lot in self.lots(samples, self.backend.max_tokens, by_teacher=by_teacher):
             for sample, values in zip(lot, compute(lot), strict=True):
                 self._scratch.put(name, sample.uid, values)
@@ -390,19 +392,19 @@ class SamplesOnDisk(StepSamples):
             yield [self._heavy(batch, sample) for sample in samples]
 
     def _heavy(self, batch: Any, light: Sample) -> Sample:
-        """What is on disk of a sample, with what is known of it by now."""
+        """Return a sample from disk, with its present teacher, mask and reward."""
         sample = batch.sample(self._rows[light.uid])
         sample.teacher, sample.loss_mask = light.teacher, light.loss_mask
         sample.reward, sample.reward_parts = light.reward, light.reward_parts
         return sample
 
     def _written(self) -> list[SampleGroup]:
-        """The groups that this rank has written."""
+        """Return the groups that this rank generated."""
         ranks = self.ranks
         return [group for group in self.groups if self._place[group.uid] % ranks.size == ranks.rank]
 
     def _ages(self, sample: Sample, version: int, oldest: int | None) -> tuple[int, int, int]:
-        """Of the tokens that count: the sum of their ages, the largest, and how many are recent enough."""
+        """Return of unmasked tokens the sum of their ages, the largest, and the number of recent ones."""
         table, row = self.store.table, self._rows[sample.uid]
         count = sample.trainable_tokens
         first, last = int(table.first_version[row]), int(table.last_version[row])
@@ -417,7 +419,7 @@ class SamplesOnDisk(StepSamples):
         return int(ages.sum()), int(ages.max()), kept
 
     def _keep_recent(self, sample: Sample, kept: int, oldest: int) -> None:
-        """Take tokens before version `oldest` out of the mask, so that `kept` are left."""
+        """Mask tokens before version `oldest`, so that `kept` are left."""
         if kept == sample.trainable_tokens:
             return
         if not kept:
@@ -431,7 +433,7 @@ class SamplesOnDisk(StepSamples):
             return np.array(batch.read(row, "policy_versions"))
 
     def _rewarded_together(self, rewards: RewardRunner) -> Iterator[list[Sample]]:
-        """Samples that are rewarded together: a domain's if its function wants that, else some."""
+        """Yield samples to reward in one call: a domain's if its function wants that, else some."""
         own: dict[str, list[Sample]] = {}
         for group in self._written():
             own.setdefault(group.domain, []).extend(group.samples)

@@ -1,8 +1,8 @@
-"""A stage's checkpoints: taken between two steps, written while training goes on, read by any ranks.
+"""Save a stage's checkpoints: taken between two steps, written while training goes on, read by any ranks.
 
-Every rank copies what it has of each back end to its host's memory, and a thread of its own writes that into
-one draft of the checkpoint. The first rank makes the draft, and gives it its manifest and its name once all
-have written. What goes wrong is raised on every rank at the end of a later step, or when the stage ends.
+Every rank copies its share of each back end to its host's memory, and a thread writes that into one draft of
+the checkpoint. The first rank makes the draft, and gives it its manifest and its name once all have written.
+An error is raised on every rank at the end of a later step, or when the stage ends.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _FILES = ("model", "optimizer")
 
 
 class Saver:
-    """Writes the checkpoints of a stage, one at a time; use it with `with`.
+    """Writes the checkpoints of a stage, one at a time. Use it with `with`.
 
     Args:
         context: The stage.
-        backend: What learns.
-        more: What learns beside it, by the name that its files begin with.
+        backend: The trained model.
+        more: Other trained models, by the prefix of their files.
     """
 
     def __init__(self, context: StageContext, backend: Backend, more: Mapping[str, Backend]) -> None:
@@ -44,11 +44,11 @@ class Saver:
         self._writers = context.ranks.new_group(f"{context.stage}/checkpoints")
         self._durable: Callable[[], None] = lambda: None
         self.pending: Future[None] | None = None
-        """The checkpoint that is being written, if one is."""
+        """The checkpoint in progress, if any."""
 
     def restore(self) -> dict[str, Any]:
-        """Put back ends and metrics where the newest whole checkpoint was taken, and return what it kept
-        beside; where there is none, they begin anew, with nothing.
+        """Restore back ends and metrics from the newest valid checkpoint, and return its other state. Without
+        one they start empty.
         """
         checkpoint = self._context.checkpoints.latest(partial(compare_together, self._context.ranks))
         if checkpoint is None:
@@ -61,9 +61,9 @@ class Saver:
         return checkpoint.state
 
     def save(self, step: int, describe: Callable[[str], dict[str, Any]], durable: Callable[[], None]) -> None:
-        """Take a checkpoint now, once the one before it is written; `durable` is called, by `settle`, when it
-        is. `describe(tail)` is what it keeps beside tensors, with what stands for all metrics so far. Raises
-        `CheckpointError` if the one before could not be written.
+        """Take a checkpoint now, once the previous one is written. `settle` calls `durable` when this one is.
+        `describe(tail)` returns the state beside tensors. `tail` is the digest of all metrics so far. Raises
+        `CheckpointError` if the previous one could not be written.
         """
         self.wait()
         tensors: dict[str, Any] = {}
@@ -79,7 +79,7 @@ class Saver:
         threading.Thread(target=_told, args=(self.pending, work), name="checkpoint", daemon=True).start()
 
     def settle(self) -> None:
-        """Ask whether all ranks have written; if they have, the checkpoint is no longer `pending`. Raises
+        """Check whether all ranks have written. If so, the checkpoint is no longer `pending`. Raises
         `CheckpointError` on all ranks if it could not be written.
         """
         pending = self.pending
@@ -87,7 +87,7 @@ class Saver:
             self.wait()
 
     def wait(self) -> None:
-        """Return once nothing is being written; errors as of `settle`."""
+        """Return once nothing is being written. Raises as `settle`."""
         pending, self.pending = self.pending, None
         if pending is not None:
             pending.result()
@@ -100,7 +100,7 @@ class Saver:
         if error is None:
             self.wait()
         elif self.pending is not None and not isinstance(error, RanksError):
-            # What is on its way is worth its time, whatever has ended the stage; other ranks may be gone.
+            # Finish the checkpoint in progress, whatever ended the stage. Other ranks may be gone.
             patience = self._context.ranks.timeout
             failed = self.pending.exception(None if math.isinf(patience) else patience)
             if failed is not None:
@@ -119,8 +119,8 @@ def _told(future: Future[None], work: Callable[[], None]) -> None:
 def save_together(
     store: CheckpointStore, ranks: Ranks, step: int, tensors: Tensors, state: dict[str, Any]
 ) -> None:
-    """Write the checkpoint of `step`, of which each of `ranks` has its `tensors` and the first the `state`.
-    All call it together, and it is there for all or for none. Raises `CheckpointError` on each if one cannot.
+    """Write the checkpoint of `step`. Each of `ranks` has its `tensors`, and the first has the `state`. All
+    call this together. It succeeds for all or for none. Raises `CheckpointError` on each if one fails.
     """
     if ranks.alone:
         store.save(step, tensors, state)
@@ -131,7 +131,7 @@ def save_together(
 
 
 _TOLD = 3
-"""How often the ranks tell each other: where the draft is, what is in it, whether it has its name."""
+"""Number of exchanges between the ranks: the draft's path, its files, its final name."""
 
 
 def _lead(store: CheckpointStore, ranks: Ranks, step: int, tensors: Tensors, state: dict[str, Any]) -> None:
@@ -146,7 +146,7 @@ def _lead(store: CheckpointStore, ranks: Ranks, step: int, tensors: Tensors, sta
             _refuse(everyone)
             store.seal(draft, step, {file: d for one in everyone for file, d in one["files"].items()}, state)
     except CheckpointError as error:
-        for _ in range(told, _TOLD):  # for which the others wait
+        for _ in range(told, _TOLD):  # the others wait for them
             ranks.gather_json({"error": str(error)}, _WRITING)
         raise
     ranks.gather_json({}, _WRITING)
@@ -160,7 +160,7 @@ def _follow(store: CheckpointStore, ranks: Ranks, step: int, tensors: Tensors) -
 
 
 def _written(draft: Path, ranks: Ranks, tensors: Tensors) -> dict[str, Any]:
-    """The digests of this rank's files, or why there are none."""
+    """Return the digests of this rank's files, or the error."""
     try:
         return {"files": write_files(draft, tensors, ranks.rank, ranks.size)}
     except OSError as error:

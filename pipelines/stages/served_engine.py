@@ -1,4 +1,4 @@
-"""The student on workers: what `rollout.engine: {type: sglang}` or `vllm` puts at a stage's disposal."""
+"""Run the student on workers: `rollout.engine: {type: sglang}` or `vllm`."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ _log = logging.getLogger(__name__)
 
 ENGINE = "rollout.engine.urls"
 ONCE = RetryPolicy(Retry(attempts=1))
-"""The engine's own patience with its workers is all there is: it is the recipe's."""
+"""The engine's own patience with its workers is the recipe's, and the only one."""
 
 
 class ServedWriters:
-    """Implements `Helpers`: the student writes on workers, teachers stay where they would be without it."""
+    """Implements `Helpers`: the student generates on workers, teachers are not affected."""
 
     def __init__(self, context: StageContext, config: ServedEngineConfig, stack: ExitStack) -> None:
         self._context, self._config, self._stack = context, config, stack
@@ -63,10 +63,10 @@ class ServedWriters:
         """By the URL of a server that the run has started on a cluster."""
 
     def writers(self, model: Path, adapters: bool = False) -> EnginePool:
-        """One engine over all workers, or over this rank's share of them where several ranks write. It holds
-        nothing before its first push (`Student.start`), so that what it samples with is always what the
-        trainer holds. Raises `ConfigError` if there are fewer workers than ranks, and `RolloutError` if two
-        URLs lead to one. `adapters`: it is sent those, alone if it takes them (`ServedEngine.adapters`).
+        """Return one engine over all workers, or over this rank's share of them if several ranks generate. It
+        is empty before its first push (`Student.start`), so it always samples with the trainer's weights.
+        Raises `ConfigError` if there are fewer workers than ranks, and `RolloutError` if two URLs lead to
+        one. `adapters`: it gets those, alone if it accepts them (`ServedEngine.adapters`).
         """
         recipe, ranks = self._context.recipe, self._context.ranks
         config = self._config
@@ -86,7 +86,7 @@ class ServedWriters:
         own = config.urls_of(ranks.rank, ranks.size)
         if self._servers is not None:
             options = replace(options, given_up=partial(self._servers.given_up, own))
-        # All ranks' workers: two ranks must not control one server either.
+        # All ranks' workers, because two ranks must not control one server either.
         check_distinct({ENGINE: options}, RolloutError)
         for teacher, entry in recipe.teachers.items():
             if isinstance(entry, ServedTeacherConfig) and entry.urls:
@@ -95,17 +95,17 @@ class ServedWriters:
                 )
         options = replace(options, urls=own)
         alone = adapters and self._sends_alone(options, merged)
-        self._stack.callback(_remove_empty, self._root())  # after what is in it
+        self._stack.callback(_remove_empty, self._root())  # after the files in it
         engine = self._engine(options, served, model, alone)
         self._stack.callback(engine.close)
         return EnginePool([engine], ONCE)
 
     def teachers(self, names: Sequence[str], vocabulary: int) -> Mapping[str, Teacher] | None:
-        """See `Helpers`."""
+        """Open teachers as in `Helpers`."""
         return None if self._others is None else self._others.teachers(names, vocabulary)
 
     def _arguments(self, merged: str | None) -> Mapping[str, Argument]:
-        """What servers of this recipe are told when they are started. `merged`: see `merged_because`."""
+        """Return the start arguments of servers for this recipe. `merged`: see `merged_because`."""
         recipe = self._context.recipe
         told: dict[str, Argument] = {}
         if recipe.model.lora is not None and merged is None:
@@ -113,8 +113,8 @@ class ServedWriters:
         return told | self._program.started_with(recipe)
 
     def _sends_alone(self, options: PoolOptions, reason: str | None) -> bool:
-        """Whether workers are sent adapters alone, if there is no `reason` to merge them: the same on all
-        ranks, which call it together.
+        """Return whether workers get adapters alone, if there is no `reason` to merge them. The result is the
+        same on all ranks, which call it together.
         """
         lora, ranks = self._context.recipe.model.lora, self._context.ranks
         if reason is None and lora is not None and self._config.lora is None:
@@ -141,7 +141,7 @@ class ServedWriters:
         return self._config.sync_of(self._context.recipe.launch.type)
 
     def _push(self, model: Path) -> Push:
-        """How all weights get to the workers."""
+        """Return the transfer of all weights to the workers."""
         config, launch, read = self._config, self._context.recipe.launch, self._program.read
         if self._sync == "tensors" and isinstance(config, SGLangEngineConfig):
             from opd.rollout.sglang_engine import TensorPush
@@ -168,8 +168,8 @@ class ServedWriters:
         return folder
 
     def _root(self) -> Path:
-        """Where new weights are written, of this rank. Another run may be given the same folder: each has
-        one of its own in it, the same one when it goes on.
+        """Return this rank's folder for new weights. Another run may have the same parent folder. So each run
+        has its own in it, the same one when it resumes.
         """
         run, stage = self._context.folder, self._context.stage
         if self._config.folder is None:
@@ -181,10 +181,10 @@ class ServedWriters:
 
 
 def merged_because(recipe: Recipe, module: Callable[[], Any]) -> str | None:
-    """`Recipe.merged_because` of a student that `module` makes, without weights, whose layers say which of
-    them get adapters where the recipe does not.
+    """Return `Recipe.merged_because` for the student of `module`, which has no weights.
 
-    Raises `ConfigError` if the recipe wants adapters sent alone that servers do not apply.
+    Its layers tell which of them get adapters if the recipe does not. Raises `ConfigError` if the recipe
+    wants adapters sent alone that servers do not apply.
     """
     engine, lora = recipe.rollout.engine, recipe.model.lora
     if lora is None or lora.targets or not isinstance(engine, ServedEngineConfig):
@@ -197,15 +197,15 @@ def merged_because(recipe: Recipe, module: Callable[[], Any]) -> str | None:
 
 
 def _remove_empty(root: Path) -> None:
-    """A rank's folder of weights, and that of all ranks once the last has left."""
+    """Remove a rank's folder of weights, and that of all ranks once the last has left."""
     with suppress(OSError):
         root.rmdir()
         root.parent.rmdir()
 
 
 def unfit(options: PoolOptions, program: str, lora: LoRAConfig) -> str | None:
-    """Why servers of kind `program` cannot be given adapters alone, in the words of the first that cannot;
-    `None` if all that answer can.
+    """Return the reason why servers of kind `program` cannot get adapters alone. It is that of the first one
+    that cannot. `None` if all answering servers can.
     """
     pool = HTTPPool("the rollout engine", options, RolloutError)
     loop = LoopThread("adapters")
@@ -228,12 +228,12 @@ async def _unfit(pool: HTTPPool, program: str, lora: LoRAConfig) -> str | None:
             raise flags
         if isinstance(flags, str):
             return f"{server.url} was not started with {flags}"
-    return None  # what is away now is looked at when it is there
+    return None  # a server that is away now is checked later
 
 
 @contextmanager
 def with_engine(context: StageContext) -> Iterator[None]:
-    """Let the stage of `context` write with the recipe's engine while the block runs."""
+    """Let the stage of `context` generate with the recipe's engine while the block runs."""
     config, before = context.recipe.rollout.engine, context.helpers
     if not isinstance(config, ServedEngineConfig):
         yield

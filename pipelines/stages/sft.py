@@ -1,4 +1,4 @@
-"""Supervised fine-tuning on the demonstrations of a file: a cold start of the base, or a specialist."""
+"""Fine-tune on the demonstrations of a file: a cold start of the base, or a specialist."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Rows to learn from, and rows to measure the cross-entropy on."""
+    """Rows to train on, and rows to measure the cross-entropy on."""
 
     train: list[Demonstration]
     held_out: list[Demonstration]
 
 
 def split(recipe: Recipe, config: SFTConfig, rows: Sequence[Demonstration]) -> Split:
-    """`rows` by a hash of what they ask; what a domain asks in its evaluation is held out whatever its hash.
+    """Split `rows` by a hash of their question. Questions of a domain's evaluation are always held out.
 
-    Raises `DataError` if nothing is left to learn from.
+    Raises `DataError` if nothing is left to train on.
     """
     evaluated = asked_in_evaluation(load_domains(recipe))
     found = Split([], [])
@@ -66,20 +66,20 @@ def split(recipe: Recipe, config: SFTConfig, rows: Sequence[Demonstration]) -> S
 
 
 def asked_in_evaluation(domains: Mapping[str, Domain]) -> set[str]:
-    """What `is_held_out` knows held-out prompts by."""
+    """Return the keys of held-out prompts for `is_held_out`."""
     prompts = (prompt for domain in domains.values() for prompt in domain.held_out)
     return {asked for prompt in prompts for asked in (prompt.key, _asked(prompt))}
 
 
 def is_held_out(row: Demonstration, config: SFTConfig, evaluated: set[str]) -> bool:
-    """Whether nothing is learnt from `row`."""
+    """Return whether `row` is not trained on."""
     key = row.prompt.key
     return key in evaluated or _asked(row.prompt) in evaluated or fraction(key) < config.held_out
 
 
 def _asked(prompt: Prompt) -> str:
-    """What the user says: the same whether a prompt is a text or messages, and whatever the system says. The
-    key of messages without it.
+    """Return the user's text, the same for a text or messages and for any system message. For messages
+    without it, return the key.
     """
     said = [message["content"] for message in prompt.messages or [] if message["role"] == "user"]
     said = [prompt.text] if prompt.text is not None else said
@@ -88,7 +88,7 @@ def _asked(prompt: Prompt) -> str:
 
 
 def length_limit(recipe: Recipe, config: SFTConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[int, str]:
-    """Tokens of a demonstration, and what says so. Raises `ConfigError` for more than the model can read."""
+    """Return a demonstration's maximum tokens, and their source. Raises `ConfigError` above the model's."""
     if config.max_length is None:
         return sequence_limit(recipe, tokenizer, recipe.rollout.max_sequence, "rollout.max_sequence")
     limit, why = sequence_limit(recipe, tokenizer, config.max_length, "max_length")
@@ -98,14 +98,14 @@ def length_limit(recipe: Recipe, config: SFTConfig, tokenizer: PreTrainedTokeniz
 
 
 def written_by(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Writes:
-    """How demonstrations become tokens of the student's."""
+    """Return the encoder of demonstrations into the student's tokens."""
     stops = [stop.token_id for stop in model_stops(recipe, tokenizer)]
     return Writes(tokenizer, recipe.model.chat_template_kwargs, stops)
 
 
 def refuse_template(rows: Sequence[Demonstration], writes: Writes) -> None:
-    """Raise `DataError` for messages and a tokenizer whose chat template cannot write them as they will be
-    asked: there is none, or none that says where the model begins.
+    """Raise `DataError` for messages if the tokenizer's chat template cannot render their prompts. It may be
+    missing, or have no generation prompt.
     """
     if all(row.messages is None for row in rows):
         return
@@ -126,12 +126,13 @@ def fine_tune(
     context: StageContext, config: SFTConfig, start: Path, out: Path, domain: str | None = None
 ) -> dict[str, Any]:
     """Train the model in `start` on the demonstrations of `config`, write it to `out`, return the result
-    numbers. `domain`: whose rows are taken; `None` takes all.
+    numbers.
 
-    Raises `DataError` for demonstrations that cannot be read or written as tokens.
+    `domain`: use its rows alone. `None` uses all. Raises `DataError` for demonstrations that cannot be read
+    or encoded.
     """
     recipe = context.recipe
-    # Cross-entropy is of the model's own distribution, whatever temperature answers are sampled at.
+    # Cross-entropy is of the model's own distribution, whatever the sampling temperature is.
     plain = recipe.model_copy(update={"rollout": recipe.rollout.model_copy(update={"temperature": 1.0})})
     student = Student.open(
         replace(context, recipe=plain), start, config.optim, config.batch, [CrossEntropyTerm()]
@@ -182,17 +183,17 @@ def _sample(uid: str, row: Demonstration, encoded: Encoded) -> Sample:
 
 
 class FineTuning(Supervised):
-    """Cross-entropy on demonstrations, measured on those that are held out.
+    """Cross-entropy on demonstrations, measured on held-out ones.
 
     Args:
-        config: How it is learnt.
-        backend: Who trains.
-        stage: Names the samples.
-        held_out: What is measured.
+        config: The training settings.
+        backend: The trainer.
+        stage: Prefix of the samples' uids.
+        held_out: The rows to measure.
     """
 
     steps = 0
-    """Of the stage, set once they are known."""
+    """Steps of the stage, set once they are known."""
 
     def __init__(self, config: SFTConfig, backend: Backend, stage: str, held_out: Sized) -> None:
         super().__init__(config.optim)
@@ -203,7 +204,7 @@ class FineTuning(Supervised):
         self._measured: tuple[int, dict[str, float]] = (-1, {})
 
     def tokens(self, samples: Any) -> int:
-        return 0  # the student has written none
+        return 0  # the student has generated none
 
     def ended(self, step: StepContext, metrics: dict[str, float]) -> dict[str, float]:
         done = step.index + 1
@@ -213,8 +214,8 @@ class FineTuning(Supervised):
             return self.measure(done)
 
     def measure(self, version: int) -> dict[str, float]:
-        """Cross-entropy a token on what is held out, of the weights as they are now, which are of `version`;
-        nothing if nothing is.
+        """Return the cross-entropy per token on held-out rows, for the present weights of `version`. Empty if
+        nothing is held out.
         """
         if self._held_out and self._measured[0] != version:
             found = self._backend.logprobs(self._held_out)

@@ -1,6 +1,6 @@
-"""Where a stage's samples come from: an engine that writes in turn or ahead of the learner, or somebody else.
+"""Provide a stage's samples: from an engine, synchronously or ahead of the learner, or static ones.
 
-A source also hands the learner's weights to the engine, and tells the log what it may forget.
+A source also gives the learner's weights to the engine, and releases samples from the log.
 """
 
 from __future__ import annotations
@@ -21,35 +21,35 @@ from opd.types import Sample, SampleGroup
 
 @dataclass(frozen=True, slots=True)
 class StageRequest:
-    """What a stage asks its student."""
+    """A stage's request to its student."""
 
     prompts: Callable[[int], list[EncodedPrompt]]
-    """Of each batch, by its number."""
+    """Returns the prompts of a batch, by its number."""
     size: int
-    """How often each is answered."""
+    """Number of answers to each."""
     before: Callable[[Generates, list[EncodedPrompt]], Generates] = lambda engine, prompts: engine
-    """What stands before the engine while it answers some prompts."""
+    """Wraps the engine while it answers some prompts."""
     route: Callable[[Sample], str | None] = lambda sample: None
-    """Which teacher will read a sample."""
+    """Returns the teacher of a sample."""
     together: bool = False
-    """Whether somebody is given all samples of a step, which are in memory then."""
+    """The stage needs all samples of a step at once, so they are in memory."""
     more: Callable[[StepSamples], list[EncodedPrompt]] = lambda samples: []
-    """Prompts to answer beside those of the samples of a batch so far, where they are written in turn."""
+    """Returns more prompts for a batch, if batches are generated synchronously."""
 
 
 class Given:
-    """Samples that nobody has to write: demonstrations, or what teachers wrote before.
+    """Static samples: demonstrations, or earlier answers of teachers.
 
     Args:
-        make: The samples of a step, by its number.
-        student: Who trains on them.
+        make: Returns the samples of a step, by its number.
+        student: Trains on them.
     """
 
     def __init__(self, make: Callable[[int], list[Sample]], student: Student) -> None:
         self._make, self._student = make, student
 
     def start(self, step: int) -> None:
-        """Nobody writes."""
+        """Do nothing, because no engine generates."""
 
     def take(self, index: int) -> AbstractContextManager[StepSamples]:
         groups: list[SampleGroup] = []
@@ -62,14 +62,14 @@ class Given:
         return nullcontext(StepSamples(groups, self._student.backend, self._student.ranks))
 
     def learnt(self, version: int) -> None:
-        """No engine waits for the weights."""
+        """Do nothing, because no engine waits for the weights."""
 
     def idle(self) -> AbstractContextManager[None]:
-        """No engine writes."""
+        """Do nothing, because no engine generates."""
         return nullcontext()
 
     def learnt_from(self) -> Callable[[], None]:
-        """There is no log."""
+        """Return a no-op, because there is no log."""
         return lambda: None
 
     def take_counters(self, totals: dict[str, float]) -> dict[str, float]:
@@ -77,13 +77,13 @@ class Given:
 
 
 class Rollouts(ABC):
-    """What the student writes. Batch `k` is learnt from by weights of version `k`.
+    """The student's rollouts. Batch `k` is trained on by weights of version `k`.
 
     Args:
-        student: Who writes, and whose weights the engine is given.
+        student: Generates, and gives its weights to the engine.
         log: The engine behind the stage's token log.
-        home: Where samples are until they are learnt from.
-        asked: What the student answers.
+        home: The store of samples until they are trained on.
+        asked: The requests to the student.
     """
 
     def __init__(self, student: Student, log: StageRollout, home: SampleHome, asked: StageRequest) -> None:
@@ -98,36 +98,34 @@ class Rollouts(ABC):
 
     @abstractmethod
     def take(self, index: int) -> AbstractContextManager[StepSamples]:
-        """The samples of batch `index`, for as long as the block runs."""
+        """Return the samples of batch `index`, for as long as the block runs."""
 
     @abstractmethod
     def start(self, step: int) -> None:
-        """The learner's weights of version `step` are in place: after a resume the engine needs them."""
+        """Start at the learner's weights of version `step`. After a resume the engine needs them."""
         self.home.start(step)
 
     @abstractmethod
     def learnt(self, version: int) -> None:
-        """The learner has reached `version`: give the engine its weights, also where they have not
-        changed: one that kept the older version would write older tokens than that of a resumed stage.
+        """Give the engine the learner's weights of `version`, also if they have not changed. With the older
+        version its tokens would be older than those of a resumed stage.
         """
 
     @abstractmethod
     def idle(self) -> AbstractContextManager[None]:
-        """The engine may be used for something else while the block runs."""
+        """Let others use the engine while the block runs."""
 
     @abstractmethod
     def learnt_from(self) -> Callable[[], None]:
-        """A checkpoint is taken of what was learnt from every batch taken: the returned call lets the log
-        forget them.
-        """
+        """Called when a checkpoint starts. Returns a callback that releases all batches so far."""
 
     @abstractmethod
     def take_counters(self, totals: dict[str, float]) -> dict[str, float]:
-        """See `StageRollout.take_counters`."""
+        """Return counters as `StageRollout.take_counters`."""
 
 
 class InTurn(Rollouts):
-    """Write, learn, write."""
+    """Alternate between generation and training."""
 
     def start(self, step: int) -> None:
         super().start(step)
@@ -165,7 +163,7 @@ class InTurn(Rollouts):
 
 
 class InParallel(Rollouts):
-    """Write while learning. `joined`: responses of several batches at once, as their age allows."""
+    """Generate during training. `joined`: several batches at once, as their age allows."""
 
     max_ahead = 1
     joined = False
@@ -173,7 +171,7 @@ class InParallel(Rollouts):
 
     @property
     def ahead(self) -> RolloutAhead:
-        """The writer, from `start` on."""
+        """The generation thread, from `start` on."""
         if self._opened is None:
             raise RuntimeError("start() comes before the first batch")
         return self._opened
@@ -219,16 +217,16 @@ class InParallel(Rollouts):
             return self._rollouts.take_counters(totals)
 
     def close(self) -> None:
-        """Stop writing."""
+        """Stop generation."""
         self._student.barrier.abandon()
         if self._opened is not None:
             self._opened.close()
 
 
 class OneAhead(InParallel):
-    """Batch `k` is written by weights of version `k - 1`, always: the same tokens whoever is faster.
+    """Generate batch `k` with weights of version `k - 1`, always. The tokens do not depend on speed.
 
-    So weights that were learnt wait until the batch that was begun before them is written.
+    New weights wait until the batch that began before them is complete.
     """
 
     _pending: int | None = None
@@ -243,7 +241,7 @@ class OneAhead(InParallel):
     @contextmanager
     def idle(self) -> Iterator[None]:
         if self._pending is not None:
-            self.ahead.wait(self._pending)  # else its writer could be held before it begins
+            self.ahead.wait(self._pending)  # else its writer could be paused before it begins
         with self.ahead.idle():
             self._hand_over()
             yield
@@ -266,8 +264,8 @@ def _parallel(rollouts: InParallel) -> Iterator[Rollouts]:
 
 
 def open_source(context: StageContext, student: Student, asked: StageRequest, stack: ExitStack) -> Rollouts:
-    """What `student` writes, by the recipe's `rollout.schedule` and `storage.trajectories`, until `stack` is
-    unwound. Every token is logged.
+    """Return the student's rollouts, by the recipe's `rollout.schedule` and `storage.trajectories`. They run
+    until `stack` is unwound. Every token is logged.
     """
     config = context.recipe.rollout
     log = student.open_rollouts(context, stack)
@@ -282,7 +280,7 @@ def open_source(context: StageContext, student: Student, asked: StageRequest, st
         return stack.enter_context(_parallel(OneAhead(student, log, home, asked)))
     rollouts = InParallel(student, log, home, asked)
     rollouts.max_ahead = config.max_ahead
-    # Ranks tell each other a batch's responses in the order of the batches, and a `generate` of the recipe's
-    # own may hold state: there one batch is written at a time.
+    # Ranks exchange a batch's responses in the order of the batches, and a user's own `generate` may have
+    # state. In both cases one batch is generated at a time.
     rollouts.joined = student.ranks.alone and config.generate is None
     return stack.enter_context(_parallel(rollouts))

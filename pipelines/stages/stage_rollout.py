@@ -1,4 +1,4 @@
-"""The rollouts of a stage: its engine behind a token log, ready to be interrupted at any token.
+"""Run the rollouts of a stage: its engine behind a token log, ready to be interrupted at any token.
 
 Keys and values of interrupted requests go into one file (`opd.rollout.preemption.KVStore`).
 """
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 
 class KVFile:
-    """One safetensors file, whole or absent, with its digest beside it. What cannot be written or read, or is
-    not what was written, is computed again, so that is no error.
+    """One safetensors file, complete or absent, with its digest beside it. Values that cannot be written or
+    read, or have changed, are computed again. So that is no error.
     """
 
     def __init__(self, path: Path) -> None:
@@ -37,14 +37,14 @@ class KVFile:
         self._seal = path.with_name(f"{path.name}.json")
 
     def save(self, tensors: Mapping[str, Tensor]) -> None:
-        """Replace what is kept; on a full disk nothing is kept."""
+        """Replace the stored values. On a full disk nothing is stored."""
         try:
             write_sealed(self._seal, {"file": save_tensors(self.path, tensors)})
         except OSError:
             self.clear()
 
     def load(self) -> dict[str, Tensor] | None:
-        """What is kept; `None` if there is nothing or it is damaged."""
+        """Return the stored values, or `None` if there are none or they are damaged."""
         if not (self.path.exists() and self._seal.exists()):
             return None
         try:
@@ -54,7 +54,7 @@ class KVFile:
             return None
 
     def clear(self) -> None:
-        """Keep nothing."""
+        """Delete the stored values."""
         if self.path.exists() or self._seal.exists():
             for path in (self._seal, self.path):
                 path.unlink(missing_ok=True)
@@ -65,7 +65,7 @@ MIB = 1 << 20
 
 
 class TimedLog:
-    """A `TokenLog` that knows how long its caller has waited for it."""
+    """A `TokenLog` that measures its caller's waiting time."""
 
     def __init__(
         self,
@@ -76,10 +76,10 @@ class TimedLog:
     ) -> None:
         self.log = log
         self.episodes = episodes
-        """Of what agents do in them; it forgets what is forgotten here."""
+        """The log of agents' commands in them. It is pruned with this one."""
         self._most, self._open_kept = keep, open_kept
         self._kept: TrajectoryLog | None = None
-        """What stays of that: so many episodes."""
+        """The log of retained episodes, at most `keep` of them."""
         self.seconds = 0.0
 
     def open(self, request: RolloutRequest, metadata: Mapping[str, Any]) -> None:
@@ -110,12 +110,12 @@ class TimedLog:
                 self.episodes.retire_requests(gone)
 
     def keep_rest(self) -> None:
-        """A stage ends: what it still knows of episodes is as good as learnt from."""
+        """Store the remaining episodes when a stage ends, as if they were trained on."""
         if self.episodes is not None:
             self._keep(self.episodes, self.episodes.uids())
 
     def _keep(self, episodes: TrajectoryLog, gone: Iterable[str]) -> None:
-        """The newest whole episodes of those that go stay in a log of their own."""
+        """Store the newest complete episodes of `gone` in a separate log."""
         if self._open_kept is None or not self._most:
             return
         names = dict.fromkeys(name for uid in gone for name in (uid, uid.rpartition("/")[0]))
@@ -137,14 +137,14 @@ class TimedLog:
 
 
 class StageRollout:
-    """A `RolloutEngine` whose every token is logged, and the log it writes to (`None`: no log)."""
+    """A `RolloutEngine` with every token logged, and its log (`None`: no log)."""
 
     def __init__(self, engine: FaultTolerantRollout, log: TimedLog | None) -> None:
         self.engine = engine
         self._log = log
 
     def learnt_from(self, keep: Collection[str] = ()) -> Callable[[], None]:
-        """The returned call lets the log forget every response it holds now but `keep`."""
+        """Return a callback that releases every present response but `keep` from the log."""
         log = self._log
         if log is None:
             return lambda: None
@@ -153,16 +153,16 @@ class StageRollout:
 
     @property
     def episodes(self) -> TrajectoryLog | None:
-        """The log of what agents do, where one is kept."""
+        """The log of agents' commands, if there is one."""
         return None if self._log is None else self._log.episodes
 
     def forget(self, uids: Iterable[str]) -> None:
-        """These responses are safe elsewhere: the log and its memory may let them go."""
+        """Release these responses from the log and its memory, because they are stored elsewhere."""
         if self._log is not None:
             self._log.retire(uids)
 
     def take_counters(self, totals: dict[str, float]) -> dict[str, float]:
-        """What happened to requests, engines and log since this was last called, as metrics; added to
+        """Return counts of requests, engines and log since the last call, as metrics. They are added to
         `totals`.
         """
         counters = {f"rollout/{name}": value for name, value in self.engine.take_counters().items()}
@@ -177,7 +177,7 @@ class StageRollout:
 def open_rollout(
     context: StageContext, writers: EnginePool, stops: StopStrings | None
 ) -> Iterator[StageRollout]:
-    """`writers` behind the stage's log while the block runs; `stops`: strings that end a response."""
+    """Open `writers` behind the stage's log while the block runs. `stops`: strings that end a response."""
     with open_log(context) as log:
         kept = KVFile(context.of_rank(context.folder.stage(context.stage) / "in_flight.safetensors"))
         yield StageRollout(tolerant(context, writers, log, stops, kept if log is not None else None), log)
@@ -185,8 +185,8 @@ def open_rollout(
 
 @contextmanager
 def open_log(context: StageContext) -> Iterator[TimedLog | None]:
-    """The stage's token log while the block runs, where the recipe has one; it goes on where an earlier
-    attempt ended, and is made durable at the end whatever happens. Raises `StorageError` where it cannot be.
+    """Open the stage's token log while the block runs, if the recipe has one. It continues an earlier
+    attempt's log, and is always made durable at the end. Raises `StorageError` if it cannot be.
     """
     config = context.recipe.rollout.log
     if config is None:
@@ -213,7 +213,7 @@ def open_log(context: StageContext) -> Iterator[TimedLog | None]:
 
 
 def open_kept(folder: Path) -> TrajectoryLog:
-    """The log of episodes that stay once they were learnt from."""
+    """Open the log of episodes that are retained after training."""
     from opd.environments.trajectory import TrajectoryLog
 
     return TrajectoryLog(folder, fsync="os")
@@ -226,7 +226,7 @@ def tolerant(
     stops: StopStrings | None,
     kept: KVFile | None = None,
 ) -> FaultTolerantRollout:
-    """`writers` before `log`, which leave when the stage is asked to; `kept` holds keys and values then."""
+    """Wrap `writers` with `log`. They leave when the stage is to stop, and `kept` stores keys and values."""
     return FaultTolerantRollout(
         writers,
         log,

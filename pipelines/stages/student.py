@@ -1,4 +1,4 @@
-"""The student of a stage: model, adapters, tokenizer, trainer, rollout engine, and their weight sync."""
+"""Build a stage's student: model, adapters, tokenizer, trainer, rollout engine, and their weight sync."""
 
 from __future__ import annotations
 
@@ -57,9 +57,9 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 EXPORTED_BYTES = 1 << 30
-"""Of a file of a model that several ranks write: so much of it is in memory at a time."""
+"""Bytes in memory at a time of a model's file that several ranks write."""
 CHUNK_SECONDS = 0.02
-"""Tokens that are decoded in less reach log and reader together."""
+"""Tokens that are decoded within this time reach log and reader at once."""
 
 
 def load_model(
@@ -70,12 +70,11 @@ def load_model(
     *,
     empty: bool = False,
 ) -> CausalLM:
-    """The Hugging Face folder `path` in `dtype`, or the recipe's, on the recipe's device; `empty`: without
-    weights, where it can be (`open_empty`).
+    """Load the Hugging Face folder `path` in `dtype`, or the recipe's, on the recipe's device.
 
-    It writes the tokens of `tokenizer`; `None` takes the folder's own. Teachers are given the student's: they
-    may have more tokens, or no tokenizer. Where it is saved its `generation_config.json` says how the recipe
-    samples and where responses end.
+    `empty`: without weights if possible (`open_empty`). `tokenizer`: the tokenizer of its answers, by default
+    the folder's own. Teachers get the student's because they may have more tokens, or no tokenizer. When the
+    model is saved, its `generation_config.json` has the recipe's sampling and stop ids.
     """
     with doing(f"loading {path}"):
         opened = open_empty if empty else CausalLM.from_pretrained
@@ -87,7 +86,7 @@ def load_model(
 
 
 def _take_adapters(writers: EnginePool | None) -> bool:
-    """Whether served engines are sent adapters alone."""
+    """Return whether served engines get adapters alone."""
     if writers is None:
         return False
     from opd.rollout.served_engine import ServedEngine
@@ -96,14 +95,14 @@ def _take_adapters(writers: EnginePool | None) -> bool:
 
 
 def load_trained(recipe: Recipe, path: Path, dtype: str | None = None, *, empty: bool = False) -> CausalLM:
-    """`load_model` as it is trained. With adapters `dtype` is theirs: the base is that of the engines."""
+    """Load a model for training. With adapters `dtype` is theirs, and the base has that of the engines."""
     if recipe.model.lora is None:
         return load_model(recipe, path, dtype, empty=empty)
     return adapted(recipe, load_model(recipe, path, empty=empty), path, dtype)
 
 
 def tokenizer_of(recipe: Recipe, path: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model; the recipe may name another one for the base it starts from."""
+    """Return the tokenizer of a model. The recipe may name another one for its start model."""
     given, named = recipe.model.path, recipe.model.tokenizer
     tokenizer = load_tokenizer(named if named and given and Path(given) == path else path)
     if recipe.model.chat_template is not None:
@@ -112,7 +111,7 @@ def tokenizer_of(recipe: Recipe, path: Path) -> PreTrainedTokenizerBase:
 
 
 def model_stops(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> list[Stop]:
-    """Where every response of the run ends: the recipe's ids, and the student's own if it lets them count."""
+    """Return the run's stop ids: the recipe's, and the student's own if it uses them."""
     rollout, path = recipe.rollout, recipe.model.path
     if not rollout.model_stop_ids:
         return [
@@ -122,7 +121,7 @@ def model_stops(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> list[Stop
 
 
 def student_remarks(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """`model_remarks` of the recipe's student."""
+    """Return `model_remarks` of the recipe's student."""
     return model_remarks(None if recipe.model.path is None else Path(recipe.model.path), tokenizer)
 
 
@@ -134,7 +133,7 @@ def tell_remarks(recipe: Recipe) -> None:
 
 
 def model_remarks(folder: Path | None, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """What the model in `folder` and its tokenizer say that is not done here, a sentence each."""
+    """Return the ignored settings of the model in `folder` and of its tokenizer, a sentence each."""
     found, behind = [], appended(tokenizer)
     if behind:
         names = ", ".join(map(str, tokenizer.convert_ids_to_tokens(behind)))
@@ -154,8 +153,8 @@ def sampling_params(
     greedy: bool = False,
     teacher: Path | None = None,
 ) -> SamplingParams:
-    """How the recipe samples; `greedy` keeps only its limits. A `teacher` that writes also ends its responses
-    where its own folder says.
+    """Return the recipe's sampling parameters. `greedy` retains only its limits. A generating `teacher` also
+    uses the stop ids of its own folder.
     """
     rollout = recipe.rollout
     stop = tuple(stop.token_id for stop in model_stops(recipe, tokenizer))
@@ -174,11 +173,11 @@ def ways_of(
     teacher: Path | None = None,
     log: TrajectoryLog | None = None,
 ) -> dict[str, Way]:
-    """How the responses of each domain are written; `greedy` and `teacher` as in `sampling_params`. What
-    agents do is logged in `log`.
+    """Return the generation of each domain's responses. `greedy` and `teacher` are as in `sampling_params`.
+    Agents' commands are logged in `log`.
     """
     of_domains = {name: recipe.for_domain(name) for name in recipe.domains}
-    # Each once: domains that share a rollout of the user's own are written by one call of it.
+    # Each once: domains that share a user's own rollout are generated by one call of it.
     loaded = {path: load_generate(path) for path in {own.rollout.generate for own in of_domains.values()}}
     return {
         name: Way(
@@ -192,7 +191,7 @@ def ways_of(
 def episodes_of(
     recipe: Recipe, domain: str, tokenizer: PreTrainedTokenizerBase, log: TrajectoryLog | None = None
 ) -> Generate | None:
-    """What writes the episodes of a domain with an environment; `None` for one without."""
+    """Return the generator of a domain's episodes, or `None` without an environment."""
     config = recipe.domains[domain].environment
     if config is None:
         return None
@@ -206,7 +205,7 @@ def episodes_of(
 
 
 def make_engine(recipe: Recipe, model: CausalLM, sharing: Sharing | None = None) -> TorchEngine:
-    """An embedded engine around `model`, which it owns from then on; `sharing`: over whom that is cut."""
+    """Return an embedded engine around `model`, which it owns then. `sharing`: the ranks that shard it."""
     rollout = recipe.rollout
     engine = TorchEngine(
         model,
@@ -216,13 +215,13 @@ def make_engine(recipe: Recipe, model: CausalLM, sharing: Sharing | None = None)
         settings=recipe.runtime.decode,
         sharing=sharing,
     )
-    # What is decoded after a stop string, which the engine does not know, is decoded in vain.
+    # Tokens after a stop string, which the engine does not know, are wasted.
     engine.chunk_seconds = 0.0 if rollout.stop else CHUNK_SECONDS
     return engine
 
 
 def cache_bytes(recipe: Recipe, device: torch.device, writers: EnginePool) -> int:
-    """Bytes on `device` that keys and values of the engines in this process may grow to."""
+    """Return the maximum bytes on `device` for keys and values of the engines in this process."""
     rollout, budget = recipe.rollout, kv_budget(recipe.runtime.decode.kv_cache_mb, device)
     own = [engine.model for engine in writers.engines if isinstance(engine, TorchEngine)]
     positions = rollout.max_running * rollout.max_sequence
@@ -230,23 +229,23 @@ def cache_bytes(recipe: Recipe, device: torch.device, writers: EnginePool) -> in
 
 
 def stop_strings(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> StopStrings | None:
-    """The recipe's strings that end a response; `None` if it has none."""
+    """Return the recipe's strings that end a response, or `None`."""
     if not recipe.rollout.stop:
         return None
     return StopStrings(recipe.rollout.stop, lambda ids: str(tokenizer.decode(ids)))
 
 
 Writer = TorchEngine | FaultTolerantRollout
-"""An engine, or what ends responses at stop strings before it."""
+"""An engine, or its wrapper that ends responses at stop strings."""
 
 
 def make_writer(recipe: Recipe, model: CausalLM, tokenizer: PreTrainedTokenizerBase) -> Writer:
-    """An embedded engine around `model` that also knows the recipe's stop strings."""
+    """Return an embedded engine around `model` with the recipe's stop strings."""
     return behind_stops(recipe, make_engine(recipe, model), tokenizer)
 
 
 def behind_stops(recipe: Recipe, engine: TorchEngine, tokenizer: PreTrainedTokenizerBase) -> Writer:
-    """`engine`, and before it what knows the recipe's stop strings."""
+    """Wrap `engine` with the recipe's stop strings."""
     stops = stop_strings(recipe, tokenizer)
     return engine if stops is None else FaultTolerantRollout([engine], stops=stops)
 
@@ -254,8 +253,8 @@ def behind_stops(recipe: Recipe, engine: TorchEngine, tokenizer: PreTrainedToken
 def open_engine(
     recipe: Recipe, path: Path, ranks: Ranks, tokenizer: PreTrainedTokenizerBase | None = None
 ) -> TorchEngine:
-    """An embedded engine around the model in `path`, which all `ranks` open together: each around a copy of
-    its own, or around one that is cut over them (`cuts_engines`).
+    """Open an embedded engine around the model in `path`. All `ranks` call this together. Each rank has its
+    own copy, or all share one sharded model (`cuts_engines`).
     """
     if not cuts_engines(recipe, path, ranks):
         return make_engine(recipe, load_model(recipe, path, tokenizer=tokenizer))
@@ -264,49 +263,49 @@ def open_engine(
 
 
 def embedded(recipe: Recipe, path: Path, adapters: bool = True) -> EnginePool:
-    """One engine in this process, around a model of its own; `adapters`: into which it merges the recipe's,
-    where it has some.
+    """Return one engine in this process, around its own model. `adapters`: it merges the recipe's adapters
+    into the model, if there are some.
     """
     model = load_model(recipe, path)
     return EnginePool([make_engine(recipe, receiving(recipe, model) if adapters else model)])
 
 
 def open_frozen(context: StageContext, path: Path, batch: BatchConfig) -> Frozen:
-    """The model in `path` as it is, of which each rank of the stage holds its share."""
+    """Open the unchanged model in `path`. Each rank of the stage has its share."""
     ranks = context.ranks
     return Frozen(load_model(context.recipe, path, empty=not ranks.alone), batch, ranks)
 
 
 @dataclass(slots=True)
 class Student:
-    """A model that writes and learns."""
+    """A model that generates and trains."""
 
     tokenizer: PreTrainedTokenizerBase
     backend: Backend
     writers: EnginePool
     evaluator: FaultTolerantRollout
-    """The engines for responses that are measured, not learnt from: nothing is logged."""
+    """The engines for measured responses, without a log."""
     ways: dict[str, Way]
-    """How the responses of each domain are written."""
+    """The generation of each domain's responses."""
     seed: int
     load: Load
-    """The model as it was before training."""
+    """Loads the model before training."""
     ranks: Ranks
     writing: Ranks
-    """The same ranks for the thread that writes, which may not be the one that learns."""
+    """The same ranks for the generation thread, which may not be the training one."""
     barrier: WriterBarrier
-    """Where their writers wait for each other."""
+    """The barrier of their generation threads."""
     stops: StopStrings | None = None
     rollouts: StageRollout | None = None
-    """The engine behind the stage's token log, once `open_rollouts` was called."""
+    """The engine behind the stage's token log, after `open_rollouts`."""
     plain: bool = False
-    """Whether the engine knows of no adapters, and is given the weights they are merged into."""
+    """The engine does not know adapters, and gets the merged weights."""
     sleeps: bool = False
-    """Whether the engine gives its memory back while there is nothing to write."""
+    """The engine frees its memory while there is nothing to generate."""
     logged: dict[str, Way] | None = None
     """`ways`, for responses of that engine."""
     shared: bool = False
-    """Whether the engine writes with the very weights that are trained, of which each rank has its share."""
+    """The engine generates with the trained weights themselves. Each rank has its share of them."""
 
     @classmethod
     def open(
@@ -317,7 +316,7 @@ class Student:
         batch: BatchConfig,
         terms: Sequence[LossTerm],
     ) -> Student:
-        """Load `path` to train; the engine, here or among the stage's helpers, holds a copy of its own."""
+        """Load `path` for training. The engine, here or among the stage's helpers, has its own copy."""
         recipe, ranks, helpers = context.recipe, context.ranks, context.helpers
         tokenizer = tokenizer_of(recipe, path)
         load = partial(load_trained, recipe, path)
@@ -361,24 +360,24 @@ class Student:
     def open_rollouts(self, context: StageContext, stack: ExitStack) -> StageRollout:
         """Log every token of `rollout` from now on, until `stack` is unwound."""
         self.rollouts = stack.enter_context(open_rollout(context, self.writers, self.stops))
-        # Others measure beside it, whose episodes have the same names: they log nothing.
+        # Measurements have episodes of the same names, so they are not logged.
         self.logged = ways_of(context.recipe, self.tokenizer, log=self.rollouts.episodes)
         return self.rollouts
 
     @property
     def stop_ids(self) -> list[int]:
-        """Tokens that end a response, in whatever domain."""
+        """Tokens that end a response, in any domain."""
         return list(dict.fromkeys(token for way in self.ways.values() for token in way.sampling.stop_ids))
 
     @property
     def writer(self) -> FaultTolerantRollout:
-        """What responses are sampled with, and what weights are pushed to."""
+        """The engine for sampling, and for new weights."""
         return self.evaluator if self.rollouts is None else self.rollouts.engine
 
     def rollout(
         self, prompts: Sequence[EncodedPrompt], group_size: int, engine: Generates
     ) -> list[SampleGroup]:
-        """Sample responses through `engine`, which stands before the student's own; each rank its share."""
+        """Sample responses through `engine`, a wrapper of the student's own. Each rank samples its share."""
         return write_shared(
             self.writing,
             prompts,
@@ -388,17 +387,17 @@ class Student:
         )
 
     def start(self, step: int) -> None:
-        """Before the first step of an attempt: after a resume the engine needs the restored weights, and one
-        that is elsewhere may hold none yet.
+        """Sync weights before the first step of an attempt, if needed. After a resume the engine needs the
+        restored weights, and a remote one may have none yet.
         """
         if step or self.writer.policy_version < 0:
             self.sync(step)
         self.backend.rest()
 
     def sync(self, version: int) -> None:
-        """Push the trained weights: pause, flush, push, verify, resume. Then the trainer leaves the device.
+        """Push the trained weights: pause, flush, push, verify, resume. Then offload the trainer.
 
-        Raises `RolloutError` if the engine does not hold what was sent.
+        Raises `RolloutError` if the engine does not hold the sent weights.
         """
         self.backend.rest(weights=False)
         if self.shared and isinstance(self.backend, TorchBackend):
@@ -410,19 +409,19 @@ class Student:
         self.backend.rest()
 
     def written(self) -> None:
-        """A batch is there: until `sync` the engine leaves the device to those who read and learn it."""
+        """End the generation of a batch. Until `sync` scoring and training have the device."""
         self.backend.measured()
         for engine in self.writers.engines if self.sleeps else ():
             if isinstance(engine, Sleeps):
                 engine.sleep()
 
     def export(self, folder: Path, card: dict[str, Any]) -> str:
-        """Write the Hugging Face folder, on the first rank, and return the digest of its weights there. Of
-        weights that ranks share one tensor at a time is whole, on its way into a file.
+        """Write the Hugging Face folder on the first rank, and return the digest of its weights there. Of
+        sharded weights one tensor at a time is complete, on its way into a file.
         """
         self.backend.wake()
         if isinstance(self.backend, TorchBackend) and self.backend.root is None:
-            # Its model is whole, and in the dtype it computes in.
+            # Its model is complete, and in the dtype of computation.
             return save_trained(self.backend.model, self.tokenizer, folder, card)
         if not self.ranks.main:
             for _ in self.backend.weights():
@@ -432,14 +431,14 @@ class Student:
         if model.unread is not None:
             folder.parent.mkdir(parents=True, exist_ok=True)
             with writing(folder):
-                put_in_file(model, folder.parent, read=isinstance(model, AdaptedLM))  # of its base
+                put_in_file(model, folder.parent, read=isinstance(model, AdaptedLM))  # the base's weights
         model.load_weights(self.backend.weights())
         return save_trained(model, self.tokenizer, folder, card, EXPORTED_BYTES)
 
 
 def _on_shares(recipe: Recipe, path: Path, backend: Backend, ranks: Ranks) -> tuple[TorchEngine, bool]:
-    """An engine around a student that is cut over `ranks`, and whether it is the very one that `backend`
-    trains: of one that is cut otherwise than by FSDP2 it is a copy.
+    """Return an engine around a student sharded over `ranks`, and whether `backend` trains the same model. If
+    the sharding is not FSDP2's, the engine has a copy.
     """
     if not isinstance(backend, TorchBackend) or backend.root is None:
         return open_engine(recipe, path, ranks), False
@@ -448,9 +447,10 @@ def _on_shares(recipe: Recipe, path: Path, backend: Backend, ranks: Ranks) -> tu
 
 
 def adapted(recipe: Recipe, model: CausalLM, path: Path, dtype: str | None = None) -> CausalLM:
-    """`model`, read from `path`, as it is trained: with the adapters of `model.lora`, if the recipe has it.
+    """Return `model`, read from `path`, for training: with the adapters of `model.lora`, if the recipe has
+    it.
 
-    `dtype`: what adapters are kept in, if it is not that of `model`.
+    `dtype`: that of the adapters, if it differs from `model`'s.
     """
     lora = recipe.model.lora
     if lora is None:
@@ -462,7 +462,7 @@ def adapted(recipe: Recipe, model: CausalLM, path: Path, dtype: str | None = Non
 
 
 def receiving(recipe: Recipe, model: CausalLM) -> CausalLM:
-    """`model` as an engine holds it: one that merges the adapters it is sent, if the recipe trains them."""
+    """Return `model` for an engine. It merges the adapters it gets, if the recipe trains some."""
     return model if recipe.model.lora is None else MergingLM(model, recipe.model.lora)
 
 
@@ -473,8 +473,8 @@ def save_trained(
     card: dict[str, Any],
     max_shard_bytes: int | None = None,
 ) -> str:
-    """Write the Hugging Face folder, adapters merged and kept beside; returns the digest of its weights. With
-    `max_shard_bytes` in files of so many, and of what adapters are merged into not much more is in memory.
+    """Write the Hugging Face folder, with adapters merged and also stored beside. Returns the weights'
+    digest. With `max_shard_bytes` files have that size, and merging needs little more memory than that.
     """
     if isinstance(model, AdaptedLM):
         return save_adapted(model, tokenizer, folder, card, max_shard_bytes)

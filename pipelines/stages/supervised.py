@@ -1,7 +1,7 @@
-"""What learns from given samples: off-policy distillation, and the warm-up of a base made from scratch.
+"""Train on static samples: off-policy distillation, and the warm-up of a base made from scratch.
 
-The first is a baseline of the merge, supervised on what its teachers wrote; the second has random weights,
-then demonstrations of mixed quality.
+The first is a baseline of the merge, supervised on its teachers' answers. The second starts from random
+weights, with demonstrations of mixed quality.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ from opd.types import Sample, SampleGroup, Status, TokenTerms
 _log = logging.getLogger(__name__)
 
 MERGE = "merge"
-"""The merge's stage: with its uids the prompts are routed to the same teachers."""
+"""The merge's stage. Its uids route the prompts to the same teachers."""
 
 
 class Supervised(Algorithm):
-    """Cross-entropy on what somebody wrote.
+    """Cross-entropy on static samples.
 
     Args:
-        optim: How it is learnt.
-        shares: Each domain's share of the loss; `None`: every token weighs the same.
-        normalise: What weighs the same within its share, as in the merge; `teacher`: its tokens.
+        optim: The optimiser's settings.
+        shares: Each domain's share of the loss. `None`: every token weighs the same.
+        normalise: The unit of equal weight within a share, as in the merge. `teacher`: its tokens.
     """
 
     def __init__(
@@ -87,17 +87,17 @@ class Supervised(Algorithm):
 
 
 def distill_off_policy(context: StageContext, start: Path, out: Path, tokens: int) -> dict[str, Any]:
-    """Train the model in `start` on samples its *teachers* wrote, for `tokens` response tokens.
+    """Train the model in `start` on samples of its *teachers*, for `tokens` response tokens.
 
-    The baseline of the merge: same teachers, same prompts, same settings, but supervised on the teachers'
-    trajectories instead of scored on the student's own. Its student tokens are those it was trained on. Of a
-    mixture only the teacher of the largest weight writes.
+    It is the baseline of the merge: same teachers, same prompts, same settings, but supervised on the
+    teachers' trajectories instead of scored on the student's own. Its student tokens are the trained ones. Of
+    a mixture only the teacher of the largest weight generates.
     """
     recipe = context.recipe
     config = recipe.distill
     student = Student.open(context, start, config.optim, config.batch, [CrossEntropyTerm()])
     data = DomainSet.open(recipe, student.tokenizer)
-    with open_log(context) as log:  # a resumed stage takes from it what was written before
+    with open_log(context) as log:  # a resumed stage reads earlier answers from it
         written = teacher_samples(context, data, student, log)
 
     def samples(index: int) -> list[Sample]:
@@ -115,8 +115,8 @@ def distill_off_policy(context: StageContext, start: Path, out: Path, tokens: in
 def teacher_samples(
     context: StageContext, data: DomainSet, student: Student, log: TimedLog | None
 ) -> list[list[Sample]]:
-    """The teachers' responses to the merge's prompts, those of each of its steps in their order, one teacher
-    at a time; from `log` what it has of them. Of a mixture only the teacher of the largest weight writes.
+    """Return the teachers' responses to the merge's prompts by step, in order, one teacher at a time. Logged
+    ones come from `log`. Of a mixture only the teacher of the largest weight generates.
     """
     router = Router.from_recipe(context.recipe)
     by_step: list[list[Sample]] = [[] for _ in range(context.recipe.distill.steps)]
@@ -130,7 +130,7 @@ def teacher_samples(
 def _written_by(
     teacher: str, context: StageContext, data: DomainSet, student: Student, log: TimedLog | None
 ) -> Iterator[tuple[int, SampleGroup]]:
-    """(step, responses to one of its prompts) of all prompts of the merge that are `teacher`'s."""
+    """Yield (step, responses to one of its prompts) of all prompts of the merge that are `teacher`'s."""
     recipe = context.recipe
     config, router = recipe.distill, Router.from_recipe(recipe)
     path = whole_teacher(context, teacher)
@@ -159,7 +159,7 @@ def _written_by(
 
 
 def main_of(route: Route) -> str:
-    """The teacher of the largest weight."""
+    """Return the teacher of the largest weight."""
     return max(zip(route.weights, route.teachers, strict=True), key=lambda pair: pair[0])[1]
 
 
@@ -180,8 +180,8 @@ def new_base(recipe: Recipe, folder: Path) -> None:
 def warm_up(context: StageContext, start: Path, out: Path) -> dict[str, Any]:
     """Train the model in `start` on demonstrations of mixed quality and write it to `out`.
 
-    Where it samples fewer right answers than `min_accuracy` in some domain, it is trained for another round
-    of `steps`. Raises `TrainingError` if that is still so after the last round.
+    If it samples fewer right answers than `min_accuracy` in some domain, it trains for another round of
+    `steps`. Raises `TrainingError` if that is still so after the last round.
     """
     recipe = context.recipe
     config = recipe.base or WarmupConfig()
@@ -203,7 +203,7 @@ def warm_up(context: StageContext, start: Path, out: Path) -> dict[str, Any]:
 
 
 class WarmUp(Supervised):
-    """Rounds of cross-entropy on demonstrations, as many as it takes."""
+    """Rounds of cross-entropy on demonstrations, as many as needed."""
 
     def __init__(
         self, context: StageContext, config: WarmupConfig, student: Student, data: DomainSet
@@ -213,7 +213,7 @@ class WarmUp(Supervised):
         self._measured: dict[int, dict[str, float]] = {}
 
     def tokens(self, samples: StepSamples) -> int:
-        return 0  # nobody has generated a demonstration
+        return 0  # the student did not generate the demonstrations
 
     def rate(self, step: StepContext) -> float:
         within = step.index % self._config.steps
@@ -230,7 +230,7 @@ class WarmUp(Supervised):
         return {}
 
     def measure(self, version: int) -> dict[str, float]:
-        """Accuracy in every domain of the weights as they are now, which are of `version`."""
+        """Return the accuracy in every domain of the present weights, which are of `version`."""
         if version not in self._measured:
             student, recipe = self._student, self._context.recipe
             student.sync(version)
@@ -250,8 +250,8 @@ class WarmUp(Supervised):
 
 
 _MORE_ROUNDS = "rounds_more"
-"""Counter: rounds after the first one. It is in every checkpoint, so that a resumed stage ends where it would
-have ended."""
+"""Counter: rounds after the first one. It is in every checkpoint, so that a resumed stage ends at the same
+step."""
 
 
 class _Rounds(Extent):
@@ -265,7 +265,7 @@ class _Rounds(Extent):
 
 
 def _short(accuracy: Mapping[str, float], config: WarmupConfig) -> str:
-    """What to say of the domains below `min_accuracy`; empty if there are none."""
+    """Describe the domains below `min_accuracy`. Empty if there are none."""
     found = [f"{share:.1%} in {name}" for name, share in accuracy.items() if share < config.min_accuracy]
     floor = f"base.min_accuracy = {config.min_accuracy:.1%}"
     return f"the base samples fewer right answers than {floor}: {', '.join(found)}" if found else ""
@@ -274,7 +274,7 @@ def _short(accuracy: Mapping[str, float], config: WarmupConfig) -> str:
 def _demonstrations(
     data: DomainSet, config: WarmupConfig, tokenizer: PreTrainedTokenizerBase, seed: int, step: int
 ) -> list[Sample]:
-    """The step's demonstrations: a pure function of (seed, step)."""
+    """Return the step's demonstrations, a pure function of (seed, step)."""
     rng = np.random.default_rng([seed, step])
     names = list(data.domains)
     prompts = data.mixed(names, step * config.batch_size, config.batch_size, "warm-up")
@@ -300,7 +300,7 @@ def supervised_sample(
     response_ids: Sequence[int] | np.ndarray,
     mask: np.ndarray | None = None,
 ) -> Sample:
-    """What somebody wrote, of which the tokens of `mask` `[R]` bool are learnt; `None`: all of them."""
+    """Return a sample of given tokens. Those of `mask` `[R]` bool are trained on. `None`: all of them."""
     return Sample(
         uid=uid,
         group_uid=uid,
@@ -313,7 +313,7 @@ def supervised_sample(
 
 
 def all_weights(context: StageContext) -> StageContext:
-    """`context` of a stage that trains all weights, whatever the recipe says of adapters."""
+    """Return `context` of a stage that trains all weights, even if the recipe has adapters."""
     recipe = context.recipe
     model = recipe.model.model_copy(update={"lora": None})
     return replace(context, recipe=recipe.model_copy(update={"model": model}))

@@ -1,7 +1,7 @@
-"""The teachers that a stage follows, the merge or a specialist: what they are read from, their hidden states
-kept within a quota, and the passes over a step's samples in which they are asked.
+"""Open the teachers that the merge or a specialist follows, and score a step's samples with them.
 
-Responses go to their teachers when they end, while others are still being written.
+This module chooses their sources, the cache of their hidden states within a quota, and the scoring passes.
+Responses go to their teachers when they end, while others are still being generated.
 """
 
 from __future__ import annotations
@@ -54,15 +54,14 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 MIB = 1 << 20
 _SCORED_TOKENS = 1 << 20
-"""Tokens of samples on disk that teachers are given at a time, about."""
+"""Tokens of samples on disk that teachers get at a time, about."""
 
 
 class Teachers:
-    """The teachers of a stage while it runs, and its samples' way through them.
+    """The teachers of a stage while it runs, and the scoring of its samples.
 
     Args:
-        context: The stage. Its recipe's domains say who teaches what, its `distill` by which loss and
-            mixture they are followed.
+        context: The stage. Its recipe's domains select the teachers, its `distill` the loss and mixture.
         schedule: The teachers.
     """
 
@@ -74,7 +73,7 @@ class Teachers:
         """Weight of the divergence in each domain."""
 
     def listening(self, asked: StageRequest) -> StageRequest:
-        """`asked`, and each response is told to its teacher."""
+        """Return `asked` with each response passed to its teacher."""
         router = Router.from_recipe(self._context.recipe)
 
         def route(sample: Sample) -> str | None:
@@ -85,14 +84,14 @@ class Teachers:
     def _before(self, engine: Generates, prompts: Sequence[EncodedPrompt]) -> Generates:
         if self._context.ranks.alone and self._context.recipe.storage.trajectories == "memory":
             return scoring_ahead(self._context.recipe, engine, self.schedule, prompts)
-        return engine  # another rank may train what this one writes
+        return engine  # another rank may train this one's samples
 
     def read(self, samples: StepSamples) -> None:
-        """Send each sample to its teacher. From disk they go in lots, and what a cache keeps is let go."""
+        """Send each sample to its teacher. From disk they go in batches, and cached results are released."""
         own = samples.samples
         self.schedule.assign(own)
         samples.deal()
-        # So many that they go in several lots: each teacher's then go together.
+        # So many that they need several batches, which are then grouped by teacher.
         many = sum(len(s.prompt_ids) + len(s.response_ids) for s in own) > _SCORED_TOKENS
         chosen = self.ordered(own) if samples.on_disk and many else own
         for lot in samples.lots(chosen, _SCORED_TOKENS, by_teacher=many):
@@ -101,7 +100,7 @@ class Teachers:
                 self.schedule.forget(lot)
 
     def ordered(self, samples: Sequence[Sample]) -> list[Sample]:
-        """`samples` in the order of their teachers."""
+        """Return `samples` in the order of their teachers."""
         return [samples[place] for place in self.schedule.order(samples)]
 
     def enter(self, stream: PolicyStream, samples: StepSamples) -> None:
@@ -129,8 +128,8 @@ class Teachers:
     def update(
         self, samples: StepSamples, own: Sequence[Sample], terms: Terms, to_batch: str | None, where: str
     ) -> Update:
-        """One on `own`, some of the step's `samples`, teacher by teacher; `to_batch` is what the recipe says
-        under the key `where`. `release` comes once no more of the step's follow.
+        """Return an update on `own`, some of the step's `samples`, teacher by teacher. `to_batch` is the
+        recipe's function under the key `where`. Call `release` after the step's last update.
         """
         if to_batch is None:
             ordered = self.ordered(own)
@@ -141,7 +140,7 @@ class Teachers:
     def _read(
         self, samples: StepSamples, ordered: Sequence[Sample], terms: Terms
     ) -> Callable[[Sequence[Sequence[int]]], Iterator[RolloutBatch]]:
-        """Micro-batches; what teachers said of those on disk comes and goes with them."""
+        """Return a reader of micro-batches, which loads and releases teachers' results for those on disk."""
         taught = not isinstance(self._config.loss, SampledTokenK1)
 
         def read(parts: Sequence[Sequence[int]]) -> Iterator[RolloutBatch]:
@@ -155,11 +154,11 @@ class Teachers:
         return read
 
     def take_counters(self, step: StepContext, metrics: dict[str, float]) -> dict[str, float]:
-        """The schedule's counters, whose totals survive a resume, and who was waited for; `metrics` are the
-        step's.
+        """Return the schedule's counters, whose totals survive a resume, and shares of waiting time.
+        `metrics` are the step's.
         """
         counters = self.schedule.take_counters()
-        if self._context.recipe.train.pipeline_parallel > 1:  # heads are loaded where the loss is
+        if self._context.recipe.train.pipeline_parallel > 1:  # heads are loaded on the rank of the loss
             counters = self._context.ranks.gather_json(counters, "the counters of teachers")[-1]
         totals = step.counters
         for name, value in counters.items():
@@ -176,11 +175,11 @@ def weigh_divergence(
     weights: np.ndarray,
     kept_weights: np.ndarray,
 ) -> None:
-    """Give `term` the divergence's `weights` `[R]` of the tokens that the mask counts; `kept_weights` `[R]`
-    are those of the tokens that the `correction` of `policy` has left.
+    """Set the divergence's weights of `term`.
 
-    A loss on sampled tokens is corrected. Of k2 all of the gradient is sampled, so what is rejected leaves
-    it; the others keep at every token what does not depend on who drew it.
+    `weights` `[R]` are for the tokens of the mask, `kept_weights` `[R]` for those left by the `correction` of
+    `policy`. A loss on sampled tokens is corrected. k2's gradient comes only from sampled tokens, so rejected
+    tokens are dropped. The other losses keep at every token the part that does not depend on the sampler.
     """
     term.kl_weight = weights
     if loss.weighs_samples and correction is not None:
@@ -193,26 +192,25 @@ def weigh_divergence(
 def open_schedule(
     context: StageContext, vocabulary: int, *, group: dist.ProcessGroup | None = None
 ) -> Iterator[TeacherSchedule]:
-    """The schedule over every teacher of the recipe, cut to `vocabulary` tokens, while the block runs.
+    """Open the schedule over every teacher of the recipe, cut to `vocabulary` tokens, while the block runs.
 
     With a `group`, its ranks read streamed teachers together, 1/N of every layer each. All of them open the
-    schedule, and score, release and close it equally often, whichever samples each of them has.
-
-    Raises `StorageError` or `CheckpointError` if a teacher cannot be published or read.
+    schedule, and score, release and close it equally often, whichever samples each of them has. Raises
+    `StorageError` or `CheckpointError` if a teacher cannot be published or read.
     """
     recipe = context.recipe
     router = Router.from_recipe(recipe)
     group = context.ranks.group if group is None else group
     with ExitStack() as stack:
-        # The background threads of the teachers gather in a group of their own.
+        # The background threads of the teachers gather in their own group.
         reading = None if group is None else dist.new_group(dist.get_process_group_ranks(group))
-        assert not isinstance(reading, int)  # what a process outside of the group would get
+        assert not isinstance(reading, int)  # only for a process outside of the group
         local = [name for name in router.teachers if not recipe.teacher(name).elsewhere]
         helpers = context.helpers
         found = dict((helpers.teachers(local, vocabulary) if helpers is not None and local else None) or {})
         here = [name for name in router.teachers if name not in found]
         if not context.ranks.alone:
-            # What teachers are read from is published and fetched by one rank for all.
+            # One rank publishes and fetches the teachers' sources for all.
             context.ranks.main_first(lambda: _sources(context, here))
         found |= open_teachers(context, here, vocabulary, reading, stack)
         teachers = {name: found[name] for name in router.teachers}
@@ -225,7 +223,7 @@ def open_schedule(
             )
             memory = recipe.storage.hidden_memory_mb * MIB
             cache = CachedScores(stack.enter_context(files), variants=cached, memory_bytes=memory)
-        # What the cache has is mapped, and so on the CPU.
+        # The cache's values are mapped, so they are on the CPU.
         device = torch_device(recipe.model.device)
         schedule = TeacherSchedule(teachers, router, cache=cache, device=device, group=group)
         context.memory.watch(schedule.resident)
@@ -233,7 +231,7 @@ def open_schedule(
 
 
 def placement_of(recipe: Recipe, vocabulary: int, sequence_chunk: int | None = None) -> Placement:
-    """Where and how teachers of the merge compute for a student with so many tokens."""
+    """Return the placement of the merge's teachers for a student with that many tokens."""
     tokens = scored_tokens(recipe.distill.batch.max_tokens, torch_device(recipe.model.device))
     return Placement(model_dtype(recipe), recipe.model.device, tokens, vocabulary, sequence_chunk)
 
@@ -245,7 +243,7 @@ def open_teachers(
     group: dist.ProcessGroup | None,
     stack: ExitStack,
 ) -> Mapping[str, Teacher]:
-    """The recipe's teachers of these names in this process, each of its kind, until `stack` ends."""
+    """Open the recipe's teachers of these names in this process, each of its kind, until `stack` ends."""
     recipe = context.recipe
     placement = placement_of(recipe, vocabulary, recipe.distill.batch.sequence_chunk)
     sources = _sources(context, names)
@@ -259,7 +257,7 @@ def open_teachers(
 
 
 def _served(context: StageContext, names: Iterable[str]) -> Recipe:
-    """The stage's recipe, with the URLs of those servers of teachers that the run starts itself."""
+    """Return the stage's recipe, with the URLs of teachers' servers that the run starts itself."""
     recipe, wanted = context.recipe, {}
     for name in names:
         entry = recipe.teachers.get(name)
@@ -272,7 +270,7 @@ def _served(context: StageContext, names: Iterable[str]) -> Recipe:
 
 
 def _weights_cache(context: StageContext, stack: ExitStack) -> ShardCache | None:
-    """What this node keeps of teachers in object stores, until `stack` ends."""
+    """Open this node's cache of teachers from object stores, until `stack` ends."""
     most = context.recipe.runtime.weights_cache_mb
     if most == 0:
         return None
@@ -290,15 +288,15 @@ def _weights_cache(context: StageContext, stack: ExitStack) -> ShardCache | None
 
 
 def cache_variant(recipe: Recipe, name: str) -> str:
-    """What the hidden states of a teacher depend on besides its weights: kinds round differently, so that
-    what one has computed is not what another would.
+    """Return the properties, beside its weights, that a teacher's hidden states depend on. Kinds round
+    differently, so their results differ.
     """
     kind = recipe.teacher(name).type
     return model_dtype(recipe) + ("" if kind == "streamed" else f"/{kind}")
 
 
 def _sources(context: StageContext, names: Iterable[str]) -> dict[str, str]:
-    """What each teacher is read from, published or fetched first where that is needed, once."""
+    """Return the source of each teacher, published or fetched first if needed, once."""
     ways: dict[Reads, Callable[[StageContext, str], str | Path]] = {
         "folder": whole_teacher,
         "whole": _whole_source,
@@ -311,7 +309,7 @@ def _sources(context: StageContext, names: Iterable[str]) -> dict[str, str]:
 
 @contextmanager
 def _nobody_beside(context: StageContext) -> Iterator[None]:
-    """Specialists that follow one teacher side by side publish and fetch it one after the other."""
+    """Serialise the publishing and fetching of concurrent specialists that follow one teacher."""
     if context.recipe.specialist.opd is None or context.recipe.runtime.workers == 1:
         yield
         return
@@ -321,7 +319,7 @@ def _nobody_beside(context: StageContext) -> Iterator[None]:
 
 
 def wait_shares(metrics: Mapping[str, float], seconds: float) -> dict[str, float]:
-    """`teacher/NAME/wait_share` of a step that took `seconds`: how much of it was spent waiting for each."""
+    """Return `teacher/NAME/wait_share` of a step of `seconds`: the share of time spent waiting for each."""
     ends = "/wait_seconds"
     waits = {
         name: value for name, value in metrics.items() if name.startswith("teacher/") and name.endswith(ends)
@@ -332,12 +330,12 @@ def wait_shares(metrics: Mapping[str, float], seconds: float) -> dict[str, float
 
 
 def streamed_source(context: StageContext, name: str) -> str:
-    """`published_teacher`; for a model that has kept its adapters those, their base published once."""
+    """Return `published_teacher`, or the adapters of a model that stored them, with their base published."""
     return published_with_base(context, name) or published_teacher(context, name)
 
 
 def published_teacher(context: StageContext, name: str) -> str:
-    """URL of the published teacher `name`; a Hugging Face folder is published first, once."""
+    """Return the URL of the published teacher `name`. A Hugging Face folder is published first, once."""
     source = context.teacher_source(name)
     if is_published(source):
         return source
@@ -347,12 +345,12 @@ def published_teacher(context: StageContext, name: str) -> str:
         published = publish_checkpoint(
             _whole_source(context, name), f"{root.rstrip('/')}/{name}", shards=storage.shards
         )
-    # The version by name: another run that publishes under the same URL must not change this one's teacher.
+    # The version by name, because another run that publishes under the same URL must not change this teacher.
     return f"{root.rstrip('/')}/{name}/{published.manifest.version}"
 
 
 def _whole_source(context: StageContext, name: str) -> str:
-    """URL of a published teacher as it is, or a folder with all of its weights, of an adapter too."""
+    """Return the URL of a published teacher, or a folder with all of its weights, of an adapter too."""
     source = context.teacher_source(name)
     if is_published(source):
         return source
@@ -360,9 +358,9 @@ def _whole_source(context: StageContext, name: str) -> str:
 
 
 def whole_teacher(context: StageContext, name: str) -> Path:
-    """A Hugging Face folder of teacher `name`; a published one is fetched into the run folder.
+    """Return a Hugging Face folder of teacher `name`. A published one is fetched into the run folder.
 
-    What was fetched before is kept while it is what was published, byte for byte.
+    An earlier download is reused while it equals the published files, byte for byte.
     """
     source = context.teacher_source(name)
     if not is_published(source):
@@ -374,8 +372,8 @@ def whole_teacher(context: StageContext, name: str) -> Path:
 def scoring_ahead(
     recipe: Recipe, engine: Generates, schedule: TeacherSchedule, prompts: Sequence[EncodedPrompt]
 ) -> Generates:
-    """`engine`, telling the teachers what ends, where that helps: with served teachers and batches written in
-    turn. Batches written ahead are written in another thread than the one that scores.
+    """Wrap `engine` so that it passes finished responses to the teachers, if that helps. It does with served
+    teachers and synchronous batches. Batches written ahead are in another thread than scoring.
     """
     elsewhere = any(teacher.elsewhere for teacher in recipe.teachers.values())
     if elsewhere and recipe.rollout.schedule == "in_turn":
@@ -384,14 +382,14 @@ def scoring_ahead(
 
 
 class ScoreAhead:
-    """Stands before an engine and changes nothing in what it writes.
+    """Passes an engine's finished responses to teachers, and does not change its output.
 
-    Only teachers that compute elsewhere are asked early. Should a response turn out otherwise in the end, it
-    is asked about again: what was begun is known by its tokens. Everything happens in the caller's thread.
+    Only remote teachers are called early. If a response is different in the end, it is scored again, because
+    requests are keyed by their tokens. Everything happens in the caller's thread.
 
     Args:
-        engine: What writes.
-        schedule: Whose teachers are told.
+        engine: The engine.
+        schedule: The schedule of the teachers.
         prompts: Domain and group of each request, whose uid begins with its prompt's.
     """
 
@@ -404,8 +402,8 @@ class ScoreAhead:
     def generate(
         self, requests: RolloutRequest | Sequence[RolloutRequest], more: More | None = None
     ) -> Iterator[Chunk]:
-        """The engine's chunks, as they come."""
-        # What `more` asks for are turns of episodes, none of which is a response yet when it ends.
+        """Yield the engine's chunks, as they come."""
+        # The requests of `more` are turns of episodes. None of them is a response when it ends.
         asked = {request.uid: request for request in several(requests)}
         transcript = Transcript({uid: Tokens.empty() for uid in asked})
         for step in self._engine.generate(requests, more):
@@ -420,19 +418,19 @@ class ScoreAhead:
         group_uid = request.uid.rpartition("/")[0]
         prompt = self._prompts.get(group_uid)
         if prompt is None:
-            return None  # a request of the recipe's own `generate`, named as it likes
+            return None  # a request of the recipe's own `generate`, with any name
         ids = transcript.tokens(request.uid).token_ids
         return Sample(request.uid, group_uid, prompt.domain, prompt.token_ids, response_ids=ids)
 
 
 SHARED_BASE = "adapted-base"
-"""Where, below the root of published teachers, the bases lie that adapters belong to."""
+"""Name of the folder for adapters' bases, below the root of published teachers."""
 
 
 def published_with_base(context: StageContext, name: str) -> str | None:
-    """URL of teacher `name` published as an adapter, and its base once beside it; `None` if it kept none.
+    """Return the URL of teacher `name` published as an adapter, with its base once beside it.
 
-    Raises `CheckpointError` or `StorageError` if either cannot be published.
+    `None` if it stored none. Raises `CheckpointError` or `StorageError` if either cannot be published.
     """
     source = context.teacher_source(name)
     if not has_adapter(source):

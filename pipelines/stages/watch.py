@@ -1,8 +1,8 @@
-"""The run watches itself: the recipe's rules over the metrics of each step, and what they ask for.
+"""Check the recipe's alert rules on the metrics of each step, and request their actions.
 
-What a rule knows is a function of the lines of `metrics.jsonl` alone: a resumed stage reads those up to its
-checkpoint again, also with other rules than before. One number is measured for them alone, where the recipe
-asks for it: how far the student has come from its beginning.
+A rule's state is a function of the lines of `metrics.jsonl` alone. A resumed stage reads those up to its
+checkpoint again, also with other rules than before. One number is measured for the rules alone, if the recipe
+has it: the student's distance from its start.
 """
 
 from __future__ import annotations
@@ -37,28 +37,28 @@ _BASE = "base_logprobs"
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """A rule that has fired: a line of `flags.jsonl`."""
+    """A fired rule: a line of `flags.jsonl`."""
 
     step: int
     rule: str
     metric: str
     value: float
-    """Of the metric, in the last of the steps in a row."""
+    """The metric's value in the last of the consecutive steps."""
     bound: float
-    """That it is beyond, as a value of the metric."""
+    """The violated bound, as a value of the metric."""
     action: str
     sentence: str
-    """What has happened, and the lever to pull."""
+    """The event, and a hint."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ruling:
-    """What the rules ask for after a step."""
+    """The actions of the rules after a step."""
 
     factor: float = 1.0
-    """What the learning rate is multiplied with from now on."""
+    """Factor of the learning rate from now on."""
     stop: str = ""
-    """Why the stage is to stop, and how it goes on; empty if it is not."""
+    """The reason to stop the stage, and how to continue. Empty if it goes on."""
 
     def check(self) -> None:
         """Raise `TrainingError` if the stage is to stop."""
@@ -77,7 +77,7 @@ class WatchedCondition:
         self._meant: dict[str, bool] = {}
 
     def read(self, row: Row) -> list[str]:
-        """Take the values of a step; returns which of its metrics are meant."""
+        """Read the values of a step, and return the metrics of this condition."""
         found = []
         for name, value in row.items():
             if name not in self._meant:
@@ -98,8 +98,8 @@ class WatchedCondition:
             self._latest[name] = math.fsum(last) / len(last)
 
     def beyond(self, name: str) -> tuple[float, float] | None:
-        """The latest value of a metric, or mean of the latest, and the bound that it is beyond; `None` within
-        them.
+        """Return the latest value or mean of a metric, and the bound that it violates. `None` within the
+        bounds.
         """
         if name not in self._latest:
             return None
@@ -123,11 +123,11 @@ class WatchedCondition:
         return mean * bound if mean > 0 else None
 
     def any_beyond(self) -> str | None:
-        """The first of its metrics that is beyond its bounds."""
+        """Return the first of its metrics that violates its bounds."""
         return next((name for name in self._latest if self.beyond(name) is not None), None)
 
     def told(self, name: str) -> str:
-        """How a metric that is beyond its bounds stands to them."""
+        """Describe a metric's violation of its bounds."""
         found, condition = self.beyond(name), self.condition
         assert found is not None
         value, bound = found
@@ -146,7 +146,7 @@ class WatchedCondition:
 
 
 class Rule:
-    """One rule, and for how many steps each of its metrics has been beyond its bounds."""
+    """One rule, with each metric's number of steps beyond its bounds."""
 
     def __init__(self, name: str, config: RuleConfig) -> None:
         self.name, self.config = name, config
@@ -156,7 +156,7 @@ class Rule:
         self._told: set[str] = set()
 
     def look(self, row: Row) -> Iterator[Flag]:
-        """Take the values of a step; what has fired. A warning is not said again while it goes on."""
+        """Read the values of a step, and yield flags that fire. A continuing warning is not repeated."""
         if self._also is not None:
             self._also.read(row)
         for metric in self._main.read(row):
@@ -174,7 +174,7 @@ class Rule:
                 yield self._flag(int(row["step"]), metric, other)
 
     def _other(self, metric: str) -> str | None:
-        """The metric that the other condition holds for, empty without one; `None` if it does not hold."""
+        """Return the metric that meets the other condition, empty without one. `None` if it is not met."""
         if self._also is None:
             return ""
         if self._also.condition.metric == self.config.metric:
@@ -199,7 +199,7 @@ class Watch:
     """The rules of one stage.
 
     Args:
-        context: The stage; of several ranks the first one watches, and tells the others what to do.
+        context: The stage. Of several ranks the first one checks, and sends the others its actions.
     """
 
     def __init__(self, context: StageContext) -> None:
@@ -215,12 +215,12 @@ class Watch:
 
     @property
     def tail(self) -> str:
-        """What stands for all flags so far; see `Lines.tail`."""
+        """The digest of all flags so far. See `Lines.tail`."""
         return "" if self._flags is None else self._flags.tail
 
     @classmethod
     def resumed(cls, context: StageContext, step: int, tail: str) -> Watch:
-        """Drop the flags after `step`, and see again what was logged up to it."""
+        """Drop the flags after `step`, and read the logged metrics up to it again."""
         watch = cls(context)
         if watch._flags is not None:
             watch._flags.truncate(step, tail)
@@ -231,7 +231,7 @@ class Watch:
         return watch
 
     def look(self, step: int, metrics: Mapping[str, Any], seconds: float) -> Ruling:
-        """Hold the metrics of a step against the rules; the same answer on every rank."""
+        """Check the metrics of a step against the rules. The result is the same on every rank."""
         factor, stop = 1.0, ""
         row = row_of(step, metrics, seconds) if self._rules else {}
         for rule in self._rules:
@@ -253,11 +253,11 @@ class Watch:
 
 
 class Beginning:
-    """The model that a stage began as, for how far the student has come from it.
+    """The start model of a stage, for the student's distance from it.
 
     Args:
-        recipe: Says how often that is measured, if at all.
-        open_model: Reads it, if it is asked for.
+        recipe: Has the frequency of this measurement, if any.
+        open_model: Loads the model, if needed.
     """
 
     def __init__(self, recipe: Recipe, open_model: Callable[[], Frozen]) -> None:
@@ -266,9 +266,9 @@ class Beginning:
         self._model = open_model() if self._every else None
 
     def measure(self, step: StepSamples, index: int) -> dict[str, float]:
-        """`base_kl` of every so many steps: over the tokens of `step`, which are dealt out, the mean of how
-        much likelier the engine found them than that model does (k1, nats a token), each at the temperature
-        that it was drawn at.
+        """Return `base_kl` of every so many steps, over the tokens of `step`, which are dealt out. It is the
+        mean difference of the engine's log-probabilities to the start model's (k1, nats a token). Each is at
+        the temperature of its sampling.
         """
         if not self._every or (index + 1) % self._every:
             return {}

@@ -1,9 +1,9 @@
-"""Merging by arithmetic on weights: average, task arithmetic, TIES, DARE, with coefficients chosen fairly.
+"""Merge by arithmetic on weights: average, task arithmetic, TIES, DARE, with coefficients chosen fairly.
 
-A model is a mapping of tensors, of which a folder's are read when they are asked for. All take the base and
-its fine-tuned experts with equal names and shapes, compute in float32 and give tensors in the base's dtype,
-each when it is asked for: of every model one is in memory. Tensors that are not floating point are copied
-from the base.
+A model is a mapping of tensors. A folder's tensors are read when they are accessed. All methods take the base
+and its fine-tuned experts with equal names and shapes. They compute in float32 and return tensors in the
+base's dtype, each when it is accessed, so one tensor of every model is in memory. Other than floating-point
+tensors are copied from the base.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ Weights = Mapping[str, Tensor]
 
 
 class FolderWeights(Mapping[str, Tensor]):
-    """The weights of a Hugging Face folder as the recipe computes with them, each read when it is asked for.
-    All of the model where its files name them otherwise (experts one by one).
+    """The weights of a Hugging Face folder in the recipe's dtype, each read when it is accessed. The complete
+    model is read if its files use other names (experts one by one).
     """
 
     def __init__(self, recipe: Recipe, path: Path) -> None:
@@ -47,7 +47,7 @@ class FolderWeights(Mapping[str, Tensor]):
         self._stored = None if model.unread is None else Stored(model.unread)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of a tensor, which is not read for it."""
+        """Return the shape of a tensor without reading it."""
         return tuple(self._own[name].shape)
 
     def __getitem__(self, name: str) -> Tensor:
@@ -66,10 +66,10 @@ class FolderWeights(Mapping[str, Tensor]):
 
 
 def merge_weights(context: StageContext, method: str) -> dict[str, Any]:
-    """Merge the teachers' weights by `method` and write the model; returns the result numbers.
+    """Merge the teachers' weights by `method`, write the model, and return the result numbers.
 
     Scaling coefficients are chosen by sampled accuracy on *training* prompts, never on held-out ones, by the
-    recipe's engine; ranks share the prompts, and the first writes the model.
+    recipe's engine. Ranks share the prompts, and the first writes the model.
     """
     started = time.perf_counter()
     recipe, config, ranks = context.recipe, context.recipe.baselines, context.ranks
@@ -122,7 +122,7 @@ def merge_weights(context: StageContext, method: str) -> dict[str, Any]:
 
 
 def _training_accuracy(context: StageContext, engines: Engines, data: DomainSet, weights: Weights) -> float:
-    """Mean sampled accuracy of `weights` over the domains, on training prompts."""
+    """Return the mean sampled accuracy of `weights` over the domains, on training prompts."""
     recipe, engine = context.recipe, engines.given(weights.items())
     accuracies, ways = [], ways_of(recipe, data.tokenizer)
     for domain in recipe.domains:
@@ -133,7 +133,7 @@ def _training_accuracy(context: StageContext, engines: Engines, data: DomainSet,
 
 
 def average(models: Sequence[Weights]) -> Weights:
-    """The mean of `models` (model soup: Wortsman et al. 2022, 2203.05482)."""
+    """Return the mean of `models` (model soup: Wortsman et al. 2022, 2203.05482)."""
     if not models:
         raise ModelError("no models to average; give at least one")
     first = models[0]
@@ -141,16 +141,17 @@ def average(models: Sequence[Weights]) -> Weights:
 
 
 def task_arithmetic(base: Weights, experts: Sequence[Weights], scale: float) -> Weights:
-    """`base + scale * sum_i (expert_i - base)` (Ilharco et al. 2023, 2212.04089)."""
+    """Return `base + scale * sum_i (expert_i - base)` (Ilharco et al. 2023, 2212.04089)."""
     return Merged(base, experts, lambda _, deltas: scale * deltas.sum(0))
 
 
 def ties(base: Weights, experts: Sequence[Weights], density: float, scale: float) -> Weights:
     """Trim, elect sign, merge (Yadav et al. 2023, 2306.01708, section 3 and algorithm 1).
 
-    1. Of each task vector `expert - base`, over all tensors together, keep the share `density` of largest
-    magnitude. 2. Each parameter takes the sign with the larger total magnitude. 3. Average the kept values of
-    that sign; `base + scale * average`. A parameter whose kept values cancel exactly stays at the base.
+    1. Of each task vector `expert - base`, over all tensors, retain the share `density` of largest magnitude.
+    2. Each parameter takes the sign with the larger total magnitude. 3. Average the retained values of that
+    sign, and return `base + scale * average`. A parameter whose retained values cancel exactly stays at the
+    base.
     """
     _check_density(density)
     _check_alike(base, experts)
@@ -168,9 +169,9 @@ def ties(base: Weights, experts: Sequence[Weights], density: float, scale: float
 def dare(base: Weights, experts: Sequence[Weights], density: float, scale: float, seed: int) -> Weights:
     """Drop and rescale, then task arithmetic (DARE: Yu et al. 2024, 2311.03099, section 3.2).
 
-    Each element of a task vector survives with probability `density` and is divided by it, so the expectation
-    is that of `task_arithmetic`. The draw depends on (seed, expert's index, tensor name) alone: not on the
-    order of the tensors, nor on which others there are.
+    Each element of a task vector survives with probability `density` and is divided by it. So the expectation
+    is that of `task_arithmetic`. The draw depends only on (seed, expert's index, tensor name), not on the
+    order of the tensors or on the other ones.
     """
     _check_density(density)
 
@@ -184,7 +185,7 @@ def dare(base: Weights, experts: Sequence[Weights], density: float, scale: float
 
 
 class Merged(Mapping[str, Tensor]):
-    """`base + merge(name, deltas [E, ...])` for every floating-point tensor, when it is asked for."""
+    """`base + merge(name, deltas [E, ...])` for every floating-point tensor, on access."""
 
     def __init__(
         self, base: Weights, experts: Sequence[Weights], merge: Callable[[str, Tensor], Tensor]
@@ -211,17 +212,17 @@ _HALF = 1 << 16
 
 
 def _trim_threshold(base: Weights, expert: Weights, density: float) -> float:
-    """The smallest magnitude that is among the `density` largest of the whole task vector.
+    """Return the smallest magnitude among the `density` largest of the complete task vector.
 
-    Floats that are not negative are in the order of their bits, so that two counts find it exactly: of the
-    upper half of the bits, then of the lower half of those that have the one in question. One tensor of each
+    Nonnegative floats are in the order of their bits, so two counts find it exactly. The first is over the
+    upper half of the bits, the second over the lower half within the right upper half. One tensor of each
     model is in memory.
     """
     high = torch.zeros(_HALF, dtype=torch.int64)
     for bits in _magnitude_bits(base, expert):
         high += torch.bincount(bits >> 16, minlength=_HALF).cpu()
     count = int(high.sum())
-    left = count - max(round(density * count), 1)  # smaller than it
+    left = count - max(round(density * count), 1)  # the number of smaller ones
     upper, left = _bin_of(high, left)
     low = torch.zeros(_HALF, dtype=torch.int64)
     for bits in _magnitude_bits(base, expert):
@@ -231,7 +232,7 @@ def _trim_threshold(base: Weights, expert: Weights, density: float) -> float:
 
 
 def _magnitude_bits(base: Weights, expert: Weights) -> Iterator[Tensor]:
-    """int32 bits of the magnitudes of the task vector, tensor by tensor."""
+    """Yield int32 bits of the magnitudes of the task vector, tensor by tensor."""
     for name, tensor in base.items():
         if tensor.is_floating_point():
             delta = expert[name].detach().float() - tensor.detach().float()
@@ -239,13 +240,13 @@ def _magnitude_bits(base: Weights, expert: Weights) -> Iterator[Tensor]:
 
 
 def _bin_of(counts: Tensor, rank: int) -> tuple[int, int]:
-    """The bin that has number `rank` in it, from 0, and its number there."""
+    """Return the bin with number `rank`, from 0, and its number there."""
     place = int(torch.searchsorted(counts.cumsum(0), rank, right=True))
     return place, rank - int(counts[:place].sum())
 
 
 def _survivors(shape: torch.Size, density: float, seed: int, name: str) -> Tensor:
-    """Bool mask, True with probability `density`, from the counter-based stream of (seed, name)."""
+    """Return a bool mask, True with probability `density`, from the counter-based stream of (seed, name)."""
     stream = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
     generator = np.random.Generator(np.random.Philox(key=np.array([seed, stream], dtype=np.uint64)))
     return torch.from_numpy(generator.random(shape.numel(), dtype=np.float32) < density).reshape(shape)

@@ -1,1 +1,1 @@
-"""Put on the PYTHONPATH of an SGLang server as a folder of its own; see `opd_hidden_states`."""
+"""Put this folder on the PYTHONPATH of an SGLang server, see `opd_hidden_states`."""

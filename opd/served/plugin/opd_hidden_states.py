@@ -1,13 +1,13 @@
-"""The plug-in by which an SGLang server leaves last hidden states as bytes, not as JSON numbers.
+"""Plug-in of an SGLang server that writes last hidden states as bytes, not as JSON numbers.
 
 With the folder of this file on its PYTHONPATH, SGLang finds the entry point beside it and calls `register` in
-each of its processes. A request that names a segment (`sampling_params.custom_params.opd_hidden`) then gets
-the rows of the positions it asks for, in the model's dtype, however its prompt is split into chunks and
-whatever the prefix cache holds: the scheduler writes them to a file in shared memory, chunk by chunk, which
-has a name only once it is whole. A client on the same machine reads it there, others get the same bytes from
-`GET /opd/hidden/NAME`; either way it is gone then. All other requests are answered as ever.
+each of its processes. If a request names a segment (`sampling_params.custom_params.opd_hidden`), it gets the
+rows of its positions, in the model's dtype, for any chunking of its prompt and any content of the prefix
+cache. The scheduler writes them to a file in shared memory, chunk by chunk, which gets a name only once it is
+complete. A client on the same machine reads it there, others get the same bytes from `GET /opd/hidden/NAME`.
+Either way it is gone then. All other requests are answered as ever.
 
-Knows the standard library alone, and SGLang where it is called by it: it is copied to where a server runs.
+Imports the standard library alone, and SGLang when SGLang calls it, because it is copied to the server.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from typing import Any
 _log = logging.getLogger(__name__)
 
 KEY = "opd_hidden"
-"""Of a request's `custom_params`, and of an answer's `meta_info`."""
+"""Key in a request's `custom_params`, and in an answer's `meta_info`."""
 FORMAT = 1
 VARIABLE = "OPD_HIDDEN_FOLDER"
-"""Names the folder of one server; without, it is one in shared memory."""
+"""Environment variable with the folder of one server. Default: a folder in shared memory."""
 SHARED = "/dev/shm"
 FOLDER_NAME = re.compile("opd-hidden-[0-9a-f]{32}")
 SEGMENT_NAME = re.compile("[0-9a-f]{32}")
 PROOF, LOCK = "proof", "lock"
 KEPT_SECONDS = 120.0
-"""For which a segment waits for its reader, who comes at once or has gone."""
+"""Seconds for which a segment waits for its reader, which comes at once or has gone."""
 _LOOK_SECONDS = 60.0
 DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of a number."""
@@ -56,14 +56,14 @@ HEADER_BYTES = _FIELDS.size + 32
 
 @dataclass(frozen=True)
 class Header:
-    """The beginning of a segment; `rows` x `width` numbers follow, and nothing else."""
+    """The beginning of a segment. `rows` x `width` numbers follow, and nothing else."""
 
     name: str
     dtype: str
     rows: int
     width: int
     tokens: bytes
-    """`tokens_digest` of what was asked about."""
+    """`tokens_digest` of the request."""
     digest: bytes
     """sha256 of the numbers."""
 
@@ -76,7 +76,7 @@ class Header:
 
     @classmethod
     def read(cls, content: bytes | bytearray) -> Header:
-        """Of the first `HEADER_BYTES` of a segment. Raises `ValueError`."""
+        """Parse the first `HEADER_BYTES` of a segment. Raises `ValueError`."""
         fields, digest = bytes(content[: _FIELDS.size]), bytes(content[_FIELDS.size : HEADER_BYTES])
         if len(digest) != 32:
             raise ValueError(f"it has {len(content)} bytes, fewer than its header")
@@ -89,30 +89,30 @@ class Header:
 
     @property
     def size(self) -> int:
-        """Bytes of the whole segment."""
+        """Bytes of the full segment."""
         return HEADER_BYTES + self.rows * self.width * DTYPES[self.dtype]
 
 
 def tokens_digest(ids, start: int) -> bytes:
-    """sha256 of token ids, and of the position from which on their hidden states are due."""
+    """Return sha256 of token ids, and of the position from which on their hidden states are wanted."""
     return hashlib.sha256(array("q", [start, *ids]).tobytes()).digest()
 
 
-# What a scheduler does.
+# Hooks in a scheduler.
 
 
 class Taking:
     """The rows of one request, until all are there: a file without a name, gone with its last user.
 
     Args:
-        folder: Where the segment will be.
+        folder: Folder of the segment.
         asked: `{segment, start}` of the request.
         count: Tokens of its prompt.
     """
 
     def __init__(self, folder, asked, count):
         self.spans = deque()
-        """First positions of the chunks that are being computed, in turn."""
+        """First positions of the chunks being computed, in order."""
         self.trouble = ""
         self._file: Any = None
         self._folder, self._count = folder, count
@@ -126,11 +126,11 @@ class Taking:
             self._restart()
 
     def add(self, first, rows):
-        """Take what is due of `rows` [N, D], the hidden states of the positions from `first` on."""
+        """Write the wanted rows of `rows` [N, D], the hidden states of the positions from `first` on."""
         if self.trouble:
             return
         if first != self._reached:
-            # The first chunk, or all of them anew: what was written before may be of other weights.
+            # The first chunk, or all of them again: earlier rows may be of other weights.
             self._restart()
             if not 0 <= first <= self.start:
                 self.trouble = f"the hidden states before position {first} were not computed"
@@ -139,7 +139,7 @@ class Taking:
         self._write(rows[max(0, self.start - first) :])
 
     def finish(self, tokens):
-        """The reference to the segment, which has its name from now on, or to what went wrong."""
+        """Name the segment and return the reference to it, or to the error."""
         due = self._count - self.start if not self.trouble else 0
         if not self.trouble and (self._file is None or self._rows != due):
             self.trouble = f"{self._rows} of {due} hidden states were computed"
@@ -214,7 +214,7 @@ class Taking:
 
 
 def _taking(req) -> Taking | None:
-    """What is being taken of a request; `None` if it asks for none."""
+    """Return the rows of a request, or `None` if it wants none."""
     if not hasattr(req, "opd_taking"):
         asked = (getattr(req.sampling_params, "custom_params", None) or {}).get(KEY)
         wanted = isinstance(asked, dict) and req.return_hidden_states is True
@@ -224,13 +224,13 @@ def _taking(req) -> Taking | None:
 
 
 def _limit_prefix(original, req, *args, **options):
-    """Positions whose hidden states are due are computed, also where the prefix cache has them."""
+    """Compute positions whose hidden states are wanted, even if the prefix cache has them."""
     taking, length = _taking(req), original(req, *args, **options)
     return length if taking is None or taking.trouble else min(length, taking.start)
 
 
 def _note_spans(original, batch, *args, **options):
-    """When a chunk's result is there, its request may already be at the next one."""
+    """Note each chunk's position: when its result is there, its request may already be at the next one."""
     found = original(batch, *args, **options)
     for req in batch.reqs:
         taking = _taking(req)
@@ -255,13 +255,13 @@ def _take(original, processor, **call):
     return end
 
 
-# What the process with the HTTP server does.
+# Hooks in the process with the HTTP server.
 
 
 def make_folder(path):
-    """The folder of this server, this user's alone; what servers that were killed have left beside it goes.
+    """Make this server's folder for this user alone, and remove folders that killed servers left beside it.
 
-    Returns its proof, by which a client knows that it sees the same folder. The folder is locked as long as
+    Return its proof, by which a client knows that it sees the same folder. The folder is locked as long as
     this process lives. Raises `OSError`.
     """
     parent, own = os.path.split(path)
@@ -272,7 +272,7 @@ def make_folder(path):
     os.mkdir(path, 0o700)
     lock = os.open(os.path.join(path, LOCK), os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    os.close(os.open(path, os.O_TMPFILE | os.O_RDWR))  # whether this file system has files without a name
+    os.close(os.open(path, os.O_TMPFILE | os.O_RDWR))  # fails if the file system has no files without a name
     proof = secrets.token_hex(32)
     with open(os.path.join(path, PROOF), "x") as file:
         file.write(proof)
@@ -291,8 +291,8 @@ def tidy(folder):
 
 
 def remove_abandoned(path, age: float, lock: str | None = LOCK):
-    """Remove a folder of this user's that is `age` seconds old and of which nobody holds the file `lock`, or
-    the folder itself if that is `None`: who had it was killed.
+    """Remove a folder of this user that is `age` seconds old and whose owner was killed: nobody holds the
+    file `lock`, or the folder itself if that is `None`.
     """
     with contextlib.suppress(OSError):
         found = os.lstat(path)
@@ -309,7 +309,7 @@ def remove_abandoned(path, age: float, lock: str | None = LOCK):
 
 
 def _add_routes(*_, **__):
-    """Before the server is launched: its folder, and the routes that say so and hand segments out."""
+    """Before the server is launched, make its folder and add routes to describe it and fetch segments."""
     import atexit
 
     from fastapi import HTTPException  # pyright: ignore[reportMissingImports]
@@ -358,7 +358,7 @@ def _parts(file):
 
 
 def fits() -> bool:
-    """Whether this SGLang has what is hooked, in the form that is known here."""
+    """Return whether this SGLang has all hooked functions in the known form."""
     for target, _, parameters in _HOOKS:
         try:
             found = inspect.signature(pkgutil.resolve_name(target)).parameters
@@ -371,7 +371,7 @@ def fits() -> bool:
 
 
 def register() -> None:
-    """Called by SGLang in each of its processes, before it does anything else."""
+    """Register the hooks. SGLang calls this in each of its processes, before anything else."""
     from sglang.srt.plugins.hook_registry import (  # pyright: ignore[reportMissingImports]
         HookRegistry,
         HookType,
@@ -399,4 +399,4 @@ _HOOKS = (
         {"req", "logits_output", "hidden_state_offset", "capture_hidden_mode", "extend_input_len"},
     ),
 )
-"""What is wrapped in a scheduler, by what, and its parameters as they are used."""
+"""Functions of a scheduler to wrap, their wrappers, and the parameters these use."""

@@ -1,7 +1,8 @@
-"""What has a vLLM server ask everybody for its key, also those who would give it weights.
+"""Make a vLLM server require its key from everybody, also from those who would give it weights.
 
-vLLM's own `--api-key` guards what writes, and none of the developers' verbs. With the folder of this file on
-its PYTHONPATH a server takes `--middleware opd_server_key.RequireKey`. Knows the standard library alone.
+vLLM's own `--api-key` guards the paths that write, and none of the developers' verbs. With the folder of this
+file on its PYTHONPATH a server takes `--middleware opd_server_key.RequireKey`. Imports the standard library
+alone.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 VARIABLE = "OPD_SERVER_KEY"
-"""Of the environment, which has the key: it cannot be read by other users."""
+"""Environment variable with the key: other users cannot read it."""
 OPEN = ("/health",)
 _App = Callable[[Any, Any, Any], Awaitable[None]]
 
@@ -30,7 +31,7 @@ class RequireKey:
         self._app, self._due = app, f"Bearer {key}".encode()
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        # A server that is told its `root-path` has it before every path.
+        # A server with a `root-path` has it before every path.
         path = scope.get("path", "").removeprefix(scope.get("root_path", ""))
         if scope["type"] not in ("http", "websocket") or path in OPEN:
             return await self._app(scope, receive, send)

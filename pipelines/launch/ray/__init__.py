@@ -1,5 +1,5 @@
-"""`launch: ray`: the trainer, its rollout engines and its teachers as actors.
+"""Run the trainer, its rollout engines and its teachers as actors: `launch: ray`.
 
-`trainer` has both ends of a stage: what runs it, and what the process that was started does to keep it going;
-`engine` and `teacher` compute for it. All are `actors` of a `cluster`.
+`trainer` runs a stage, and keeps it going from the process that was started. `engine` and `teacher` compute
+for it. All are `actors` of a `cluster`.
 """

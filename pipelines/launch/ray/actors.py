@@ -1,6 +1,6 @@
-"""Actors of a run: how they are made, called, watched and started anew; tensors through Ray's object store.
+"""Create, call, monitor and restart the actors of a run, and pass tensors through Ray's object store.
 
-A tensor is written once and read in place by every process of the node.
+A tensor is written once, and every process of the node reads it in place.
 """
 
 from __future__ import annotations
@@ -30,28 +30,28 @@ from opd.pipelines.records.run_folder import RunFolder
 from opd.rollout.preemption import Preemption
 
 PING_SECONDS = 15.0
-"""An actor that is at no other work and does not answer for so long is taken for hanging."""
+"""An idle actor that does not answer for so long counts as hanging."""
 LOOK = 0.2
 CONTROL = "control"
-"""Concurrency group of the methods that answer while a stage runs."""
+"""Concurrency group of methods that answer while a stage runs."""
 
 
 @dataclass(frozen=True, slots=True)
 class ActorSpec:
-    """What an actor is told when it starts, and again when it is started anew."""
+    """The settings of an actor, for its start and every restart."""
 
     name: str
     recipe_json: str
     folder: str
-    """The run folder; every node sees it under this path."""
+    """The run folder. Every node sees it under this path."""
     working_dir: str
-    """Where the run was started: relative paths of the recipe begin there."""
+    """The directory where the run was started. Relative paths of the recipe begin there."""
 
     def begin(self, module: str) -> Recipe:
-        """Settle in the actor's process: its folder, its log, its threads; import `module`, which takes
-        seconds, while the other actors do the same. Returns the recipe.
+        """Configure the actor's process: its folder, its log, its threads. Returns the recipe. It imports
+        `module`, which takes seconds, while the other actors do the same.
         """
-        with contextlib.suppress(OSError):  # on another node it may be missing: then Ray's own is kept
+        with contextlib.suppress(OSError):  # on another node it may be missing: then Ray's own stays
             os.chdir(self.working_dir)
         if os.getcwd() not in sys.path:
             sys.path.append(os.getcwd())
@@ -68,7 +68,7 @@ class ActorSpec:
 
 
 def _write_into(log: Path) -> None:
-    """Send what this process says into `log`, so that it outlives the cluster."""
+    """Redirect this process's output into `log`, so that it outlives the cluster."""
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
@@ -80,16 +80,16 @@ def _write_into(log: Path) -> None:
 
 
 class ActorLostError(RuntimeError):
-    """An actor died, or did not answer in time and was ended."""
+    """An actor died, or it did not answer in time and was ended."""
 
     def __init__(self, text: str, actor: str | None = None) -> None:
-        """`actor`: its name, if that process is gone for certain."""
+        """`actor`: its name, if that process is certainly gone."""
         super().__init__(text)
         self.actor = actor
 
 
 class RemoteActor:
-    """One actor as another process sees it. Calls of one caller are done in their order.
+    """One actor as another process sees it. Calls of one caller run in their order.
 
     Picklable: a trainer gets the engines that its supervisor made.
     """
@@ -98,14 +98,14 @@ class RemoteActor:
         self.name, self.handle, self.limits = name, handle, limits
 
     def send(self, verb: str, *arguments: Any, control: bool = False) -> Any:
-        """Ask for `verb`; returns the reference of its result."""
+        """Call `verb`, and return the reference of its result."""
         method = getattr(self.handle, verb)
         return (method.options(concurrency_group=CONTROL) if control else method).remote(*arguments)
 
     def get(self, reference: Any, seconds: float, kill: bool = True) -> Any:
-        """The result behind `reference`. What the method raised is raised here.
+        """Return the result behind `reference`. Raises the method's own error here.
 
-        Raises `ActorLostError` if the actor died, or gave no result for `seconds`: then it hangs, and is
+        Raises `ActorLostError` if the actor died, or gave no result for `seconds`. Then it hangs, and is
         ended first if `kill`.
         """
         ray = import_ray()
@@ -122,7 +122,7 @@ class RemoteActor:
             raise ActorLostError(f"{self.name} died ({_reason(error)})", self.name) from None
 
     def _raised(self, error: Any) -> Exception:
-        """What the method raised, out of Ray's own error."""
+        """Return the method's own error from Ray's error."""
         from opd.pipelines.launch.machine import out_of_memory
 
         cause = getattr(error, "cause", None)
@@ -132,11 +132,11 @@ class RemoteActor:
         return cause if reason is None else LaunchError(no_memory(self.name, reason))
 
     def call(self, verb: str, *arguments: Any, seconds: float | None = None) -> Any:
-        """`send` and `get`."""
+        """Call `send` and `get`."""
         return self.get(self.send(verb, *arguments), seconds or self.limits.step_timeout)
 
     def kill(self) -> None:
-        """End its process; Ray starts it anew as often as the recipe allows."""
+        """End its process. Ray restarts it as often as the recipe allows."""
         ray = import_ray()
         with contextlib.suppress(ray.exceptions.RayError, ValueError):
             ray.kill(self.handle, no_restart=False)
@@ -152,7 +152,7 @@ class RemoteActor:
             except ray.exceptions.ActorUnavailableError:
                 time.sleep(LOOK)
             except ray.exceptions.GetTimeoutError:
-                # A process that is only just importing its code answers late; one that is there hangs.
+                # A process that is still importing its code answers late. An older one hangs.
                 pass
             except ray.exceptions.RayError as error:
                 raise ActorLostError(f"{self.name} died and is not started anew: {one_line(error)}") from None
@@ -163,14 +163,14 @@ class RemoteActor:
 
 
 def no_memory(name: str, reason: str) -> str:
-    """The sentence for an actor that asked for more memory than there is."""
+    """Return the error sentence for an actor that ran out of memory."""
     wanted = {"engine": "lower runtime.decode.kv_cache_mb, or ", "server": ""}
     lower = wanted.get(role_of(name), "lower batch.max_tokens, or ")
     return f"{name} ran out of memory ({reason}); {lower}give it a larger node, then continue with --resume."
 
 
 def _reason(error: Exception) -> str:
-    """Ray's own words where they say more than that the process is gone."""
+    """Return Ray's own message if it says more than that the process is gone."""
     kind = type(error).__name__
     return kind if "Actor" in kind else f"{kind}: {one_line(error)}"
 
@@ -178,9 +178,9 @@ def _reason(error: Exception) -> str:
 def start_actors(
     launch: RayLaunch, layout: BundleLayout, placement: Any, spec: Mapping[str, ActorSpec], asked: Preemption
 ) -> dict[str, RemoteActor]:
-    """Every actor of `layout`, in its bundle, once all of them answer.
+    """Start every actor of `layout` in its bundle, and return once all of them answer.
 
-    Raises `LaunchError` if one does not in time, `PreemptedError` if the run is asked to stop meanwhile.
+    Raises `LaunchError` if one does not in time, `PreemptedError` if the run is to stop meanwhile.
     """
     ray = import_ray()
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -219,7 +219,7 @@ def start_actors(
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """A tensor as bytes, which travel apart from the message and are not copied on the node."""
+    """A tensor as bytes, which travel outside the message and are not copied on the node."""
 
     data: np.ndarray
     """[bytes] uint8."""
@@ -228,13 +228,13 @@ class Packed:
 
     @classmethod
     def of(cls, tensor: Tensor) -> Packed:
-        """Shares memory with a contiguous tensor on the CPU."""
+        """Pack a tensor. A contiguous one on the CPU shares its memory."""
         name = str(tensor.dtype).removeprefix("torch.")
         return cls(raw_bytes(tensor).numpy(), name, tuple(tensor.shape))
 
     def tensor(self) -> Tensor:
-        """The tensor, on the CPU, without a copy: read-only if the store holds the bytes, so that writing to
-        it ends the process. It keeps the store's object alive.
+        """Return the tensor on the CPU, without a copy. It keeps the store's object alive. It is read-only if
+        the store holds the bytes. Writing to it then ends the process.
         """
         dtype = getattr(torch, self.dtype)
         if not self.data.nbytes:
@@ -246,7 +246,7 @@ class Packed:
 
 @dataclass(frozen=True, slots=True)
 class PackedHead:
-    """An `opd.kernels.head.Head` on its way."""
+    """An `opd.kernels.head.Head` in transport."""
 
     weight: Packed
     bias: Packed | None
@@ -262,7 +262,7 @@ class PackedHead:
         return cls(weight, bias, head.scale, head.softcap, head.vocab_size, head.allow_bf16_logits)
 
     def head(self, device: torch.device) -> Head:
-        """The head on `device`; on the CPU its weight stays where the store has it."""
+        """Return the head on `device`. On the CPU its weight stays in the store."""
         weight = self.weight.tensor().to(device)
         bias = None if self.bias is None else self.bias.tensor().to(device)
         return Head(weight, bias, self.scale, self.softcap, self.vocab_size, self.allow_bf16_logits)

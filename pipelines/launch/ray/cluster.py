@@ -1,6 +1,6 @@
-"""The Ray cluster of a run: one that is there already, or one of its own on this machine.
+"""Connect to the Ray cluster of a run: a running one, or its own on this machine.
 
-Of one of its own no process and no file is left when the run ends, however it ends.
+Its own leaves no process and no file when the run ends, however it ends.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ TEMPORARY = Path("/tmp")
 """Sockets lie below it, and their paths may have 107 characters."""
 LOCK = ".lock"
 YOUNG = 60.0
-"""Seconds in which a folder may not be locked by its owner yet."""
+"""Seconds in which the owner of a folder may not have locked it yet."""
 KILLED_SECONDS = 2.0
 Processes = dict[int, int]
-"""Process id -> when it started, in the kernel's ticks: an id alone may name another process later."""
+"""Process id -> start in the kernel's ticks. An id alone may name another process later."""
 
 
 def descendants(root: int) -> Processes:
-    """Children of process `root`, their children and so on; empty where there is no `/proc`."""
+    """Return the children of process `root`, their children and so on. Empty without `/proc`."""
     table: dict[int, tuple[int, int]] = {}
     for entry in PROC.glob("[0-9]*") if PROC.is_dir() else ():
         stat = _stat(int(entry.name))
@@ -58,10 +58,9 @@ def descendants(root: int) -> Processes:
 
 
 def end_left_over(processes: Mapping[int, int], patience: float) -> None:
-    """Give `processes` `patience` seconds to leave, then SIGKILL those that stay.
+    """Give `processes` `patience` seconds to leave, then SIGKILL the rest.
 
-    As long as guards of servers are among them they have the time of a guard: one that is killed leaves what
-    its server has started.
+    Guards of servers among them get a guard's time. A killed guard leaves its server's processes behind.
     """
     asked = time.monotonic()
     while left := _alive(processes):
@@ -79,8 +78,8 @@ def end_left_over(processes: Mapping[int, int], patience: float) -> None:
 
 @contextmanager
 def own_folder(prefix: str, parent: Path = TEMPORARY) -> Iterator[Path]:
-    """A folder below `parent` while the block runs. Those that processes of this user left behind, because
-    they were killed, are removed first.
+    """Create a folder below `parent` while the block runs. First remove folders of this user whose processes
+    were killed.
     """
     for left in parent.glob(f"{prefix}*/{LOCK}"):
         _remove_ownerless(left)
@@ -93,7 +92,7 @@ def own_folder(prefix: str, parent: Path = TEMPORARY) -> Iterator[Path]:
 
 
 def _remove_ownerless(lock: Path) -> None:
-    with suppress(OSError, RunFolderError):  # it is in use, somebody else's, or being removed
+    with suppress(OSError, RunFolderError):  # in use, another user's, or being removed
         if lock.stat().st_uid != os.getuid() or time.time() - lock.stat().st_mtime < YOUNG:
             return
         with FileLock(lock):
@@ -101,7 +100,7 @@ def _remove_ownerless(lock: Path) -> None:
 
 
 def _remove(folder: Path, patience: float = 2.0) -> None:
-    """Remove `folder`, into which a dying process may still write."""
+    """Remove `folder`. A dying process may still write into it."""
     until = time.monotonic() + patience
     while folder.exists() and time.monotonic() < until:
         shutil.rmtree(folder, ignore_errors=True)
@@ -120,7 +119,7 @@ def _is_guard(pid: int) -> bool:
 
 
 def _stat(pid: int) -> tuple[int, int] | None:
-    """(parent, start) of a process; `None` if it is gone or only waits to be reaped."""
+    """Return (parent, start) of a process, or `None` if it is gone or only waits to be reaped."""
     try:
         fields = (PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
     except (OSError, UnicodeDecodeError):
@@ -129,21 +128,21 @@ def _stat(pid: int) -> tuple[int, int] | None:
 
 
 GOODBYE_SECONDS = 5.0
-"""Time the processes of a cluster of our own have to leave."""
+"""Seconds for the processes of the run's own cluster to leave."""
 LOOK = 0.25
 HEAD_SECONDS = 0.5
-"""Between two questions to a head that answers: each is a connection, and looks are many."""
+"""Seconds between two requests to an answering head. Each is a connection, and checks are frequent."""
 LOOPBACK = ("127.0.0.1:", "localhost:")
 QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # off, Ray binds the loopback interface alone
     "RAY_DEDUP_LOGS": "0",
-    "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",  # half a minute for those who serve the web
+    "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",  # half a minute for web services
 }
 
 
 def import_ray() -> Any:
-    """Ray. Raises `MissingExtraError` where it is not installed."""
+    """Import Ray. Raises `MissingExtraError` if it is not installed."""
     try:
         import ray
     except ImportError:
@@ -158,18 +157,18 @@ class Cluster:
     ray: Any
     address: str
     own: bool
-    """Whether it was started for this run, and ends with it."""
+    """The cluster was started for this run, and ends with it."""
     lost_since: float | None = None
     answered: float = -math.inf
-    """When the head was last known to answer; monotonic seconds."""
+    """Time of the head's last answer, in monotonic seconds."""
     processes: Processes = field(default_factory=dict)
-    """What was started here, as far as it is known."""
+    """The known processes that were started here."""
     looked: float = 0.0
-    """When; monotonic seconds."""
+    """Time of the last look at them, in monotonic seconds."""
 
     def lost(self, patience: float | None = None) -> bool:
-        """Whether the cluster's head has not answered for `patience` seconds, or by default for so long that
-        nobody will start it again. It is asked every `HEAD_SECONDS`, however often this is.
+        """Return whether the head has not answered for `patience` seconds. By default that is long enough
+        that nobody will start it again. The head is asked every `HEAD_SECONDS`, however often you call this.
         """
         if self.lost_since is None and time.monotonic() - self.answered < HEAD_SECONDS:
             return False
@@ -184,8 +183,8 @@ class Cluster:
         return False
 
     def require(self) -> None:
-        """Raise `gone` if the head does not answer: some of Ray's own calls would then wait for ever, and Ray
-        ends the process after a minute. Or if it knows of no node any more.
+        """Raise `gone` if the head does not answer, or if it knows of no node any more. Some of Ray's own
+        calls would then wait for ever, and Ray ends the process after a minute.
         """
         self.answered = -math.inf
         while not self.lost():
@@ -198,15 +197,15 @@ class Cluster:
         raise self.gone()
 
     def look(self, every: float = 0.0) -> None:
-        """Remember the processes of a cluster of our own, if the last look is `every` seconds ago: those of a
-        dead node manager are found no more.
+        """Record the processes of the run's own cluster, at most once in `every` seconds. Processes of a dead
+        node manager cannot be found later.
         """
         if self.own and time.monotonic() - self.looked >= every:
             self.processes |= descendants(os.getpid())
             self.looked = time.monotonic()
 
     def gone(self) -> LaunchError:
-        """The error for a cluster that is lost."""
+        """Return the error for a lost cluster."""
         return LaunchError(
             f"the Ray cluster at {self.address} no longer answers; everything acknowledged is in the run"
             " folder, so start the cluster again and continue with --resume."
@@ -215,10 +214,10 @@ class Cluster:
 
 @contextmanager
 def open_cluster(launch: RayLaunch, layout: BundleLayout, asked: Preemption) -> Iterator[Cluster]:
-    """The cluster of `launch` while the block runs; only what was started here is ended.
+    """Open the cluster of `launch` while the block runs. Only processes started here are ended.
 
-    Raises `MissingExtraError` without Ray, `LaunchError` if the cluster cannot be reached, is of another
-    version, or cannot be started, `PreemptedError` if the run is asked to stop meanwhile.
+    Raises `MissingExtraError` without Ray. Raises `LaunchError` if the cluster cannot be reached, is of
+    another version, or cannot be started. Raises `PreemptedError` if the run is to stop meanwhile.
     """
     if launch.address is None or launch.address.startswith(LOOPBACK):
         os.environ.update({name: os.environ.get(name, value) for name, value in QUIET.items()})
@@ -231,7 +230,7 @@ def open_cluster(launch: RayLaunch, layout: BundleLayout, asked: Preemption) -> 
 
 
 def _init(ray: Any, asked: Preemption, **options: Any) -> Any:
-    """`ray.init`, which answers SIGTERM by leaving, and would go on doing so: that is the run's own to do."""
+    """Call `ray.init` with the run's own SIGTERM handling. Ray would leave at SIGTERM, now and later."""
     asked.check()
     with _own_sigterm():
         try:
@@ -245,7 +244,7 @@ def _init(ray: Any, asked: Preemption, **options: Any) -> Any:
 
 @contextmanager
 def _own_sigterm() -> Iterator[None]:
-    """Answer SIGTERM after the block as before it: Ray takes the signal, and leaves it without an answer."""
+    """Restore the SIGTERM handler after the block, because Ray removes it."""
     answer = signal.getsignal(signal.SIGTERM) or signal.SIG_DFL
     try:
         yield
@@ -270,11 +269,11 @@ def _started(ray: Any, launch: RayLaunch, layout: BundleLayout, asked: Preemptio
 
 
 def _start_head(ray: Any, launch: RayLaunch, layout: BundleLayout, folder: str, asked: Preemption) -> str:
-    """Start the cluster with its files in `folder`; returns its address."""
+    """Start the cluster with its files in `folder`, and return its address."""
     if launch.port is not None:
         require_free(launch.port)
         os.environ["RAY_GCS_SERVER_PORT"] = str(launch.port)
-    # The machine is shared out by the operating system: as many CPUs are counted as the layout asks for.
+    # The operating system shares out the machine, so the layout gets as many CPUs as it needs.
     cpus = max(os.cpu_count() or 1, int(layout.total.get("CPU", 0)) + 1)
     custom = {n: v for n, v in layout.total.items() if n not in ("CPU", "GPU", "memory")}
     try:
@@ -322,8 +321,8 @@ def _joined(ray: Any, launch: RayLaunch, asked: Preemption) -> Iterator[Cluster]
 
 @contextmanager
 def _at_most(seconds: float) -> Iterator[None]:
-    """`TimeoutError` in the block after `seconds`: a driver whose own address the cluster does not know waits
-    for ever. Only the main thread can be interrupted.
+    """Raise `TimeoutError` in the block after `seconds`. A driver whose own address the cluster does not know
+    waits for ever. Only the main thread can be interrupted.
     """
 
     def late(*_: object) -> None:
@@ -351,8 +350,8 @@ def _unjoinable(address: str, error: Exception) -> LaunchError:
 
 
 def reserve(cluster: Cluster, launch: RayLaunch, layout: BundleLayout, asked: Preemption) -> Any:
-    """The placement group of `layout`. Raises `LaunchError` if it is not there within the time-out,
-    `PreemptedError` if the run is asked to stop meanwhile.
+    """Reserve the placement group of `layout`. Raises `LaunchError` if it is not there within the time-out,
+    `PreemptedError` if the run is to stop meanwhile.
     """
     ray = cluster.ray
     from ray.util.placement_group import placement_group, remove_placement_group
@@ -360,7 +359,7 @@ def reserve(cluster: Cluster, launch: RayLaunch, layout: BundleLayout, asked: Pr
     group = placement_group(layout.bundles, strategy=layout.strategy)
     there = ray.cluster_resources()
     short = any(there.get(name, 0.0) < value for name, value in layout.total.items())
-    # A cluster of its own does not grow; one that is shared may, or others may leave it.
+    # The run's own cluster does not grow. A shared one may, or others may leave it.
     if (cluster.own and short) or not _placed(group, launch.placement_timeout, asked):
         largest = max(layout.bundles, key=lambda bundle: sum(bundle.values()))
         free = words(ray.available_resources())
@@ -386,14 +385,14 @@ def _placed(group: Any, seconds: float, asked: Preemption) -> bool:
 
 
 def one_line(error: BaseException) -> str:
-    """What an error says, on one line and not for ever."""
+    """Return an error's message on one line, of limited length."""
     text = redact(reason_of(error))
     return text if len(text) <= 300 else f"{text[:297]}..."
 
 
 PROBE_SECONDS = 10.0
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + b"\x04" + bytes(5)
-"""What a gRPC client says first: HTTP/2's preface and an empty SETTINGS frame (RFC 9113, section 3.4)."""
+"""The first bytes of a gRPC client: HTTP/2's preface and an empty SETTINGS frame (RFC 9113, section 3.4)."""
 
 
 def resolved(launch: RayLaunch) -> str:
@@ -409,8 +408,8 @@ def resolved(launch: RayLaunch) -> str:
 
 
 def probe(address: str, seconds: float = PROBE_SECONDS) -> None:
-    """`LaunchError` unless something at `address` (HOST:PORT) answers as a Ray head would: Ray itself would
-    go on trying for minutes.
+    """Raise `LaunchError` unless a Ray head answers at `address` (HOST:PORT). Ray itself would try for
+    minutes.
     """
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
@@ -454,18 +453,19 @@ class BundleLayout:
 
     bundles: list[dict[str, float]]
     strategy: str
-    """How Ray spreads the bundles over nodes."""
+    """Ray's strategy of spreading the bundles over nodes."""
     places: dict[str, int]
     """Actor name -> index of its bundle."""
     needs: dict[str, ActorResources]
-    """Actor name -> what it asks for."""
+    """Actor name -> its resources."""
 
     @classmethod
     def of(
         cls, launch: RayLaunch, ranks: int = 1, groups: Mapping[str, ServerGroupConfig] | None = None
     ) -> BundleLayout:
-        """One bundle for each trainer with its share of the others, or one for each actor, on other nodes
-        where there are some. Each server of `groups` has one of its own either way: it fills its GPUs.
+        """Return one bundle for each trainer with its share of the others, or one for each actor. In the
+        second case the actors are on other nodes if there are some. Each server of `groups` has its own
+        bundle either way, because it fills its GPUs.
         """
         groups = groups or {}
         needs = {name: getattr(launch, role_of(name)) for name in actor_names(launch, ranks)}
@@ -490,7 +490,7 @@ class BundleLayout:
 
     @property
     def total(self) -> dict[str, float]:
-        """Resources of all bundles together."""
+        """Resources of all bundles."""
         return _together(self.bundles)
 
 
@@ -503,14 +503,14 @@ def _together(bundles: Iterable[Mapping[str, float]]) -> dict[str, float]:
 
 
 def actor_names(launch: RayLaunch, ranks: int = 1) -> list[str]:
-    """`trainer`, or `trainer-0` ... of several ranks, `engine-0` ..., `teacher-0` ..."""
+    """Return the names: `trainer`, or `trainer-0` ... of several ranks, `engine-0` ..., `teacher-0` ..."""
     trainers = ["trainer"] if ranks == 1 else [f"trainer-{rank}" for rank in range(ranks)]
     engines = [f"engine-{index}" for index in range(launch.engines)]
     return [*trainers, *engines, *(f"teacher-{index}" for index in range(launch.teachers))]
 
 
 def server_names(groups: Mapping[str, ServerGroupConfig]) -> dict[str, list[str]]:
-    """The actors of each group's servers: `server-0` ..., one after the other in the order of the groups."""
+    """Return the actors of each group's servers: `server-0` ..., in the order of the groups."""
     number = itertools.count()
     return {name: [f"server-{next(number)}" for _ in range(group.count)] for name, group in groups.items()}
 
@@ -520,7 +520,7 @@ def _of_server(each: ActorResources, ranks: int) -> ActorResources:
 
 
 def needed(recipe: Recipe) -> RayLaunch:
-    """The launch of `recipe` without actors that nobody would ask: what is served computes elsewhere."""
+    """Return the launch of `recipe` without unused actors: served models compute elsewhere."""
     launch = recipe.launch
     assert isinstance(launch, RayLaunch)
     idle: dict[str, int] = {}
@@ -532,8 +532,8 @@ def needed(recipe: Recipe) -> RayLaunch:
 
 
 def require_gpus_asked(recipe: Recipe, there: float) -> None:
-    """Raise `ConfigError` if a role that computes asks for none of the GPUs that are `there`: Ray hides them
-    from it, and it would compute on a CPU.
+    """Raise `ConfigError` if a computing role has no GPUs although the cluster has some (`there`). Ray would
+    hide them from it, and it would compute on a CPU.
     """
     launch = needed(recipe)
     counts = {"trainer": 1, "engine": launch.engines, "teacher": launch.teachers}
@@ -546,24 +546,24 @@ def require_gpus_asked(recipe: Recipe, there: float) -> None:
 
 
 def role_of(name: str) -> str:
-    """`engine` for `engine-3`."""
+    """Return `engine` for `engine-3`."""
     return name.partition("-")[0]
 
 
 def number_of(name: str) -> int:
-    """3 for `engine-3`; 0 for the only trainer."""
+    """Return 3 for `engine-3`, and 0 for the only trainer."""
     return int(name.partition("-")[2] or 0)
 
 
 def resources_of(wanted: ActorResources) -> dict[str, float]:
-    """A bundle in Ray's own words; what is 0 is left out."""
+    """Return a bundle in Ray's format, without zeros."""
     needs = {"CPU": wanted.cpus, "GPU": wanted.gpus, "memory": wanted.memory_mb * MIB, **wanted.custom}
     found = {name: float(value) for name, value in needs.items() if value}
     return found or {"CPU": 0.001}  # Ray refuses an empty bundle
 
 
 def options_of(wanted: ActorResources) -> dict[str, Any]:
-    """The same as options of an actor."""
+    """Return the same as options of an actor."""
     options: dict[str, Any] = {"num_cpus": wanted.cpus, "num_gpus": wanted.gpus}
     if wanted.memory_mb:
         options["memory"] = wanted.memory_mb * MIB
@@ -571,7 +571,7 @@ def options_of(wanted: ActorResources) -> dict[str, Any]:
 
 
 def words(resources: Mapping[str, float]) -> str:
-    """`CPU 5, GPU 1`, without Ray's bookkeeping."""
+    """Format resources as `CPU 5, GPU 1`, without Ray's bookkeeping."""
     shown = {n: v for n, v in sorted(resources.items()) if ":" not in n and n != "object_store_memory"}
     sizes = {n: f"{v / MIB:.0f} MiB" if n == "memory" else f"{v:g}" for n, v in shown.items()}
     return ", ".join(f"{name} {size}" for name, size in sizes.items()) or "nothing"

@@ -1,7 +1,6 @@
-"""Rollout engines that are actors: the process of one, and what a stage's rollout sees of it.
+"""Run rollout engines as actors: the process of one, and its view in a stage's rollout.
 
-The process computes a chunk of tokens when it is asked for one; `FaultTolerantRollout` stands in front of
-them.
+The process computes a chunk of tokens for each call. `FaultTolerantRollout` stands in front of the engines.
 """
 
 from __future__ import annotations
@@ -30,17 +29,17 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What an engine starts from."""
+    """The model that an engine starts from."""
 
     model: str
     """A Hugging Face folder."""
     adapters: bool
-    """Whether its weights are the recipe's adapters, which it merges into the model; else all of the
-    model's."""
+    """The folder's weights are the recipe's adapters, which the engine merges into the model. Otherwise they
+    are all of the model's."""
 
 
 class EngineActor:
-    """What `opd.pipelines.launch.ray.engine` talks to. One method runs at a time."""
+    """The actor behind `RayEngine`. One method runs at a time."""
 
     def __init__(self, spec: ActorSpec) -> None:
         self._recipe = spec.begin("opd.pipelines.stages.student")
@@ -48,11 +47,11 @@ class EngineActor:
         self._loaded_with: Loaded | None = None
 
     def ping(self) -> int:
-        """The process."""
+        """Return the process id."""
         return os.getpid()
 
     def load(self, asked: Loaded) -> None:
-        """Hold it as version 0."""
+        """Load the model as version 0."""
         from opd.pipelines.stages.student import embedded
 
         self._engine = self._loaded_with = None
@@ -60,15 +59,16 @@ class EngineActor:
         self._loaded_with = asked
 
     def holds(self) -> tuple[Loaded | None, int]:
-        """What it was loaded with, and the version of its weights; -1: it holds none, or sleeps."""
+        """Return its start model, and the version of its weights, or -1 if it has none or sleeps."""
         engine = self._engine
         if engine is None or engine.asleep:
             return self._loaded_with, -1
         return self._loaded_with, engine.policy_version
 
     def update(self, asked: Loaded, pieces: Sequence[Any], version: int) -> str:
-        """Take the weights in `pieces`, references of what `tensors.buckets` made, into `asked`, which is
-        loaded if it is not there; returns their digest. Requests in flight go on with them.
+        """Load the weights in `pieces` into the model `asked`, and return their digest. `pieces` are
+        references of the results of `tensors.buckets`. The model itself is loaded if it is not there.
+        Requests in flight go on with the new weights.
         """
         if self._loaded_with != asked:
             self.load(asked)
@@ -83,30 +83,30 @@ class EngineActor:
 
     def flush(self) -> None:
         """Drop every cached key and value."""
-        if self._engine is not None:  # while others sleep, one that is started anew holds nothing
+        if self._engine is not None:  # a restarted engine holds nothing while others sleep
             self._engine.flush()
 
     def sleep(self) -> None:
-        """Give weights, keys and values back until the next `update`."""
+        """Free weights, keys and values until the next `update`."""
         if self._engine is not None and not self._engine.asleep:
             self._engine.sleep()
             _log.info("sleeps, and holds %s", self._engine.resident())
 
     def submit(self, requests: Sequence[RolloutRequest]) -> None:
-        """Begin `requests` beside what is in flight."""
+        """Begin `requests` in addition to those in flight."""
         self._loaded().submit(requests)
 
     def step(self) -> Chunk | None:
-        """The next chunk; `None` if nothing is in flight."""
+        """Return the next chunk, or `None` if nothing is in flight."""
         return self._loaded().step()
 
     def abort(self, uids: list[str] | None = None) -> None:
-        """Let these go; `None`: everything."""
+        """Abort these requests, or all for `None`."""
         engine = self._loaded()
         engine.abort(engine.in_flight if uids is None else uids)
 
     def digest(self) -> str:
-        """Quick digest of the weights it holds."""
+        """Return a quick digest of its weights."""
         return self._loaded().model.quick_digest()
 
     def _loaded(self) -> Any:
@@ -119,20 +119,20 @@ MIB = 1 << 20
 
 
 class Fleet:
-    """The engines of one student: the model they started from, and the newest weights they were given.
+    """The engines of one student, with their start model and newest weights.
 
-    The weights lie in the object store once, whoever reads them, and stay there until the next ones come: an
-    engine that is started anew takes them before it serves again.
+    The weights lie in the object store once for all readers, and stay there until the next ones. A restarted
+    engine loads them before it serves again.
     """
 
     def __init__(self, remotes: Sequence[RemoteActor], model: Path, adapters: bool = False) -> None:
-        """Every engine loads `model`; `adapters`: to merge the recipe's into it. Raises `RolloutError` if
-        none can.
+        """Load `model` into every engine. Raises `RolloutError` if none can. `adapters`: merge the recipe's
+        adapters into it.
         """
         self.loaded = Loaded(str(model.resolve()), adapters)
         self.version = 0
         self.asleep = False
-        """Whether no engine holds weights until the next ones come, also one that is started anew."""
+        """No engine holds weights until the next ones, not even a restarted one."""
         self.pieces: list[Any] = []
         self.lock = threading.Lock()
         """Held while version and pieces change."""
@@ -146,7 +146,7 @@ class Fleet:
             raise RolloutError(f"no rollout engine could be started: {self.engines[0].lost}.")
 
     def writers(self) -> EnginePool:
-        """The engines, for a rollout in front of them."""
+        """Return the engines as a pool for a rollout."""
         limits = self.limits
         policy = RetryPolicy(
             step_timeout=limits.step_timeout,
@@ -156,7 +156,7 @@ class Fleet:
         return EnginePool(self.engines, policy)
 
     def revived(self, index: int) -> RayEngine:
-        """Engine `index` after it came back. Raises `ActorLostError` if it did not."""
+        """Return engine `index` after it came back. Raises `ActorLostError` if it did not."""
         engine = self.engines[index]
         if engine.lost is not None:
             raise ActorLostError(engine.lost)
@@ -179,12 +179,12 @@ class Fleet:
 
     @property
     def serving(self) -> int:
-        """Engines that are not on their way back."""
+        """Number of engines that are not recovering."""
         return sum(not engine.recovering and engine.lost is None for engine in self.engines)
 
     def bring_up(self, remote: RemoteActor) -> str | None:
-        """Give an engine the model and the newest weights, whatever it holds or has in flight; returns its
-        digest if it took weights. One that others sleep beside is left without.
+        """Give an engine the model and the newest weights, whatever it holds or has in flight. Returns its
+        digest if it loaded weights. It gets none while the others sleep.
         """
         while True:
             with self.lock:
@@ -197,7 +197,7 @@ class Fleet:
                     held = 0
                 remote.call("abort")
                 digest = remote.call("update", self.loaded, pieces, version) if held < version else None
-            if self.asleep:  # since it was asked to, it may have been woken here
+            if self.asleep:  # it may have woken here after the call to sleep
                 remote.call("sleep")
             if version == self.version:
                 return digest
@@ -205,26 +205,26 @@ class Fleet:
 
 @dataclass(slots=True)
 class _Work:
-    """What an actor is at, until it fails: then another of these begins."""
+    """The work of an actor until it fails. Then a new one begins."""
 
     open: set[str] = field(default_factory=set)
     asked: Any = None
-    """The chunk it computes while the one before is read."""
+    """The chunk in computation while the previous one is read."""
     late: set[str] = field(default_factory=set)
-    """Requests that were let go after that chunk was asked for."""
+    """Requests that were aborted after the call for that chunk."""
 
 
 class RayEngine:
     """Implements `opd.protocols.RolloutEngine` over an `EngineActor`: one message a chunk.
 
-    An actor that dies or hangs is an error of the step in progress. It is then started anew in the background
-    and brought up to the fleet's newest weights; until then the engine is `recovering`.
+    An actor that dies or hangs is an error of the current step. It is then restarted in the background, and
+    gets the fleet's newest weights. Until then the engine is `recovering`.
     """
 
     def __init__(self, remote: RemoteActor, fleet: Fleet) -> None:
         self.remote, self.fleet = remote, fleet
         self.lost: str | None = None
-        """Why it will not come back."""
+        """The reason why it will not come back."""
         self._work = _Work()
         self._paused = False
         self._returned = threading.Event()
@@ -233,16 +233,16 @@ class RayEngine:
 
     @property
     def policy_version(self) -> int:
-        """Version of the weights that sample the next token: the fleet's, or it does not serve."""
+        """Version of the weights that sample the next token. The fleet's, or the engine does not serve."""
         return self.fleet.version
 
     @property
     def recovering(self) -> bool:
-        """Whether it is on its way back."""
+        """The engine is on its way back."""
         return not self._returned.is_set()
 
     def submit(self, requests: Sequence[RolloutRequest]) -> None:
-        """See the protocol. Raises `ActorLostError` if the actor is gone."""
+        """Submit as in the protocol. Raises `ActorLostError` if the actor is gone."""
         if self.lost is not None or self.recovering:
             raise ActorLostError(self.lost or f"{self.remote.name} is on its way back")
         work = self._work
@@ -250,12 +250,12 @@ class RayEngine:
         work.open.update(request.uid for request in requests)
 
     def step(self) -> Chunk | None:
-        """See the protocol. While a chunk is read, the actor computes the next."""
+        """Step as in the protocol. While a chunk is read, the actor computes the next."""
         work, remote = self._work, self.remote
         if not work.open:
             return None
         asked, work.asked = work.asked or remote.send("step"), None
-        # Whoever waits for this ends the actor when it hangs; two would end it twice.
+        # The waiting thread ends the actor when it hangs. Two would end it twice.
         chunk = remote.get(asked, 2 * remote.limits.step_timeout, kill=False)
         if chunk is None:
             work.open.clear()
@@ -269,7 +269,7 @@ class RayEngine:
         return chunk
 
     def abort(self, uids: Collection[str]) -> None:
-        """See the protocol."""
+        """Abort as in the protocol."""
         work = self._work
         if gone := work.open.intersection(uids):
             work.open -= gone
@@ -277,19 +277,19 @@ class RayEngine:
             self.remote.send("abort", list(gone))
 
     def pause(self) -> None:
-        """The actor computes only what was asked for: nobody asks until `resume`."""
+        """Compute only the chunk that was already requested. The next request follows after `resume`."""
         self._paused = True
 
     def flush(self) -> None:
-        """Drop every cached key and value; an actor that is gone has none."""
+        """Drop every cached key and value. A lost actor has none."""
         if not self.recovering and self.lost is None:
             self.remote.send("flush")
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> str:
-        """Give all engines of the fleet `weights`, at once; returns the digest of what this one holds.
+        """Give all engines of the fleet `weights` at once, and return the digest of this one's.
 
-        An engine on its way back raises `ActorLostError` and takes them when it is there; the only one is
-        waited for.
+        An engine on its way back raises `ActorLostError` and loads them when it is there. If it is the only
+        one, the call waits for it.
         """
         if not self._paused:
             raise RolloutError("weights can change only between decode steps; call pause() first.")
@@ -309,7 +309,7 @@ class RayEngine:
         return str(self.remote.call("digest"))
 
     def push(self, version: int) -> None:
-        """Begin to give the actor the fleet's weights, if it is there."""
+        """Begin to send the actor the fleet's weights, if it is there."""
         self._pushed = None
         if self.lost is None and not self.recovering:
             self._pushed = (
@@ -322,15 +322,15 @@ class RayEngine:
         self._paused = False
 
     def sleep(self) -> None:
-        """Let all engines of the fleet give their memory back until the next weights; one on its way back,
-        too, which is told after what it is told now.
+        """Free the memory of all engines of the fleet until the next weights. An engine on its way back
+        sleeps too, after it has loaded the present weights.
         """
         self.fleet.asleep = True
         if self.lost is None:
             self.remote.send("sleep")
 
     def failed(self, error: BaseException) -> None:
-        """It failed a call: bring it back, and end it first if it hangs."""
+        """Bring the engine back after a failed call. End it first if it hangs."""
         if self.lost is None and not self.recovering:
             if isinstance(error, TimeoutError):
                 self.remote.kill()
@@ -344,7 +344,7 @@ class RayEngine:
         threading.Thread(target=self._return, daemon=True, name=self.remote.name).start()
 
     def await_return(self) -> None:
-        """Return once it serves, or is lost."""
+        """Return once the engine serves or is lost."""
         self._returned.wait(2 * self.fleet.limits.start_timeout)
 
     def _return(self) -> None:

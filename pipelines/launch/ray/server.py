@@ -1,8 +1,7 @@
-"""Servers of a recipe's `servers` that are actors: the process beside one, on its node, and what a stage sees
-of a group and of the weights kept beside its servers.
+"""Run servers of a recipe's `servers` as actors, and give stages their groups and weights.
 
-An actor starts its server, watches it, starts it again and ends it, as a run on one machine does; the server
-goes on while trainers come and go, and is gone with the actor.
+An actor starts its server on its node, monitors it, restarts it and ends it, as a run on one machine does.
+The server survives its trainers, and is gone with the actor.
 """
 
 from __future__ import annotations
@@ -41,43 +40,43 @@ from opd.served.http_client import UnavailableError
 _log = logging.getLogger(__name__)
 
 LOOK = 2.0
-"""Seconds between two looks at the actors of a group."""
+"""Seconds between two checks of a group's actors."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """One server that an actor is to have."""
+    """The specification of an actor's server."""
 
     group: str
     number: int
     config: ServerGroupConfig
     model: str
     any_weights: bool = False
-    """Whether it may go on with other weights of the same form, which it is given."""
+    """The server may continue with other weights of the same form, which it gets later."""
     port: int = 0
-    """Where it was before; 0 takes a free one."""
+    """Its previous port. 0 takes a free one."""
 
 
 class ServerActor:
-    """What `ActorGroup` talks to. `serve` holds it until its server is ready; `state` answers meanwhile."""
+    """The actor behind `ActorGroup`. `serve` blocks until its server is ready. `state` answers meanwhile."""
 
     def __init__(self, spec: ActorSpec) -> None:
         spec.begin("opd.pipelines.launch.servers")
         self._said: deque[tuple[str, int, str]] = deque(maxlen=100)
-        Logged(self._hear).__enter__()  # for as long as there is the actor
+        Logged(self._hear).__enter__()  # for as long as the actor lives
         self._logs = RunFolder.attach(spec.folder).server_logs
         self._group: StartedGroup | None = None
         self._starting = False
         self._places: list[Path] = []
-        """Folders for new weights, which its server's guard makes and removes."""
+        """Folders for new weights. Its server's guard makes and removes them."""
         self._mirror: WeightMirror | None = None
 
     def ping(self) -> int:
-        """The process."""
+        """Return the process id."""
         return os.getpid()
 
     def serve(self, wanted: Wanted) -> str:
-        """URL of the server, once it is ready. One that serves what is wanted goes on as it is.
+        """Return the URL of the server, once it is ready. A matching one continues as it is.
 
         Raises `LaunchError` if it cannot be started.
         """
@@ -88,11 +87,11 @@ class ServerActor:
         try:
             self.end()
             place = ServerPlace(wanted.number, import_ray().util.get_node_ip_address(), wanted.port)
-            if wanted.port:  # an actor that was killed leaves its server to the guard, which takes a while
+            if wanted.port:  # a killed actor leaves its server to the guard, which takes a while
                 until_free(place.host, wanted.port, ending())
             config = self._with_mirror(wanted.config) if wanted.any_weights else wanted.config
             group = StartedGroup.begin(wanted.group, config, model, self._logs, place)
-            self._group = group  # `end` may be asked for meanwhile
+            self._group = group  # `end` may be called meanwhile
             group.wait()
             return group.urls[0]
         except BaseException:
@@ -102,7 +101,7 @@ class ServerActor:
             self._starting = False
 
     def _with_mirror(self, config: ServerGroupConfig) -> ServerGroupConfig:
-        """`config` with folders for weights that the server is given."""
+        """Return `config` with folders for new weights of the server."""
         remove_ownerless()
         self._places = mirror_places()
         self._mirror = WeightMirror(self._places, object_store_bytes())
@@ -110,13 +109,13 @@ class ServerActor:
         return config.model_copy(update={"environment": {**config.environment, **told}})
 
     def mirror(self, verb: str, *arguments: Any) -> Any:
-        """What `verb` of its server's `WeightMirror` says; `None` if it has none."""
+        """Call `verb` of its server's `WeightMirror`. Returns `None` if it has none."""
         mirror = self._mirror
         return None if mirror is None else getattr(mirror, verb)(*arguments)
 
     def state(self) -> tuple[bool, str | None, list[tuple[str, int, str]]]:
-        """Control: whether it has a server, or is starting one; why that is given up; and what was logged
-        since the last call, as `as_words` has it.
+        """Return whether it has or starts a server, the final error, and the new log records. A control
+        method. Records are in the format of `as_words`.
         """
         group = self._group
         trouble = None if group is None else group.trouble
@@ -128,19 +127,19 @@ class ServerActor:
         print(time.strftime("%H:%M:%S"), record.getMessage(), file=sys.stderr, flush=True)
 
     def end(self) -> None:
-        """Control: end its server. Returns once that is gone."""
+        """End its server. Returns once that is gone. A control method."""
         group, self._group, self._mirror = self._group, None, None
         if group is not None:
             group.close()
         for place in self._places:
-            shutil.rmtree(place, ignore_errors=True)  # its guard has, unless it was killed itself
+            shutil.rmtree(place, ignore_errors=True)  # its guard has done so, unless it was killed itself
         self._places = []
 
 
 @dataclass
 class ActorGroup:
-    """Implements `opd.pipelines.launch.servers.Group`. What it has started lives until the run ends, or it is
-    asked for another model: closing a group says only that nobody looks at it any more.
+    """Implements `opd.pipelines.launch.servers.Group`. Its servers live until the run ends, or until it gets
+    another model. Closing a group only ends its monitoring.
     """
 
     name: str
@@ -163,8 +162,8 @@ class ActorGroup:
         any_weights: bool,
         remotes: Mapping[str, Sequence[RemoteActor]],
     ) -> ActorGroup:
-        """Ask the actors of group `name` for their servers; see `wait`. Those that have them, from an earlier
-        stage or for a trainer that died, go on.
+        """Call the actors of group `name` for their servers. See `wait`. Servers of an earlier stage, or of a
+        trainer that died, continue.
         """
         group = cls(name, config, model.resolve(), any_weights, remotes[name])
         group._asked = [
@@ -173,8 +172,8 @@ class ActorGroup:
         return group
 
     def wait(self) -> None:
-        """Return once all servers are ready, and look after their actors from then on. Raises `LaunchError`
-        if one cannot start.
+        """Return once all servers are ready, and monitor their actors from then on. Raises `LaunchError` if
+        one cannot start.
         """
         if self._watcher is not None:
             return
@@ -186,11 +185,11 @@ class ActorGroup:
         self._watcher.start()
 
     def serves(self, model: Path, any_weights: bool) -> bool:
-        """See `StartedGroup.serves`."""
+        """Compare as `StartedGroup.serves`."""
         return self.trouble is None and same_model(self.model, model.resolve(), any_weights)
 
     def close(self) -> None:
-        """Look after them no more."""
+        """Stop the monitoring."""
         self._over.set()
         if self._watcher is not None:
             self._watcher.join()
@@ -244,36 +243,36 @@ class ActorGroup:
 
 @dataclass(frozen=True, slots=True)
 class MirrorBeside:
-    """Implements `opd.rollout.delta_push.Receiver`: the mirror that the actor of a server keeps."""
+    """Implements `opd.rollout.delta_push.Receiver` with the mirror in the actor of a server."""
 
     remote: RemoteActor
 
     def held(self) -> str | None:
-        """See `WeightMirror`."""
+        """Call it as in `WeightMirror`."""
         return self._ask("held")
 
     def folder(self) -> str | None:
-        """See `WeightMirror`."""
+        """Call it as in `WeightMirror`."""
         return self._ask("folder")
 
     def begin(self, form: Any, files: Mapping[str, bytes]) -> bool:
-        """See `WeightMirror`."""
+        """Call it as in `WeightMirror`."""
         return bool(self._ask("begin", form, files))
 
     def change(self, base: str) -> bool:
-        """See `WeightMirror`."""
+        """Call it as in `WeightMirror`."""
         return bool(self._ask("change", base))
 
     def take(self, part: Any) -> None:
-        """See `WeightMirror`; `part` is what `share` returned."""
+        """Call it as in `WeightMirror`. `part` is the result of `share`."""
         self._ask("take", part)
 
     def settle(self, digest: str) -> str | None:
-        """See `WeightMirror`."""
+        """Call it as in `WeightMirror`."""
         return self._ask("settle", digest)
 
     def _ask(self, verb: str, *arguments: Any) -> Any:
-        """Raises `UnavailableError` if the actor died, or hung and was ended: Ray starts it again."""
+        """Raise `UnavailableError` if the actor died, or hung and was ended. Ray restarts it."""
         try:
             return self.remote.call("mirror", verb, *arguments)
         except ActorLostError as error:
@@ -281,8 +280,8 @@ class MirrorBeside:
 
 
 def object_store_bytes() -> int:
-    """Of this node's shared memory that Ray's object store may take: it does once it is written to, and
-    whoever writes is ended by the system if there is none left.
+    """Return the bytes of this node's shared memory that Ray's object store may fill. It fills them when it
+    is written to. If none is left, the system ends the writer.
     """
     ray = import_ray()
     node = ray.get_runtime_context().get_node_id()
@@ -291,8 +290,8 @@ def object_store_bytes() -> int:
 
 
 def share(part: bytes) -> Any:
-    """Put `part` into the object store, from which each node takes it once; kept until what is returned is
-    gone. Raises `RolloutError` if there is no room.
+    """Put `part` into the object store, from which each node fetches it once. It stays until the result is
+    deleted. Raises `RolloutError` if the store is full.
     """
     ray = import_ray()
     try:
@@ -307,7 +306,7 @@ def share(part: bytes) -> Any:
 def servers_of(
     recipe: Recipe, remotes: Sequence[RemoteActor], ranks: Ranks, logs: Path
 ) -> AbstractContextManager[Servers]:
-    """The servers of `recipe`, which `remotes` have and which write to `logs`, while a stage runs."""
+    """Open the servers of `recipe` on `remotes`, with logs in `logs`, while a stage runs."""
     by_name = {remote.name: remote for remote in remotes}
     groups = {
         group: [by_name[name] for name in names] for group, names in server_names(recipe.servers).items()
@@ -318,7 +317,7 @@ def servers_of(
 
 
 def end_servers(remotes: Sequence[RemoteActor]) -> None:
-    """Let the servers end, with all they have; an actor that is ended first leaves that to their guards."""
+    """End the servers with all their processes. An actor that is ended first leaves that to its guard."""
     if not remotes:
         return
     ray = import_ray()

@@ -1,4 +1,4 @@
-"""Teachers that are actors: the process of one, and what the schedule of a merge sees of it."""
+"""Run teachers as actors: the process of one, and its view in a merge's schedule."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Assignment:
 
 @dataclass(frozen=True, slots=True)
 class TokensToScore:
-    """What a teacher reads of a sample."""
+    """The tokens of a sample that a teacher reads."""
 
     uid: str
     prompt_ids: np.ndarray
@@ -44,8 +44,8 @@ class TokensToScore:
 
 
 class TeacherActor:
-    """What `opd.pipelines.launch.ray.teacher` talks to. Every method is told the assignment, so an actor that
-    was started anew needs nothing else. One method runs at a time.
+    """The actor behind `RayTeacher`. One method runs at a time. Every call has the assignment, so a restarted
+    actor needs nothing else.
     """
 
     def __init__(self, spec: ActorSpec) -> None:
@@ -56,15 +56,15 @@ class TeacherActor:
         self._stack = ExitStack()
 
     def ping(self) -> int:
-        """The process."""
+        """Return the process id."""
         return os.getpid()
 
     def digest(self, assignment: Assignment, name: str) -> str:
-        """Digest of a teacher's weights."""
+        """Return the digest of a teacher's weights."""
         return self._teacher(assignment, name).digest
 
     def score(self, assignment: Assignment, name: str, asked: Sequence[TokensToScore]) -> Packed:
-        """Last hidden states [N, D] of the response tokens, in order; they stay in the object store."""
+        """Return last hidden states [N, D] of the response tokens, in order. They stay in the store."""
         samples = [
             Sample(a.uid, a.uid, "", a.prompt_ids, teacher=name, response_ids=a.response_ids) for a in asked
         ]
@@ -77,7 +77,7 @@ class TeacherActor:
         return Packed.of(targets.rows)
 
     def head(self, assignment: Assignment, name: str) -> PackedHead:
-        """A teacher's head."""
+        """Return a teacher's head."""
         return PackedHead.of(self._teacher(assignment, name).load_head())
 
     def _teacher(self, assignment: Assignment, name: str) -> Teacher:
@@ -94,7 +94,7 @@ class TeacherActor:
         from opd.pipelines.stages.teachers import open_teachers
         from opd.rollout.preemption import Preemption
 
-        # Metrics and checkpoints are the trainer's alone.
+        # Only the trainer has metrics and checkpoints.
         nobody: Any = None
         context = StageContext(
             self._recipe,
@@ -111,14 +111,14 @@ class TeacherActor:
 class RayTeacher:
     """Implements `opd.protocols.Teacher` over a `TeacherActor`.
 
-    The hidden states are computed into the object store and read there in place: on one node nothing copies
-    them. `begin` sends the work off, so that all teachers compute at once.
+    The hidden states are computed into the object store and read there in place, so one node copies nothing.
+    `begin` sends the work, so that all teachers compute concurrently.
 
     Args:
-        name: How recipes and metrics call it.
-        remote: The actor that has it, perhaps with others.
+        name: Its name in recipes and metrics.
+        remote: Its actor, which may have others.
         assignment: All teachers of that actor.
-        device: Where hidden states and head are handed out.
+        device: The device of the returned hidden states and head.
     """
 
     def __init__(self, name: str, remote: RemoteActor, assignment: Assignment, device: torch.device) -> None:
@@ -126,7 +126,7 @@ class RayTeacher:
         self._remote, self._assignment, self._device = remote, assignment, device
         self._begun: tuple[tuple[str, ...], Any] | None = None
         self._there = False
-        """Whether the actor has loaded its teachers since it was last started."""
+        """The actor has loaded its teachers since its last start."""
 
     @cached_property
     def _digest(self) -> str:
@@ -138,16 +138,17 @@ class RayTeacher:
         return self._digest
 
     def begin(self, samples: Sequence[Sample]) -> None:
-        """Begin to score `samples`; `score` of the same ones waits for the result."""
+        """Begin to score `samples`. `score` of the same samples waits for the result."""
         key = tuple(sample.uid for sample in samples)
         if samples and (self._begun is None or self._begun[0] != key):
             self._begun = (key, self._send("score", _asked(samples)))
 
     def score(self, samples: Sequence[Sample]) -> HiddenStates:
-        """Last hidden states `[N, D]` at the rows `C-1 ... C+R-2` of every sample, in order; read-only.
+        """Return last hidden states `[N, D]` at the rows `C-1 ... C+R-2` of every sample, in order,
+        read-only.
 
-        An actor that dies or hangs is started anew and asked again. Raises `TeacherError` if it does not come
-        back, and whatever the teacher itself raises.
+        An actor that dies or hangs is restarted and called again. Raises `TeacherError` if it does not come
+        back, and the teacher's own errors.
         """
         begun, self._begun = self._begun, None
         known = begun is not None and begun[0] == tuple(sample.uid for sample in samples)
@@ -155,7 +156,7 @@ class RayTeacher:
         return HiddenStates(packed.tensor().to(self._device))
 
     def load_head(self) -> Head:
-        """The head; its weights are read where the object store has them."""
+        """Return the head. Its weights are read in place in the object store."""
         return self._ask("head", None).head(self._device)
 
     def _send(self, verb: str, asked: Sequence[TokensToScore] | None) -> Any:
@@ -165,7 +166,7 @@ class RayTeacher:
     def _ask(self, verb: str, asked: Sequence[TokensToScore] | None, reference: Any = None) -> Any:
         remote = self._remote
         while True:
-            # What others were begun on the same actor comes first, and the first time it loads its models.
+            # Other calls to the same actor come first, and the first one loads its models.
             seconds = remote.limits.step_timeout * len(self._assignment.names)
             seconds += 0.0 if self._there else remote.limits.start_timeout
             try:
@@ -194,7 +195,7 @@ def ray_teachers(
     vocabulary: int,
     device: torch.device,
 ) -> Mapping[str, RayTeacher]:
-    """`names` dealt out to `remotes` in turn; in the order of `names`."""
+    """Deal `names` out to `remotes` in turn. Returns teachers in the order of `names`."""
     shares = [tuple(names[start :: len(remotes)]) for start in range(len(remotes))]
     return {
         name: RayTeacher(

@@ -1,5 +1,6 @@
-"""The trainers of a run on Ray: how one runs a stage, with the engines and teachers it is given; and how the
-process that was started makes all actors, watches the trainers and starts lost ones anew.
+"""Run the trainers of a run on Ray, and supervise them from the process that was started. A trainer runs a
+stage with its engines and teachers. The process makes all actors, monitors the trainers and restarts lost
+ones.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ from opd.rollout.preemption import Preemption
 _log = logging.getLogger(__name__)
 
 PATIENCE = 60.0
-"""Seconds an earlier trainer of the run may take to be gone."""
+"""Seconds until an earlier trainer of the run must be gone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,13 +72,13 @@ class RayHelpers:
     teachers_: Sequence[RemoteActor]
 
     def writers(self, model: Path, adapters: bool = False) -> EnginePool:
-        """See the protocol."""
+        """Open engines as in the protocol."""
         from opd.pipelines.launch.ray.engine import Fleet
 
         return Fleet(self.engines, model, adapters).writers()
 
     def teachers(self, names: Sequence[str], vocabulary: int) -> Mapping[str, Teacher] | None:
-        """See the protocol."""
+        """Open teachers as in the protocol."""
         from opd.models.causal_lm import torch_device
         from opd.pipelines.launch.ray.teacher import ray_teachers
 
@@ -88,30 +89,28 @@ class RayHelpers:
 
 
 class TrainerActor:
-    """What `Trainer` talks to. `run` holds it until a stage has ended; the methods of the control group
-    answer meanwhile.
-    """
+    """The actor behind `Trainer`. `run` blocks until a stage has ended. Control methods answer meanwhile."""
 
     def __init__(self, spec: ActorSpec) -> None:
         self._recipe = spec.begin("opd.pipelines.run")
         self._spec = spec
-        self._news: deque[Message] = deque(maxlen=1000)  # nobody asks a rank but the first
+        self._news: deque[Message] = deque(maxlen=1000)  # only the first rank's are read
         self._busy = ""
-        """What `news` has said last that it is busy with."""
+        """The last reported activity."""
         self._preemption = Preemption(self._recipe.runtime.grace_seconds)
 
     def ping(self) -> int:
-        """The process."""
+        """Return the process id."""
         return os.getpid()
 
     def free_port(self) -> tuple[str, int]:
-        """Address of its node, and a port that is free there."""
+        """Return the address of its node, and a free port there."""
         address = import_ray().util.get_node_ip_address()
         return address, free_port(address)
 
     def run(self, stage: str, actors: Helping, place: Mapping[str, str]) -> Message:
-        """Run `stage` from its newest checkpoint, alone or as the rank that the variables of `place` make it;
-        returns its last words, of which `done` holds the result.
+        """Run `stage` from its newest checkpoint, and return its last message. `done` holds the result. The
+        process is alone, or the rank that the variables of `place` make it.
         """
 
         def work() -> dict[str, Any]:
@@ -156,7 +155,7 @@ class TrainerActor:
         self._news.append(Message(kind, words))
 
     def news(self) -> list[Message]:
-        """Control: progress and what was logged since the last call, and what it is busy with if new."""
+        """Return progress and log records since the last call, and a new activity. A control method."""
         news = [self._news.popleft() for _ in range(len(self._news))]
         if (busy := busy_with()) != self._busy:
             self._busy = busy
@@ -164,13 +163,13 @@ class TrainerActor:
         return news
 
     def ask(self, what: str) -> None:
-        """Control: `stop`, `suspend` or `wake`."""
+        """Call `stop`, `suspend` or `wake` of the preemption. A control method."""
         getattr(self._preemption, what)()
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """Hold a lock no other trainer of this run holds: one that was given up, but lives on where nobody
-        reaches it, must not write into the folder beside this one.
+        """Hold the run's trainer lock. An earlier trainer may live on unreachable, and must not write into
+        the folder too.
         """
         from opd.storage.files import FileLock
 
@@ -190,13 +189,13 @@ class TrainerActor:
 
 
 LOOK_SECONDS = 5.0
-"""Seconds between two looks at the processes of a cluster of our own."""
+"""Seconds between two looks at the processes of the run's own cluster."""
 
 
 def run_on_ray(recipe: Recipe, folder: RunFolder, stages: Sequence[Stage], progress: Progress) -> None:
-    """Run `stages` one after the other, with `recipe.launch` as the place.
+    """Run `stages` in sequence on the cluster of `recipe.launch`.
 
-    Raises what a stage raises; `LaunchError` if the cluster or an actor is lost for good. Everything
+    Raises a stage's own errors, and `LaunchError` if the cluster or an actor is finally lost. Everything
     acknowledged is in the run folder then.
     """
     listening = Preemption(recipe.runtime.grace_seconds).listen(leave=False)
@@ -209,7 +208,7 @@ def run_on_ray(recipe: Recipe, folder: RunFolder, stages: Sequence[Stage], progr
 
 @contextmanager
 def open_worker_group(recipe: Recipe, folder: RunFolder, asked: Preemption) -> Iterator[WorkerGroup]:
-    """The actors of a run while the block runs. Raises `PreemptedError` if it is to stop while they start."""
+    """Start the actors of a run while the block runs. Raises `PreemptedError` if it is to stop meanwhile."""
     launch = needed(recipe)
     ranks = recipe.train.ranks or 1
     check_ranks(recipe, ranks)
@@ -238,9 +237,9 @@ def open_worker_group(recipe: Recipe, folder: RunFolder, asked: Preemption) -> I
 
 
 class Trainer:
-    """A trainer at work on a stage, as a member of `Supervisor`; the news of the first one are passed on.
+    """A trainer at work on a stage, as a member of `Supervisor`. The first one's news are passed on.
 
-    `last` refers to its last words.
+    `last` refers to its last message.
     """
 
     def __init__(self, remote: RemoteActor, last: Any, cluster: Cluster, first: bool) -> None:
@@ -248,7 +247,7 @@ class Trainer:
         self._first, self._heard, self._suspended, self._gone = first, time.monotonic(), False, False
 
     def poll(self) -> Iterator[Message]:
-        """See the protocol. One that does not answer in time, or says nothing new for too long, is gone."""
+        """Poll as in the protocol. A trainer is gone if its answer is late, or it has long had no news."""
         remote, limit = self._remote, self._remote.limits.trainer_timeout
         try:
             done, _ = self._cluster.ray.wait([self._last], timeout=0)
@@ -266,12 +265,12 @@ class Trainer:
             yield Message("gone", (str(error),))
 
     def ask(self, what: str) -> None:
-        """See the protocol."""
+        """Ask as in the protocol."""
         self._suspended = what == "suspend"
         self._remote.send("ask", what, control=True)
 
     def end(self) -> None:
-        """See the protocol. Ray starts it anew as often as the recipe allows."""
+        """End as in the protocol. Ray restarts it as often as the recipe allows."""
         if not self._gone and not self._cluster.lost(patience=0.0):
             self._remote.kill()
         self._gone = True
@@ -286,9 +285,7 @@ class WorkerGroup:
     actors: dict[str, RemoteActor]
 
     def run(self, stage: Stage, progress: Progress, asked: Preemption) -> dict[str, Any]:
-        """Run one stage. When a trainer dies or hangs, all ranks are started anew and go on from the newest
-        checkpoint.
-        """
+        """Run one stage. If a trainer dies or hangs, all ranks restart from the newest checkpoint."""
         trainers = self.role("trainer")
         for attempt in range(self.launch.max_restarts + 1):
             try:
@@ -309,13 +306,13 @@ class WorkerGroup:
         raise _given_up(stage.name, lost)
 
     def role(self, role: str) -> list[RemoteActor]:
-        """The actors of a role, by number."""
+        """Return the actors of a role, by number."""
         return [actor for name, actor in self.actors.items() if role_of(name) == role]
 
     def _attempt(
         self, stage: str, remotes: Sequence[RemoteActor], progress: Progress, asked: Preemption
     ) -> dict[str, Any]:
-        """The result of the stage. Raises `ActorLostError` when a rank is lost, after all have been ended."""
+        """Return the result of the stage. Raises `ActorLostError` if a rank is lost, after all have ended."""
         with ExitStack() as stack:
             stack.callback(is_busy_elsewhere, "")
             watched = Supervisor(asked, lambda _, message: message.show(stage, progress))
@@ -341,13 +338,13 @@ class WorkerGroup:
         return group.results[remotes[0].name]
 
     def _begin(self, stage: str, remotes: Sequence[RemoteActor]) -> list[Trainer]:
-        """Ask every rank for `stage`, each with its share of the engines."""
+        """Start `stage` on every rank, each with its share of the engines."""
         engines, teachers, servers = (self.role(role) for role in ("engine", "teacher", "server"))
         size = len(remotes)
         places: list[dict[str, str]] = [{}]
         if size > 1:
             address, port = remotes[0].call("free_port", seconds=PING_SECONDS)
-            # Ray shows each actor its own devices alone.
+            # Ray shows each actor only its own devices.
             places = [rank_environment(r, size, address, port) | {"LOCAL_RANK": "0"} for r in range(size)]
         shares = [
             (stage, Helping(engines[rank::size], teachers, servers), place)
@@ -359,7 +356,7 @@ class WorkerGroup:
         ]
 
     def dismiss(self, placement: Any) -> None:
-        """End the actors and give their resources back."""
+        """End the actors and free their resources."""
         if self.cluster.lost(patience=0.0):
             return
         ray = self.cluster.ray
