@@ -37,17 +37,17 @@ class DistillConfig(Config):
     student."""
     loss: DistillLossConfig = FullVocabularyKL()
     mixture: Mixture = "one_hot"
-    """For domains with several teachers. `one_hot`: each prompt is routed to one teacher, drawn with the
-    teachers' weights; `geometric`: `sum_i w_i KL(p || t_i)`, whose floor `-log Z` is logged; `arithmetic`:
-    `KL(p || sum_i w_i t_i)`."""
+    """For domains with several teachers. `one_hot` routes each prompt to one teacher, drawn with the
+    teachers' weights. `geometric` is `sum_i w_i KL(p || t_i)`, whose floor `-log Z` is logged. `arithmetic`
+    is `KL(p || sum_i w_i t_i)`."""
     normalise: Literal["teacher", "token", "episode", "turn"] = "teacher"
     """`teacher`: every teacher's tokens are averaged first, so that short answers keep their share of the
-    gradient; `token`: every token weighs the same. `episode` and `turn` keep each teacher's share, too, and
-    within it every response weighs the same, or every turn of the model: a run of tokens that it wrote."""
+    gradient. `token`: every token weighs the same. `episode` and `turn` keep each teacher's share, too.
+    Within it every response weighs the same, or every turn of the model: a run of tokens that it wrote."""
     teachers: TeachersConfig = StreamedTeacherConfig()
-    """The kind of the teachers that have no `type` of their own, and of the specialists that the run trains:
-    `streamed`, `local`, or a mapping with a `type` and its settings (`{type: megatron, tensor_parallel:
-    2}`)."""
+    """Kind of the teachers without a `type` of their own, and of the specialists that the run trains:
+    `streamed`, `local`, or a mapping with a `type` and its settings
+    (`{type: megatron, tensor_parallel: 2}`)."""
     to_batch: Annotated[str | None, Own(BATCH)] = None
     """Dotted path of `convert(batch) -> batch`, the last word on every batch before the trainer."""
     kl_coef: Annotated[float, Changes("stream")] = Field(default=1.0, ge=0)
@@ -58,8 +58,8 @@ class DistillConfig(Config):
     advantage: AdvantageConfig = GRPOAdvantage()
     """How rewards become advantages where `rl_coef` is above 0."""
     policy_loss: PolicyLossConfig = PolicyLossConfig()
-    """The reward's policy gradient, where `rl_coef` is above 0 (k1 shares its stream: `loss.loss`). Its
-    `correction` also weighs the sampled tokens of the losses k2, top-k `hybrid` and a custom one; the others
+    """Policy gradient of the reward, if `rl_coef` is above 0 (k1 shares its stream: `loss.loss`). Its
+    `correction` also weighs the sampled tokens of the losses k2, top-k `hybrid` and a custom one. The others
     are exact at every state, whoever wrote it, and have none."""
     optim: OptimConfig = OptimConfig(lr=1e-3, schedule="cosine", final_lr_fraction=0.0, warmup_steps=5)
     batch: BatchConfig = BatchConfig()

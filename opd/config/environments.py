@@ -48,9 +48,9 @@ class EnvironmentConfig(Config):
     type: str = Field(min_length=1)
     """Dotted path, `package.module:Class`, of a class with `reset(task)` and `step(action)`
     (`opd.environments.protocol`). `agent`: a program of your own that asks a server on loopback with OpenAI's
-    API for the model's turns; `params.run` is `package.module:function`, called as
-    `run(task, base_url, api_key)`. Built in: `tools`, `textworld`, `gymnasium`,
-    `openenv`; `verifiers`: an environment of that library, whose task set is `params.id`."""
+    API for the model's turns. Its `params.run` is `package.module:function`, called as
+    `run(task, base_url, api_key)`. Built in: `tools`, `textworld`, `gymnasium`, `openenv`. `verifiers`: an
+    environment of that library, whose task set is `params.id`."""
     params: dict[str, Any] = {}
     """Keyword arguments it is made with; an agent's `run` is called with all but `run`."""
     max_turns: int = Field(default=8, gt=0, le=10_000)
@@ -63,11 +63,11 @@ class EnvironmentConfig(Config):
     """Role of a message that an observation given as text becomes; `null` is `tool` after a turn with tool
     calls, else `user`."""
     tool_format: ToolFormat = "none"
-    """How the model writes tool calls. `hermes`: Hermes and Qwen; `llama`: Llama 3; `deepseek`: DeepSeek V3
+    """Format of the model's tool calls. `hermes`: Hermes and Qwen. `llama`: Llama 3. `deepseek`: DeepSeek V3
     and R1. `none`: it writes none."""
     seconds: float = Field(default=60.0, gt=0)
-    """That `reset` or `step` may take. One that takes longer, or raises, is made anew and brought to where it
-    was by the actions so far, up to `attempts` times; then the run stops."""
+    """Time limit of `reset` and of `step`. An environment that takes longer, or raises, is made anew and
+    brought to where it was by the actions so far, up to `attempts` times. Then the run stops."""
     attempts: int = Field(default=3, gt=0, le=100)
     """Tries of a step, or of an agent, in all."""
     concurrent: int = Field(default=512, gt=0, le=100_000)
@@ -77,8 +77,8 @@ class EnvironmentConfig(Config):
     (or the agent's) `info` has under NAME is true, such as `info.won`; of several steps the last that says it
     counts."""
     processes: int = Field(default=0, ge=0, le=1024)
-    """Worker processes in which `textworld` and `gymnasium` are acted in, for each process that writes
-    responses; 0 keeps them in threads of its own, where what they compute holds up the decoder."""
+    """Worker processes that run `textworld` and `gymnasium`, for each process that writes responses. 0 keeps
+    them in threads of its own, where their computing holds up the decoder."""
 
     @field_validator("type")
     @classmethod
@@ -168,8 +168,8 @@ class SandboxConfig(Config):
     """Whether a command that a kill interrupted runs again, from the files as they were before it; else the
     model is told. `null`: where nothing but those files can be changed by it."""
     deterministic: list[str] = []
-    """Tools that always do the same with the same files: after a kill their commands are run again, and a
-    state is kept after those alone that a quota or a signal ended."""
+    """Tools that always do the same with the same files. After a kill their commands run again, and a state
+    is kept only after those that a quota or a signal ended."""
 
     @field_validator("image")
     @classmethod

@@ -21,12 +21,12 @@ class SamplesConfig(Config):
     """Sampled answers to each prompt. The intervals are over prompts, so more answers to the same ones narrow
     them only as far as these answers differ."""
     pass_at: list[K] = Field(default=[], max_length=32)
-    """For each k the share of prompts of which one of k sampled answers is right: the unbiased estimate from
-    all `samples_per_prompt`, which must be k or more."""
+    """For each k the share of prompts for which one of k sampled answers is right. It is the unbiased
+    estimate from all `samples_per_prompt`, which must be k or more."""
     maj_at: list[K] = Field(default=[], max_length=32)
     """For each k how often the commonest of k sampled answers is right, mean over the disjoint groups of k
-    among the `samples_per_prompt`. An answer is what the reward reads of a response if it has an `answer`
-    function, else the response without blanks around it; a tie counts by its share."""
+    among the `samples_per_prompt`. An answer is the result of the reward's `answer` function if it has one,
+    else the response without blanks around it. A tie counts by its share."""
 
     @model_validator(mode="after")
     def _enough_samples(self) -> SamplesConfig:

@@ -49,10 +49,10 @@ class StorageConfig(Config):
     """Memory for the hidden states of a step, before any go to that disk (MiB): a teacher's that fit into
     what is left of it. Those of a killed step are computed again."""
     trajectories: Literal["memory", "disk"] = "memory"
-    """Where the merge and GRPO keep samples between rollout and update. `disk`: in files, to which
-    each response goes when it ends; the step is planned from lengths alone, and a micro-batch's tokens and
-    hidden states are read when it is their turn and let go after it, to the same weights. For long responses.
-    Several ranks need a run folder that all of them see. A stage with `to_batch` keeps them in memory."""
+    """Where the merge and GRPO keep samples between rollout and update. `disk`: in files, to which each
+    response goes when it ends. The step is planned from lengths alone. A micro-batch's tokens and hidden
+    states are read at their turn and let go after it, to the same weights. For long responses. Several ranks
+    need a run folder that all of them see. A stage with `to_batch` keeps them in memory."""
     trajectory_mb: int = Field(default=1024, gt=0)
     """Memory for the heavy data of a micro-batch and of the next, with `trajectories: disk` (MiB):
     micro-batches are made smaller where theirs would take more."""
@@ -63,16 +63,16 @@ class DomainConfig(Config):
 
     source: Annotated[str, Located(files=True)] = Field(min_length=1)
     """`procedural:NAME` (built in, or `procedural:package.module:Class`), `reasoning-gym:NAME` (extra), or a
-    `.jsonl` / `.parquet` file with the columns `prompt` (text or messages) and `label`, also of a data set on
-    the Hub: `hf://datasets/org/name@revision/FILE`."""
+    `.jsonl` / `.parquet` file. A file has the columns `prompt` (text or messages) and `label`, and may be of
+    a data set on the Hub: `hf://datasets/org/name@revision/FILE`."""
     params: dict[str, Any] = {}
     """Arguments of the source; for a file, `domain` keeps the rows whose column `domain` says so."""
     reward: RewardConfig | None = None
-    """What scores answers: `package.module:function`, the name of a built-in reward (`math`), or a mapping
-    with its `type` and settings; `None` takes the environment's rewards where there is one, else the source's
+    """Score of an answer: `package.module:function`, the name of a built-in reward (`math`), or a mapping
+    with its `type` and settings. `None` takes the environment's rewards if there is one, else the source's
     own checker."""
     teacher: str | dict[str, float] | None = None
-    """Name of a teacher, or weights over several, which are divided by their sum; `None` is the teacher of
+    """Name of a teacher, or weights over several, which are divided by their sum. `None` is the teacher of
     the domain's own name: the entry under `teachers`, or else the specialist that the run trains on it."""
     environment: NamedEnvironment | None = None
     """An agent's world, in which responses are episodes of several turns: `package.module:Class`, or a
@@ -82,8 +82,8 @@ class DomainConfig(Config):
     held_out: float = Field(default=0.1, ge=0.0001, le=0.9999)
     """Share of the prompts kept for evaluation, chosen by a hash of the prompt."""
     long_prompts: Literal["drop", "truncate", "error"] = "drop"
-    """What becomes of a prompt that leaves no room for `rollout.max_new_tokens` in `rollout.max_sequence` or
-    in the model's positions: it is left out, counted and named; loses its beginning; or stops the run."""
+    """For a prompt that leaves no room for `rollout.max_new_tokens` in `rollout.max_sequence` or in the
+    model's positions. It is left out, counted and named, or loses its beginning, or stops the run."""
     prompts: int = Field(default=20_000, gt=0, le=10_000_000)
     """How many training prompts a generated source makes."""
     sft: SFTConfig | None = None
@@ -139,9 +139,9 @@ class ModelConfig(Config):
     """`auto` takes CUDA where there is one."""
     lora: LoRAConfig | None = None
     """Train adapters on the base in place of its weights (extra `lora`): specialists, merge and trained
-    baselines; the warm-up trains all weights. On every back end and any number of ranks. Engines of the run
-    and on Ray are sent adapters alone and merge them; SGLang and vLLM workers are sent adapters alone and
-    apply them, or merged weights (`rollout.engine.lora`)."""
+    baselines. The warm-up trains all weights. It works on every back end and any number of ranks. Engines of
+    the run and on Ray receive only adapters and merge them. SGLang and vLLM workers receive only adapters and
+    apply them, or receive merged weights (`rollout.engine.lora`)."""
 
     @field_validator("chat_template_kwargs")
     @classmethod
@@ -266,9 +266,9 @@ class Recipe(Config):
     baselines: BaselinesConfig = BaselinesConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     watch: Rules = {**DEFAULT_RULES}
-    """Rules over the metrics of every trained stage, by name: those of the default set, of which an entry
-    changes what it says and `null` switches one off, and your own. `null` in place of all watches nothing.
-    They may change between attempts."""
+    """Rules over the metrics of every trained stage, by name: the default set and your own. An entry of a
+    default rule changes the keys it gives, and `null` switches the rule off. `null` in place of all watches
+    nothing. They may change between attempts."""
     storage: StorageConfig = StorageConfig()
     train: TrainConfig = TrainConfig()
     runtime: RuntimeConfig = RuntimeConfig()

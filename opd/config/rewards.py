@@ -150,8 +150,8 @@ class ServedReward(Config):
     concurrency: Annotated[int, Changes("aside")] = Field(default=32, gt=0, le=100_000)
     """Requests given to one server at once; the others wait here. Each rank has as many."""
     cache: Annotated[str | None, Located()] = Field(default="~/.cache/opd/rewards", min_length=1)
-    """Folder that keeps every answer: what was asked once, by whichever run, is not asked again, so that a
-    run that is resumed or repeated has the same rewards. `null` asks each time."""
+    """Folder that keeps every answer. A question is asked once, by whichever run, so that a run that is
+    resumed or repeated has the same rewards. `null` asks each time."""
 
     @field_validator("urls")
     @classmethod
@@ -191,8 +191,8 @@ class JudgeReward(ServedReward):
         " a few sentences how right and how helpful the answer is, then end with a line `Score: N`, where N"
         " is a whole number from 0 (useless) to 10 (perfect)."
     )
-    """What the judge is asked: `{prompt}` (as the data has it), `{answer}`, `{label}`, and `{context}` (the
-    prompt as the model has read it, with its chat template) stand for those of the sample."""
+    """Question to the judge. `{prompt}` (the data's), `{answer}`, `{label}`, and `{context}` (the prompt as
+    the model has read it, with its chat template) stand for those of the sample."""
     system: str | None = None
     """A message of the system before it."""
     temperature: float = Field(default=0.0, ge=0, le=10)
@@ -237,8 +237,8 @@ class ScorerReward(ServedReward):
 
     type: Literal["scorer"] = "scorer"
     api: Literal["plain", "sglang", "vllm", "score", "openrlhf"] = "plain"
-    """What is sent to a URL and comes back. `plain`: `{"texts": [...]}`, a list of numbers; `sglang`: its
-    `/classify`; `vllm`: its `/classify` or `/pooling`; `score`: vLLM's `/score` of prompt and answer;
+    """Format of request and answer. `plain`: `{"texts": [...]}`, a list of numbers. `sglang`: its
+    `/classify`. `vllm`: its `/classify` or `/pooling`. `score`: vLLM's `/score` of prompt and answer.
     `openrlhf`: its `/get_reward`."""
     template: str = "{context}{answer}"
     """The text that is scored, with the places of a judge's template. The default is what the student has

@@ -46,8 +46,8 @@ class MaskedIS(_Bounds):
 
     type: Literal["mis"] = "mis"
     level: Literal["token", "sequence"] = "token"
-    """`sequence`: the ratio of the whole response (the product over its tokens) is what is bounded, and what
-    every token of it counts with: exact for the response, and of a variance that grows with its length."""
+    """`sequence`: the bound and the weight are the ratio of the whole response, the product over its tokens.
+    It is exact for the response, and its variance grows with the length."""
 
 
 class IcePop(_Bounds):
@@ -158,8 +158,8 @@ AdvantageConfig = Annotated[
 
 class _PolicyLoss(Config):
     aggregation: Literal["token", "sequence", "constant", "turn"] = "token"
-    """`token`: every token of the step weighs the same; `sequence`: every response; `constant`: sums divided
-    by `max_new_tokens` times the number of responses (Dr. GRPO); `turn`: every turn of the model, of all
+    """`token`: every token of the step weighs the same. `sequence`: every response. `constant`: sums divided
+    by `max_new_tokens` times the number of responses (Dr. GRPO). `turn`: every turn of the model, of all
     episodes, so that neither long turns nor short episodes weigh more. With `gae` the critic's, too."""
     correction: Annotated[CorrectionConfig | None, Changes()] = None
     """What to do about tokens drawn with another probability than the trainer gives them: `{type: tis}`,
@@ -192,8 +192,8 @@ class GSPOLoss(_PolicyLoss):
     clip_high: Annotated[float, Changes()] = Field(default=4e-4, ge=0)
     """The response's ratio is clipped at `1 + clip_high`."""
     aggregation: Literal["token", "sequence", "constant", "turn"] = "sequence"
-    """`sequence`, as in the paper: every response weighs the same; `token`: every token of the step; `turn`:
-    every turn of the model; `constant`: sums divided by `max_new_tokens` times the number of responses."""
+    """`sequence`, as in the paper: every response weighs the same. `token`: every token of the step. `turn`:
+    every turn of the model. `constant`: sums divided by `max_new_tokens` times the number of responses."""
 
 
 class CISPOLoss(_PolicyLoss):
@@ -231,11 +231,12 @@ class ReferenceKLConfig(Config):
     placement `loss`: the forward KL's gradient. Every other pair has a wrong or zero gradient and is
     refused."""
     placement: Literal["advantage", "loss", "reward"] = "loss"
-    """Where it is added: to the advantages, to the loss as a term of its own, or, with `advantage: {type:
-    gae}` alone, to each token's reward, where the critic learns to expect it (PPO)."""
+    """Where it is added: to the advantages, or to the loss as a term of its own. With
+    `advantage: {type: gae}` it may also be added to each token's reward, where the critic learns to expect it
+    (PPO)."""
     discount: float = Field(default=0.0, ge=0, le=1)
-    """With placement `advantage`: 0 charges a token its own log-ratio; above 0 the discounted sum of those
-    that follow, too (1: the gradient of the KL between whole responses)."""
+    """With placement `advantage`: 0 charges a token its own log-ratio. Above 0 it also charges the discounted
+    sum of the following ones (1: the gradient of the KL between whole responses)."""
     target: Annotated[float | None, Changes()] = Field(default=None, gt=0)
     """Nats a token that the KL is held at: after each step `coef` grows if more was measured, and shrinks if
     less. `null` leaves `coef` as it is."""
@@ -282,8 +283,8 @@ class ShapingConfig(Config):
     overlong_penalty: Annotated[float, Changes()] = Field(default=1.0, ge=0)
     """What is taken from the reward of a response of `rollout.max_new_tokens`."""
     length_coef: Annotated[float, Changes()] = Field(default=0.0, ge=0)
-    """Weight of a reward for being shorter than the others of a group, from 0.5 to -0.5, of which wrong
-    answers (a reward of at most 0.5) only get what is negative (Kimi k1.5, 2501.12599, section 2.3.3)."""
+    """Weight of a reward for being shorter than the others of a group, from 0.5 to -0.5. Wrong answers (a
+    reward of at most 0.5) only get its negative part (Kimi k1.5, 2501.12599, section 2.3.3)."""
     running_std: bool = False
     """Divide by the standard deviation of the domain's rewards since the stage began, this step's included.
     It has no effect where the advantage divides by a group's own."""
@@ -374,8 +375,8 @@ class TopKKL(DistillLoss):
     not hold. `student` and `union` (the top k of each) need a teacher that gives log-probabilities of any
     token: one in the process, or a server with `signal: hidden`."""
     form: Literal["tail", "hybrid", "truncated"] = "tail"
-    """`tail`: everything outside the support is one bucket (a lower bound on the KL); `hybrid`: exact on the
-    support plus a score-function term for sampled tokens outside it (unbiased on-policy); `truncated`:
+    """`tail`: everything outside the support is one bucket (a lower bound on the KL). `hybrid`: exact on the
+    support plus a score-function term for sampled tokens outside it (unbiased on-policy). `truncated`:
     support only (biased: it leaks mass out of the support; for comparison)."""
 
     @property
@@ -450,9 +451,9 @@ class OPDConfig(Config):
     """Weight of the teachers' divergence (nats a token) beside the rewards' policy gradient, whose tokens are
     weighed alike (`policy_loss.aggregation`)."""
     loss: DistillLossConfig = SampledTokenK1()
-    """How it is learnt: `{type: k1}` takes `coef (log p_student - log p_teacher)` off the advantage of each
-    sampled token, after any whitening; `{type: full}` and the others of the merge are a stream of their own
-    in the loss."""
+    """Loss of the distillation. `{type: k1}` takes `coef (log p_student - log p_teacher)` off the advantage
+    of each sampled token, after any whitening. `{type: full}` and the others of the merge are a stream of
+    their own in the loss."""
     mixture: Mixture = "one_hot"
     """With several teachers, as in the merge: `one_hot` sends each prompt to one of them, `geometric` and
     `arithmetic` pool them."""

@@ -170,14 +170,14 @@ class ServerGroupConfig(Config):
     environment: dict[str, str] = {}
     """Variables of the servers' environment, beside those of this process."""
     key: bool = True
-    """Whether each run gives its servers a key, which it makes, keeps readable for its user alone, and asks
-    with. `false` where what `command` starts sees neither this machine's files nor the environment it is
-    given, as in a container: then whoever reaches a server may ask it anything, and give it weights."""
+    """Whether each run makes a key for its servers, readable for its user alone, and asks with it. Set
+    `false` if the program of `command` sees neither this machine's files nor the environment it is given, as
+    in a container. Then whoever reaches a server may ask it anything, and give it weights."""
     start_seconds: float = Field(default=900.0, gt=0)
     """Until every server has to be ready."""
     silence_seconds: float = Field(default=300.0, gt=0)
-    """After which a server is ended and started again that answers nothing at all, or whose scheduler does
-    not: longer than it takes to load new weights, or one chunk of a prompt."""
+    """Silence after which a server is ended and started again: it answers nothing at all, or its scheduler
+    does not. Longer than loading new weights, or one chunk of a prompt, takes."""
     restarts: int = Field(default=5, ge=0)
     """How often servers of the group, on Ray each of them, may be started again before the run stops."""
 

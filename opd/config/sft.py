@@ -16,10 +16,10 @@ class SFTConfig(Config):
     changes nothing."""
 
     source: Annotated[str, Located(files=True)] = Field(min_length=1)
-    """A `.jsonl` or `.parquet` file (on the Hub: `hf://datasets/org/name@revision/FILE`) with the column
-    `messages`, of which every answer of the assistant's counts that has no `weight: 0`, or `prompt` and
-    `completion` (two texts, or messages and a text or messages), of which the completion counts. Of
-    `domains.NAME.sft`, where rows have a `domain`, those of NAME."""
+    """A `.jsonl` or `.parquet` file (on the Hub: `hf://datasets/org/name@revision/FILE`). With the column
+    `messages` every answer of the assistant's counts that has no `weight: 0`. With `prompt` and `completion`
+    (two texts, or messages and a text or messages) the completion counts. Of `domains.NAME.sft`, where rows
+    have a `domain`, those of NAME."""
     epochs: float = Field(default=1.0, gt=0, le=10_000)
     """How often each demonstration is learnt from, where `steps` is not given."""
     steps: int | None = Field(default=None, gt=0, le=10_000_000)

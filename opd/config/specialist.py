@@ -39,8 +39,8 @@ class CriticConfig(Config):
     optim: OptimConfig = OptimConfig(schedule="linear", final_lr_fraction=0.1)
     """Its own AdamW. Batching, mini-batches and epochs are the specialist's."""
     clip: Annotated[float | None, Changes()] = Field(default=None, gt=0)
-    """How far a value may move from the one at the start of the step before its loss has no gradient, in
-    units of the reward (PPO's value clipping); `null` is no bound."""
+    """Bound on the change of a value since the start of the step, in units of the reward. Beyond it the loss
+    has no gradient (PPO's value clipping). `null` is no bound."""
     warmup_steps: Annotated[int, Changes()] = Field(default=0, ge=0, le=10_000_000)
     """First rollout steps in which the critic alone learns and the policy stays as it is."""
 

@@ -102,10 +102,10 @@ class TorchEngineConfig(Config):
     type: Literal["torch"] = "torch"
     sharded: bool | None = None
     """Whether several ranks share one copy of the student to write with (and of each model that is
-    evaluated), which FSDP2 gathers layer by layer for every token; it is the very one that they train, with
-    `train.backend: torch`. `false`: each has one of its own, which is faster. `null` takes that where a
-    machine's memory holds one for each of its ranks (a GPU one). Ranks share only with `rollout.schedule:
-    in_turn`, and without CUDA graphs. One rank has all of it anyway."""
+    evaluated). FSDP2 gathers it layer by layer for every token. With `train.backend: torch` it is the very
+    one that they train. `false`: each has one of its own, which is faster. `null` takes that if a machine's
+    memory holds one for each of its ranks (a GPU one). Ranks share only with `rollout.schedule: in_turn`, and
+    without CUDA graphs. One rank has all of it anyway."""
 
 
 ADAPTED = USUAL_TARGETS
@@ -130,9 +130,9 @@ class ServedEngineConfig(ServerConfig):
     for them: set `merged`."""
     sync: str | None = None
     folder: Annotated[str | None, Located()] = None
-    """Where new weights are written for workers that read them, each run's in a folder of its own: on a file
-    system that this process and every worker see under the same path; `null` is the stage's own folder. With
-    `sync: delta` adapters alone are written there, and nothing else."""
+    """Folder of new weights for workers that read them, on a file system that this process and every worker
+    see under the same path. Each run has a folder of its own in it. `null` is the stage's own folder. With
+    `sync: delta` only adapters are written there."""
 
     def sync_of(self, launch: str) -> str:
         """Return how new weights get to workers with that kind of launch."""
@@ -168,11 +168,11 @@ class SGLangEngineConfig(ServedEngineConfig):
 
     type: Literal["sglang"]
     sync: Literal["disk", "tensors", "delta"] | None = None
-    """How new weights get there. `disk`: through a folder on a file system that all share, which the workers
-    read; `tensors`: broadcast in a process group with each worker, by gloo, or by NCCL where both sides have
-    CUDA; `delta`: to servers that the run starts on Ray, through its object store into a folder on each
-    server's own node, all weights once and then what has changed. `null` is `delta` with `launch: ray`,
-    `servers` and no `folder`, else `disk`."""
+    """Way of new weights to the workers. `disk`: a folder on a shared file system, which the workers read.
+    `tensors`: broadcast in a process group with each worker, by gloo, or by NCCL where both sides have CUDA.
+    `delta`: to servers that the run starts on Ray, through its object store into a folder on each server's
+    own node, all weights once and then the changes. `null` is `delta` with `launch: ray`, `servers` and no
+    `folder`, else `disk`."""
     host: str | None = None
     """Address of this machine, as the workers reach it, for `tensors`; `null` is the one by which it reaches
     them."""
@@ -211,10 +211,10 @@ class VLLMEngineConfig(ServedEngineConfig):
 
     type: Literal["vllm"]
     sync: Literal["folder", "delta"] | None = None
-    """How new weights get there. `folder`: one on a file system that all share, which the workers read;
+    """Way of new weights to the workers. `folder`: one on a shared file system, which the workers read.
     `delta`: to servers that the run starts on Ray, through its object store into a folder on each server's
-    own node, all weights once and then what has changed. `null` is `delta` with `launch: ray`, `servers` and
-    no `folder`, else `folder`."""
+    own node, all weights once and then the changes. `null` is `delta` with `launch: ray`, `servers` and no
+    `folder`, else `folder`."""
 
     program: ClassVar[str] = "vllm"
 
@@ -342,7 +342,7 @@ class TeacherEntry(Config):
 
     path: Annotated[Place | None, Located(model=True)] = Field(default=None, min_length=1)
     """A Hugging Face folder, a model on the Hub (`org/name@revision`), or the URL of a published teacher
-    (`opd publish`); `null` is the specialist that this run trains on the domain of that name."""
+    (`opd publish`). `null` is the specialist that this run trains on the domain of that name."""
 
 
 class LocalTeacherEntry(LocalTeacherConfig, TeacherEntry):
@@ -394,8 +394,8 @@ class SGLangTeacherConfig(ServedTeacherConfig):
     kept: ClassVar[int] = SGLangEngineConfig.kept + 1  # a sample is a prompt to them
     type: Literal["sglang"] = "sglang"
     signal: Literal["hidden", "topk", "sampled"] = "hidden"
-    """What is asked for. `hidden`: last hidden states, from which the published head rebuilds the whole
-    vocabulary here, at any temperature; `topk`: the `distill.loss.k` most likely tokens; `sampled`: the
+    """What a server returns. `hidden`: last hidden states, from which the published head rebuilds the whole
+    vocabulary here, at any temperature. `topk`: the `distill.loss.k` most likely tokens. `sampled`: the
     student's own tokens alone. A server gives log-probabilities at temperature 1 only, so the last two need
     `rollout.temperature: 1`."""
     weight_version: str | None = None
@@ -413,11 +413,11 @@ class VLLMTeacherConfig(ServedTeacherConfig):
 
     type: Literal["vllm"] = "vllm"
     signal: Literal["hidden", "topk", "sampled"] = "hidden"
-    """What is asked for. `hidden`: last hidden states, from which the published head rebuilds the whole
-    vocabulary here, at any temperature, of servers that pool (`--runner pooling`) and do not write; `topk`:
-    the `distill.loss.k` most likely tokens, which the servers' `--max-logprobs` must allow; `sampled`: the
-    student's own tokens alone. A server gives log-probabilities at temperature 1 only, so the last two need
-    `rollout.temperature: 1`."""
+    """What a server returns. `hidden`: last hidden states, from which the published head rebuilds the whole
+    vocabulary here, at any temperature. It needs servers that pool (`--runner pooling`) and do not write.
+    `topk`: the `distill.loss.k` most likely tokens, which the servers' `--max-logprobs` must allow.
+    `sampled`: the student's own tokens alone. A server gives log-probabilities at temperature 1 only, so the
+    last two need `rollout.temperature: 1`."""
     checksum: str | None = None
     """The servers' own checksum over all weights, which `opd doctor` prints and servers tell only with
     VLLM_SERVER_DEV_MODE=1; `null` compares the model's outputs alone."""

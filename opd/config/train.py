@@ -70,7 +70,7 @@ class BatchConfig(Config):
     computes the rest again. Less memory, a third more time."""
     sequence_chunk: int | None = Field(default=None, gt=0)
     """Micro-batches of more packed tokens than this go through the layers of student and teachers in pieces
-    of so many, with attention block by block and layers computed again: one sequence of any length fits as
+    of so many, with attention block by block and layers computed again. One sequence of any length fits as
     long as its hidden states do. With `train.context_parallel` these are pieces of a rank's share. `None`
     runs every micro-batch as a whole."""
 
@@ -79,7 +79,7 @@ class TrainConfig(Config):
     """What the student is trained on, and by how many processes. A run may be resumed with other settings."""
 
     backend: Literal["torch", "deepspeed", "megatron"] = "torch"
-    """`torch`: this process alone, or FSDP2 with several ranks; `deepspeed`: ZeRO (extra `deepspeed`);
+    """`torch`: this process alone, or FSDP2 with several ranks. `deepspeed`: ZeRO (extra `deepspeed`).
     `megatron`: Megatron-Core, which also cuts layers over ranks (extra `megatron`)."""
     ranks: int | None = Field(default=None, gt=0, le=4096)
     """Processes `opd` starts on this machine for a run. `null` is one, or as many as torchrun has started."""
@@ -105,10 +105,10 @@ class TrainConfig(Config):
     takes in each step the least divisor of the ranks with which a share of the longest sequence is at most
     `batch.max_tokens`: short batches are shared by sequence alone."""
     precision: Literal["mixed", "pure"] = "mixed"
-    """What a bfloat16 or float16 model (`model.dtype`) learns in. `mixed`: layers compute in that dtype;
-    weights and optimiser state are kept in float32. `pure`: what learns has that dtype too, which saves
-    memory and loses every update smaller than half a rounding of its weight: at lr 1e-5 most of them. Of
-    float32 models both are the same. No back end but `deepspeed` scales the loss for float16."""
+    """Dtype in which a bfloat16 or float16 model (`model.dtype`) learns. `mixed`: layers compute in that
+    dtype, and weights and optimiser state are kept in float32. `pure`: trained weights have that dtype too,
+    which saves memory and loses every update smaller than half a rounding of its weight: at lr 1e-5 most of
+    them. For float32 models both are the same. No back end but `deepspeed` scales the loss for float16."""
     timeout_seconds: float = Field(default=600.0, gt=0)
     """How long a rank waits for another before the run ends: no step, checkpoint or model load of one rank
     may take longer."""
@@ -225,8 +225,8 @@ class RayLaunch(Config):
     working_dir: str | None = None
     """A folder that Ray copies to every node, where `opd` or your own modules are not installed there."""
     layout: Literal["colocated", "disaggregated"] = "colocated"
-    """`colocated`: the engines and teachers share the bundle, and so the node and devices, of their trainer;
-    `disaggregated`: every actor has a bundle of its own, on other nodes where there are some."""
+    """`colocated`: the engines and teachers share the bundle, and so the node and devices, of their trainer.
+    `disaggregated`: every actor has a bundle of its own, on other nodes if there are some."""
     engines: int = Field(default=1, gt=0, le=4096)
     """Rollout engines, at least one for each of `train.ranks`. A batch is shared out among them; one that
     dies costs time alone. With a served `rollout.engine` none is started."""
@@ -283,19 +283,19 @@ class OffloadConfig(Config):
 
     engine: bool = False
     """The engine gives everything back (weights, the copies that decode makes of them, keys and values, CUDA
-    graphs) from when a batch is written until the next weights are pushed, which wake it; of a base with
-    adapters the merged layers alone, since nobody pushes the base. Engines of the run's processes, on Ray,
-    and SGLang servers that the run starts (`servers`), which are told `enable-memory-saver`."""
+    graphs) after a batch is written. The next push of weights wakes it. Of a base with adapters it gives back
+    the merged layers alone, because nobody pushes the base. For engines of the run's processes, on Ray, and
+    SGLang servers that the run starts (`servers`), which are told `enable-memory-saver`."""
     trainer: bool = False
-    """Weights, AdamW's moments and buffers of gradients leave until they are learnt with, on every back end
-    and each rank its own: from a GPU to pinned memory of the host, from a CPU to a file in the run folder,
-    which takes 12 bytes a parameter in float32 and is compared with its digest when it is read. Weights that
-    an engine shares with the trainer (`rollout.engine.sharded`) stay."""
+    """Weights, AdamW's moments and buffers of gradients leave until they are used, on every back end and each
+    rank its own. They go from a GPU to pinned memory of the host, and from a CPU to a file in the run folder.
+    The file takes 12 bytes a parameter in float32 and is compared with its digest when it is read. Weights
+    that an engine shares with the trainer (`rollout.engine.sharded`) stay."""
     teachers: bool = False
-    """SGLang servers that the run starts for teachers (`servers`) take turns: those of the teacher that
-    scores are awake and have proved their weights, all others have given their devices' memory back, and
-    keep their weights in the host's. Of groups that share `devices` only the largest of them counts then.
-    None scores while the student writes."""
+    """SGLang servers that the run starts for teachers (`servers`) take turns. Those of the teacher that
+    scores are awake and have proved their weights. All others have given their devices' memory back, and keep
+    their weights in the host's. Of groups that share `devices` only the largest of them counts then. None
+    scores while the student writes."""
 
     def check(self, schedule: str, train: TrainConfig, *, ends: bool) -> None:
         """Raise `ValueError` if nothing can take over the device. `ends`: engines end with the run."""
@@ -322,10 +322,10 @@ class RuntimeConfig(Config):
     """The machine."""
 
     threads: int | None = Field(default=None, gt=0, le=4096)
-    """CPU threads per stage. Results are bit-identical only at the same number: `null` is settled when the
-    run is created, and kept by `--resume`. With `model.path` the cores are shared among this machine's ranks
-    and `workers` (merge and evaluation, beside which nothing trains, do not share with those; with `launch:
-    ray` it is what the trainer asks for); one of `model.config` takes one."""
+    """CPU threads per stage. Results are bit-identical only at the same number. `null` is settled when the
+    run is created, and kept by `--resume`. A model of `model.config` takes one thread. With `model.path` this
+    machine's ranks and `workers` share the cores. Merge and evaluation, beside which nothing trains, do not
+    share with `workers`. With `launch: ray` it is the number that the trainer asks for."""
     tf32: bool = False
     """Let GPUs round the factors of float32 products to 10 bits: faster, and nothing is exact any more."""
     workers: int = Field(default=1, gt=0, le=4096)
@@ -337,14 +337,14 @@ class RuntimeConfig(Config):
     tensorboard: bool = False
     """Write TensorBoard event files beside the JSON lines: short for `tensorboard` among `sinks`."""
     sinks: list[Literal["tensorboard", "wandb", "mlflow", "trackio"]] = []
-    """Trackers that are given the metrics too, each with the extra of its name (`trackio`: `pip install
-    trackio`); on this machine alone, unless its own environment variables say otherwise. One that fails is a
-    warning."""
+    """Trackers that get the metrics too, each with the extra of its name (`trackio`: `pip install trackio`).
+    They write on this machine alone, unless their own environment variables say otherwise. One that fails is
+    a warning."""
     keep_checkpoints: int = Field(default=2, gt=0)
     """Newest checkpoints that a running stage keeps; the older ones are deleted."""
     weights_cache_mb: int | None = Field(default=None, ge=0)
     """Disk of each node for weights of teachers in an object store, which is then read once in a run and not
-    at every step (MiB); `null` is as much as they take, 0 none. Teachers in folders need none."""
+    at every step (MiB). `null` is as much as they take, 0 none. Teachers in folders need none."""
     weights_cache: Annotated[str | None, Located()] = Field(default=None, min_length=1)
     """Folder for them on each node's own disk, which keeps them for other runs; `null` is in the run folder,
     until the run has ended. Name one where the run folder is on a network file system."""

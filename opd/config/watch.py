@@ -40,8 +40,8 @@ class Condition(Config):
     below: float | None = None
     """It is too low below this; with both bounds it is to stay between them."""
     form: Literal["value", "ratio", "change"] = "value"
-    """What the bounds are of. `value`: the metric; `ratio`: the metric divided by the mean of its first
-    `first` values, where that is above 0; `change`: the metric minus that mean."""
+    """What the bounds are of. `value`: the metric. `ratio`: the metric divided by the mean of its first
+    `first` values, where that is above 0. `change`: the metric minus that mean."""
     first: int = Field(default=5, gt=0, le=1_000_000)
     """Values of the metric that its `ratio` or `change` is taken to; it is not looked at before."""
     last: int = Field(default=1, gt=0, le=1_000_000)
@@ -69,8 +69,8 @@ class RuleConfig(Condition):
     stages: str = Field(default="*", min_length=1)
     """Stages it is for; `*` stands for anything: `specialist-*`, `merge`."""
     action: Literal["warn", "lower_rate", "stop"] = "warn"
-    """`warn`: a line in the terminal, in `flags.jsonl` and in the report; `lower_rate`: the learning rate is
-    multiplied by `factor` from the next step on, again after every further `steps`; `stop`: the stage writes
+    """`warn`: a line in the terminal, in `flags.jsonl` and in the report. `lower_rate`: the learning rate is
+    multiplied by `factor` from the next step on, again after every further `steps`. `stop`: the stage writes
     a checkpoint and the run ends with one sentence."""
     factor: float = Field(default=0.5, gt=0, lt=1)
     """What `lower_rate` multiplies the learning rate with."""

@@ -1,4 +1,4 @@
-"""The commands under "How to use it" in the README, in order, on a recipe that takes seconds."""
+"""The commands under "How to use it" on the first page, in order, on a recipe that takes seconds."""
 
 import re
 import shlex
@@ -14,14 +14,14 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def commands() -> list[list[str]]:
-    section = (ROOT / "README.md").read_text("utf-8").split("\n## How to use it\n")[1]
+    section = (ROOT / "docs" / "index.md").read_text("utf-8").split("\n## How to use it\n")[1]
     block = re.search(r"```bash\n(cp .*?)```", section, re.DOTALL)
     assert block
     return [shlex.split(line, comments=True) for line in block[1].splitlines()]
 
 
 @pytest.mark.slow
-def test_the_readmes_commands_work_in_order(tmp_path, monkeypatch):
+def test_the_first_pages_commands_work_in_order(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     copy, *lines = commands()
     assert copy[::2] == ["cp", "recipe.yaml"]

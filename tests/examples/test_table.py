@@ -23,7 +23,6 @@ def script(name: str) -> ModuleType:
     ("example", "page"),
     [
         ("quickstart", "docs/benchmarks.md"),
-        ("real_model", "README.md"),
         ("real_model", "examples/real_model/README.md"),
     ],
 )
