@@ -20,6 +20,7 @@ from opd.protocols import Teacher
 if TYPE_CHECKING:
     import torch.distributed as dist
 
+    from opd.models.frozen_bases import FrozenBases
     from opd.storage.shard_cache import ShardCache
 
 
@@ -55,6 +56,8 @@ class TeacherOpening:
     turns: Mapping[str, Callable[[], AbstractContextManager[None]]] = field(default_factory=dict)
     """Of groups of servers that the run has started and that sleep otherwise, by name: around what they
     compute. All ranks enter and leave it together."""
+    bases: FrozenBases | None = None
+    """Bases that are here, on which teachers may have been trained."""
     check: Callable[[], None] = lambda: None
     """Asked now and then by who waits for another machine: raises `PreemptedError` if the run is to stop and
     cannot wait longer."""

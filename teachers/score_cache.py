@@ -296,16 +296,21 @@ class CachedScores:
 
 
 def resident_parts(
-    teachers: Iterable[Teacher], heads: Iterable[Head], rows: Iterable[Tensor], cache: ScoreCache | None
+    teachers: Mapping[str, Teacher],
+    heads: Mapping[str, Head],
+    rows: Iterable[Tensor],
+    cache: ScoreCache | None,
 ) -> dict[str, int]:
     """Bytes of the weights of `teachers` that are in this process now, of the `heads` among them, and of the
     hidden states in memory: `rows`, and what `cache` keeps there. Teachers that are streamed share one
     buffer, of which each tells.
     """
-    held = [(teacher.streams, teacher.weight_bytes) for teacher in teachers if isinstance(teacher, Weighing)]
-    whole = max((size for streams, size in held if streams), default=0)
-    whole += sum(size for streams, size in held if not streams)
-    resident = held_bytes(t for head in heads for t in (head.weight, head.bias) if t is not None)
+    own = {name: one for name, one in teachers.items() if isinstance(one, Weighing)}
+    whole = max((one.weight_bytes for one in own.values() if one.streams), default=0)
+    whole += sum(one.weight_bytes for one in own.values() if not one.streams)
+    lent = {name for name, one in teachers.items() if isinstance(one, Borrowing) and one.borrows}
+    told = [head for name, head in heads.items() if name not in lent]
+    resident = held_bytes(t for head in told for t in (head.weight, head.bias) if t is not None)
     return {
         "teacher_weights": max(0, whole - resident),
         "teacher_heads": resident,
@@ -323,6 +328,16 @@ class Weighing(Protocol):
     @property
     def weight_bytes(self) -> int:
         """How much of them is in memory now, heads too; of those that share memory all together."""
+        ...
+
+
+@runtime_checkable
+class Borrowing(Protocol):
+    """What a teacher offers beyond `Teacher` when its weights may be others' too."""
+
+    @property
+    def borrows(self) -> bool:
+        """Whether its head belongs to a base that others compute with too."""
         ...
 
 

@@ -30,7 +30,7 @@ from transformers.pytorch_utils import Conv1D
 from opd.config.train import USUAL_TARGETS, LoRAConfig
 from opd.errors import CheckpointError, MissingExtraError, ModelError, reason_of, writing
 from opd.foreign import is_file_name
-from opd.models.causal_lm import CausalLM, WeightsDigest, held_bytes, weights_digest
+from opd.models.causal_lm import CausalLM, WeightsDigest, weights_digest
 from opd.models.checkpoint import save_checkpoint
 from opd.models.hf_folder import (
     ADAPTER_CONFIG,
@@ -77,10 +77,10 @@ class AdaptedLM(CausalLM):
         self._scaling = config.scaling
         self._base_dtype, self._base_device = str(base.dtype).removeprefix("torch."), base.device
         if base.unread is None:
-            self._base_digest = digest_tensor(base.weights())
+            self._base_digest = base_digest(base)
         _inject(base, config, seed)
         super().__init__(base.module, base.unread)
-        self.vocabulary = base.vocabulary
+        self.vocabulary, self.borrowed = base.vocabulary, base.borrowed
 
     def filled(self) -> None:
         super().filled()
@@ -92,6 +92,10 @@ class AdaptedLM(CausalLM):
         for name, tensor in super().weights():
             if not _PART.search(name):
                 yield weight_name(name), tensor
+
+    def _brought(self) -> Iterable[nn.Parameter]:
+        """The base stays: nobody sends it."""
+        return [own for name, own in self.module.named_parameters() if _PART.search(name)]
 
     def keep_adapters_in(self, dtype: torch.dtype) -> None:
         """Cast the adapters, which are trained, and leave the base as it is."""
@@ -150,19 +154,20 @@ class MergingLM(CausalLM):
     """A plain model, made of a base and the adapters it is given. Its `weights` are those adapters."""
 
     def __init__(self, base: CausalLM, config: LoRAConfig) -> None:
-        """Take over `base`; the layers that `config` names are kept twice, as they were and merged."""
-        self._base_digest = digest_tensor(base.weights())
+        """Take over `base`; the layers that `config` names are there twice, as they were and merged."""
+        self._base_digest = base_digest(base)
         self._scaling = config.scaling
-        own = dict(base.module.named_parameters())
-        layers = target_layers(base.module, config.targets)
-        self._merged = {layer: own[f"{layer}.weight"] for layer in layers}
-        self._base = {layer: weight.detach().clone() for layer, weight in self._merged.items()}
+        self._merged: dict[str, nn.Parameter] = {}
+        self._base: dict[str, Tensor] = {}
         self._adapters: dict[str, Tensor] = {}
-        for layer, weight in self._base.items():
+        for layer in target_layers(base.module, config.targets):
+            part = base.module.get_submodule(layer)
+            weight = self._base[layer] = part.weight.detach()
+            part.weight = self._merged[layer] = nn.Parameter(weight.clone(), requires_grad=False)
             self._adapters[layer + LORA_A] = weight.new_zeros(config.rank, weight.shape[1])
             self._adapters[layer + LORA_B] = weight.new_zeros(weight.shape[0], config.rank)
         super().__init__(base.module)
-        self.vocabulary = base.vocabulary
+        self.vocabulary, self.borrowed = base.vocabulary, base.borrowed
 
     def _brought(self) -> Iterable[nn.Parameter]:
         """The base stays: nobody sends it."""
@@ -171,7 +176,7 @@ class MergingLM(CausalLM):
     @property
     def nbytes(self) -> int:
         """Of the layers that are adapted twice, as they were and merged."""
-        return super().nbytes + held_bytes((*self._base.values(), *self._adapters.values()))
+        return super().nbytes + self.own_bytes((*self._base.values(), *self._adapters.values()))
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """The digest of the base and the adapters that are merged into it."""
@@ -244,6 +249,11 @@ def _linear_layers(module: Any) -> list[str]:
 def digest_tensor(weights: Iterable[tuple[str, Tensor]]) -> Tensor:
     """[32] uint8: the digest of a plain model's weights, as it travels with adapters."""
     return torch.frombuffer(bytearray.fromhex(weights_digest(weights)), dtype=torch.uint8)
+
+
+def base_digest(base: CausalLM) -> Tensor:
+    """`digest_tensor` of a plain model, which others may have told already."""
+    return digest_tensor(base.weights()) if base.borrowed is None else base.borrowed.digest()
 
 
 def require_base(digest: Tensor, own: Tensor) -> None:

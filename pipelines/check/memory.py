@@ -8,10 +8,19 @@ from itertools import chain
 from typing import Literal, NamedTuple
 
 from opd.config import BatchConfig, Recipe
+from opd.config.teachers import TorchEngineConfig
 from opd.config.train import OffloadConfig
 from opd.pipelines.check.checks import readable
 from opd.pipelines.check.shapes import ModelShape
-from opd.pipelines.stages.precision import WIDTH, has_masters, is_cut, learning_width, model_dtype
+from opd.pipelines.stages.precision import (
+    WIDTH,
+    has_masters,
+    is_cut,
+    learning_width,
+    merges_adapters,
+    model_dtype,
+    shares_base,
+)
 from opd.train.micro_batches import PLAIN, SCORED, fitting_tokens, layer_bytes, logits_bytes
 
 MIB = 1 << 20
@@ -178,9 +187,9 @@ def _grpo(recipe: Recipe, student: ModelShape, teachers: Mapping[str, ModelShape
 
 def _frozen(recipe: Recipe, student: ModelShape, kept: bool) -> Parts:
     """The model that a stage began as, once, where `evaluation.base_kl_every` or a reference (`kept`) needs
-    it; of several ranks each has its share.
+    it, unless it is the base that adapters are trained on; of several ranks each has its share.
     """
-    held = kept or recipe.evaluation.base_kl_every > 0
+    held = (kept or recipe.evaluation.base_kl_every > 0) and not _one_base(recipe)
     size = student.parameters * WIDTH[model_dtype(recipe)] // (recipe.train.ranks or 1)
     return [Part("frozen copy of the start", size)] if held else []
 
@@ -238,18 +247,22 @@ def _training(recipe: Recipe, student: ModelShape, batch: BatchConfig, lora: boo
 def _held_in_training(recipe: Recipe, student: ModelShape, lora: bool) -> Parts:
     """`_training` but for the activations."""
     width, own = WIDTH[model_dtype(recipe)], learning_width(recipe)
-    learns = student.adapters if lora else student.parameters
-    # An engine that is sent adapters keeps the layers they belong to twice, as they were and merged.
-    received = student.adapted + student.adapters if lora else 0
+    learns, base = (student.adapters, student.parameters) if lora else (student.parameters, 0)
+    one_base, merges = lora and _one_base(recipe), lora and _merges(recipe, student)
+    # An engine that is sent adapters may keep the layers they belong to twice, as they were and merged.
+    received = student.adapters * lora + student.adapted * merges
     weights, gradients, moments = _sharing(recipe)
-    ranks, copy = recipe.train.ranks or 1, (student.parameters + received) * width
+    ranks = recipe.train.ranks or 1
+    copy = (received + student.parameters * (not one_base)) * width
     is_shared = is_cut(recipe, ranks, student.parameters * width)
     if is_shared:  # it is the trainer's, and has no other form
         copy = 0 if recipe.train.backend == "torch" else copy // ranks
     is_pushed = recipe.model.lora is None  # a base that nobody pushes stays
-    held = (learns * own + (student.parameters * width if lora else 0)) // weights
+    held = (learns * own + base * width * (not one_base)) // weights
     copies = _copies(recipe, student, learns, width)
+    decoded = student if merges or not lora else replace(student, fused=0, linear=0)  # by its own code
     return [
+        *([Part("base", base * width)] if one_base else []),
         # They stay where the engine writes with them.
         Part("weights", held, "trainer", _LEARNS | _SYNC if copy else _ALWAYS),
         Part(f"copies in {model_dtype(recipe)}", copies, phases=_LEARNS),
@@ -257,8 +270,22 @@ def _held_in_training(recipe: Recipe, student: ModelShape, lora: bool) -> Parts:
         Part("AdamW", 2 * learns * own // moments, "trainer", _LEARNS),
         Part("engine copy", copy, "engine", _WRITES | _SYNC if is_pushed else _ALWAYS),
         Part("KV cache", _cache(recipe, student), "engine", _WRITES),
-        *([] if is_shared else _decode(recipe, student)),
+        *([] if is_shared else _decode(recipe, decoded)),
     ]
+
+
+def _one_base(recipe: Recipe) -> bool:
+    """Whether a student of adapters has its base together with all that compute with it."""
+    return shares_base(recipe, recipe.train.ranks or 1)
+
+
+def _merges(recipe: Recipe, student: ModelShape) -> bool:
+    """Whether the embedded engine merges adapters; on a GPU that is not here it does not."""
+    adapted = student.adapted * WIDTH[model_dtype(recipe)]
+    if on_cuda(recipe.model.device) and free_on_cuda(recipe.model.device) is None:
+        engine = recipe.rollout.engine
+        return isinstance(engine, TorchEngineConfig) and engine.lora == "merged"
+    return merges_adapters(recipe, adapted)
 
 
 def _sharing(recipe: Recipe) -> tuple[int, int, int]:
@@ -317,6 +344,7 @@ def _chunk(recipe: Recipe) -> int:
 def _teachers(recipe: Recipe, student: ModelShape, teachers: Mapping[str, ModelShape], width: int) -> int:
     shapes = {name: teachers.get(name, student) for name in recipe.taught()}
     sizes = {name: shape.parameters * width for name, shape in shapes.items()}
+    sizes |= _on_bases(recipe, student, teachers, width)
     streamed = [name for name in sizes if recipe.teacher(name).streams]
     kept = sum(size for name, size in sizes.items() if name not in streamed)
     if not streamed:
@@ -325,6 +353,24 @@ def _teachers(recipe: Recipe, student: ModelShape, teachers: Mapping[str, ModelS
     head = width * max(shape.vocabulary * shape.hidden_size for shape in (student, *shapes.values()))
     buffer = min(recipe.storage.prefetch_mb * MIB + head, max(sizes[name] for name in streamed))
     return kept + buffer + min(2, len(streamed)) * head
+
+
+def _on_bases(
+    recipe: Recipe, student: ModelShape, teachers: Mapping[str, ModelShape], width: int
+) -> dict[str, int]:
+    """Bytes of the local teachers that are adapters on a base which others have, too: the first of those
+    whose base no student has tells of it.
+    """
+    known, found = [student.origin] if _one_base(recipe) else [], {}
+    own = replace(student, delta=student.adapters * learning_width(recipe), on=student.origin)
+    local = {n: teachers.get(n, own) for n in recipe.taught() if recipe.teacher(n).type == "local"}
+    adapters = {name: shape for name, shape in local.items() if shape.delta}
+    for name, shape in adapters.items():
+        here = any(shape.on & one for one in known)
+        if here or len(adapters) > 1:
+            found[name] = shape.delta + (0 if here else shape.parameters * width)
+            known.append(shape.on)
+    return found
 
 
 _DRAWN = 28

@@ -229,6 +229,7 @@ def open_schedule(
         device = torch_device(recipe.model.device)
         schedule = TeacherSchedule(teachers, router, cache=cache, device=device, group=group)
         context.memory.watch(schedule.resident)
+        context.memory.watch(context.bases.resident)
         yield schedule
 
 
@@ -251,7 +252,9 @@ def open_teachers(
     sources = _sources(context, names)
     cache, servers = _weights_cache(context, stack), context.servers
     check = context.preemption.check_waiting
-    opening = TeacherOpening(_served(context, names), placement, sources, group, cache, check=check)
+    opening = TeacherOpening(
+        _served(context, names), placement, sources, group, cache, bases=context.bases, check=check
+    )
     if servers is not None:
         turns = {group: partial(servers.turn, group, check) for group in recipe.servers_in_turn}
         opening = replace(opening, given_up=servers.given_up, turns=turns)
