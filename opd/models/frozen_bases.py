@@ -144,8 +144,11 @@ class FrozenBases:
         self, folder: str | Path, *, dtype: str, device: str | torch.device, trains: bool = False
     ) -> CausalLM:
         """A model around the base in `folder`, which is read unless it is here. `trains`: a student counts
-        the base among its own weights. Raises what `CausalLM.from_pretrained` raises.
+        the base among its own weights. What is an adapter itself is nobody else's. Raises what
+        `CausalLM.from_pretrained` raises.
         """
+        if adapter_base(Path(folder)) is not None:
+            return CausalLM.from_pretrained(folder, dtype=dtype, device=device)
         where, place = Path(folder), (torch_dtype(dtype), torch_device(device))
         kept = self._find(place, lambda one: one.is_of(where))
         known = kept is not None

@@ -73,10 +73,10 @@ def origin_of(folder: Path) -> frozenset[str]:
     """What a Hugging Face folder is told by without reading its weights: where it lies, and the digests of
     its weight files, if it says them.
     """
-    from opd.models.hf_folder import read_checksums, weight_files
+    from opd.models.hf_folder import adapter_base, read_checksums, weight_files
 
     known = read_checksums(folder)
-    digests = [known.get(name, "") for name in weight_files(folder)]
+    digests = [known.get(name, "") for name in weight_files(folder)] if adapter_base(folder) is None else [""]
     return frozenset([str(folder.resolve())]) | (frozenset(digests) if all(digests) else frozenset())
 
 

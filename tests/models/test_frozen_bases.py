@@ -94,6 +94,7 @@ def test_an_adapter_of_pefts_is_added_to_a_base_that_is_here(base, merged, tmp_p
     bases = FrozenBases()
     student = bases.open(base, **HERE)
     found, whole = bases.adapted(folder, **HERE), CausalLM.from_pretrained(folder)
+    assert not places(bases.open(folder, **HERE)) & places(student)  # no base of others
     assert isinstance(found, DeltaLM)
     assert places(found) == places(student)
     assert found.digest() == whole.digest()
