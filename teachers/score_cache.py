@@ -6,7 +6,7 @@ node's cache: computed once, then mapped.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, groupby
 from typing import Protocol, runtime_checkable
 
@@ -148,6 +148,18 @@ class ScoreCache(Protocol):
         ...
 
 
+HIDDEN_MB = 64
+"""MiB of a mini-batch's rows that stay in memory, where a recipe leaves it open."""
+
+
+def left_at_most(device: torch.device) -> int:
+    """Half of the bytes that are free on a GPU in the largest moment so far: memory comes in pieces, and
+    another batch has longer responses.
+    """
+    free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
+    return max(0, free - torch.cuda.max_memory_allocated(device)) // 2
+
+
 class CachedScores:
     """The `ScoreCache` of a schedule, on a `NodeCache` that other processes may use too.
 
@@ -158,9 +170,10 @@ class CachedScores:
         cache: Where rows are kept, within its quota.
         variants: What changes a teacher's rows besides its digest and the tokens, such as the dtype it
             computes in, by its name. Nothing is kept of teachers that are not named here; `None` keeps all.
-        memory_bytes: Of the rows of a mini-batch so many stay in memory until `release`, and are gone with
-            the process: to write and map a few costs more than to compute them. With it nobody else writes to
-            the cache.
+        memory_bytes: Of the rows of a mini-batch so many stay where they were computed until `release`, and
+            are gone with the process: to write and map a few costs more than to compute them. With it nobody
+            else writes to the cache.
+        grows: Asked once, at the end of the first mini-batch: how many bytes may stay from then on, if more.
     """
 
     def __init__(
@@ -169,11 +182,13 @@ class CachedScores:
         *,
         variants: Mapping[str, str] | None = None,
         memory_bytes: int = 0,
+        grows: Callable[[], int] | None = None,
     ) -> None:
         self.cache = cache
         self.variants = variants
         self._leases: list[tuple[str, Lease]] = []
         self._memory = self._room = memory_bytes
+        self._grows, self._stored = grows, False
         self._near: dict[tuple[str, str], tuple[np.ndarray, Tensor]] = {}
         """By teacher and sample its response, [R], and rows that are in memory."""
         self._searched = memory_bytes == 0 or cache.used_bytes() > 0
@@ -204,7 +219,7 @@ class CachedScores:
         Rows the cache has no room for, or that are few, are returned as they are. Raises `StorageError` if
         its disk fails.
         """
-        size = sum(own.nbytes for own in rows)
+        size, self._stored = sum(own.nbytes for own in rows), True
         if size <= self._room:
             self._room -= size
             for sample, own in zip(samples, rows, strict=True):
@@ -226,7 +241,8 @@ class CachedScores:
     def store_pieces(self, teacher: Teacher, pieces: RowPieces) -> dict[str, Tensor]:
         """Keep the rows of samples as they come, piece by piece; what to use until `release`, by uid.
 
-        No more than a piece is in memory, except for rows the cache has no room for. Raises `StorageError` if
+        No more than a piece is in memory, but for samples that fit into what may stay there, and rows the
+        cache has no room for. Raises `StorageError` if
         its disk fails, and `TeacherError` where a sample does not get a row for each token.
         """
         kept: dict[str, Tensor] = {}
@@ -235,9 +251,10 @@ class CachedScores:
         return kept
 
     def _store_one(self, teacher: Teacher, sample: Sample, parts: Iterator[Tensor]) -> Tensor:
-        self._searched = True
-        first = next(parts)
-        key, count = self._key(teacher, sample), len(sample.response_ids)
+        first, count, self._stored = next(parts), len(sample.response_ids), True
+        if count * first[:1].nbytes <= self._room:
+            return self._stay(teacher, sample, chain([first], parts), first.new_empty(count, first.shape[1]))
+        self._searched, key = True, self._key(teacher, sample)
         writer = self.cache.open_rows(key, rows_array(first[:1]), count, self._record(teacher, sample))
         if writer is None:
             return torch.cat([first, *parts])
@@ -262,6 +279,20 @@ class CachedScores:
             )
         return found
 
+    def _stay(self, teacher: Teacher, sample: Sample, parts: Iterator[Tensor], room: Tensor) -> Tensor:
+        """`room` [R, D] with what comes in `parts`, on their device, until `release`."""
+        done = 0
+        for rows in parts:
+            done += len(rows)
+            if done > len(room) or not torch.isfinite(rows).all():
+                raise unusable(teacher.name, sample, done)
+            room[done - len(rows) : done] = rows
+        if done < len(room):
+            raise unusable(teacher.name, sample, done)
+        self._room -= room.nbytes
+        self._near[teacher.name, sample.uid] = sample.response_ids, room
+        return room
+
     def _in_memory(self, writer: RowsWriter, rows: Tensor, parts: Iterator[Tensor]) -> Tensor:
         """The disk is full: what was written is taken back, the rest stays in memory too."""
         self.cache.written(0)
@@ -270,6 +301,8 @@ class CachedScores:
 
     def release(self) -> None:
         """End the leases: what `find` and `store` returned may be evicted from now on."""
+        if self._grows is not None and self._stored:
+            self._memory, self._grows = max(self._memory, self._grows()), None
         self._room = self._memory
         self._near.clear()
         leases, self._leases = self._leases, []

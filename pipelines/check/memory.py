@@ -28,7 +28,7 @@ MIB = 1 << 20
 PHASES = ("rollout", "score", "train", "sync")
 """Of a step, in their order."""
 _ALWAYS, _WRITES, _LEARNS = frozenset(PHASES), frozenset({"rollout"}), frozenset({"train"})
-_SYNC = frozenset({"sync"})
+_SYNC, _SCORED = frozenset({"sync"}), frozenset({"score", "train"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +137,7 @@ def put_away(parts: Parts) -> int:
 def stages_of(recipe: Recipe, student: ModelShape, teachers: Mapping[str, ModelShape]) -> list[Parts]:
     """What each stage that trains holds: the merge, what trains all weights of the base, specialists."""
     lora = recipe.model.lora is not None
-    led = _led(recipe, student, teachers)
+    led = _led(recipe, student, teachers, merge_answers(recipe))
     merge = _training(recipe, student, recipe.distill.batch, lora, total(led)) + led
     if recipe.distill.prefixes == "student":
         merge += _frozen(recipe, student, kept=False)
@@ -174,7 +174,8 @@ def _grpo(recipe: Recipe, student: ModelShape, teachers: Mapping[str, ModelShape
     config = recipe.specialist
     parts = _training(recipe, student, config.batch, recipe.model.lora is not None)
     if config.opd is not None:
-        parts += _led(recipe.following_teachers(), student, teachers)
+        answers = {next(iter(recipe.domains)): config.most_prompts * config.group_size}
+        parts += _led(recipe.following_teachers(), student, teachers, answers)
     if config.advantage.type == "gae":
         parts.append(Part("critics", _critic(recipe, student), "trainer", _LEARNS))
     parts += _frozen(recipe, student, kept=bool(config.reference_kl.coef))
@@ -203,10 +204,7 @@ def answers_held(recipe: Recipe) -> tuple[int, int]:
     their bytes, if all are as long as they may get.
     """
     config = recipe.distill
-    counts = {
-        name: recipe.for_domain(name).distill.prompts_per_domain * config.steps * config.samples_per_prompt
-        for name in recipe.domains
-    }
+    counts = {name: count * config.steps for name, count in merge_answers(recipe).items()}
     sizes = [
         count * (_SAMPLE + _TOKEN * recipe.for_domain(name).rollout.max_new_tokens)
         for name, count in counts.items()
@@ -218,7 +216,7 @@ def merge_tokens(
     recipe: Recipe, student: ModelShape, teachers: Mapping[str, ModelShape] | None = None
 ) -> int:
     """Packed tokens of a micro-batch of the merge, about: `choose_tokens` asks when the stage starts."""
-    beside = total(_led(recipe, student, teachers or {}))
+    beside = total(_led(recipe, student, teachers or {}, merge_answers(recipe)))
     held = _held_in_training(recipe, student, recipe.model.lora is not None)
     return _packed(recipe, student, recipe.distill.batch, beside + total(held))
 
@@ -326,12 +324,47 @@ def _copies(recipe: Recipe, student: ModelShape, learns: int, width: int) -> int
     return (outside + 2 * (student.parameters - outside) // max(student.layers, 1)) * width
 
 
-def _led(recipe: Recipe, student: ModelShape, teachers: Mapping[str, ModelShape]) -> Parts:
-    """What following its teachers takes beside training, in a stage with this recipe."""
+def _led(
+    recipe: Recipe, student: ModelShape, teachers: Mapping[str, ModelShape], answers: Mapping[str, int]
+) -> Parts:
+    """What following its teachers takes beside training, in a stage with this recipe that is given so many
+    `answers` of each domain in a step.
+    """
     return [
         Part("teachers", _teachers(recipe, student, teachers, WIDTH[model_dtype(recipe)])),
+        Part("hidden states", _hidden(recipe, student, teachers, answers), phases=_SCORED),
         Part("logits of a chunk", logits_bytes(_chunk(recipe), student.vocabulary), phases=_LEARNS),
     ]
+
+
+def _hidden(
+    recipe: Recipe, student: ModelShape, teachers: Mapping[str, ModelShape], answers: Mapping[str, int]
+) -> int:
+    """Bytes of a step's hidden states that a rank has in memory, if all responses are as long as they may
+    get: of teachers that are streamed those that a recipe lets stay there. On a GPU more may stay.
+    """
+    from opd.teachers.score_cache import HIDDEN_MB
+
+    asked, kept, streamed = recipe.storage.hidden_memory_mb, 0, 0
+    longest = {name: recipe.for_domain(name).rollout.max_new_tokens for name in answers}
+    for name, domains in recipe.taught().items():
+        settings = recipe.teacher(name)
+        if getattr(settings, "signal", "hidden") != "hidden":
+            continue
+        row = teachers.get(name, student).hidden_size * WIDTH[model_dtype(recipe)]
+        size = row * sum(answers[one] * longest[one] for one in domains if one in answers)
+        if settings.streams and recipe.storage.cache_mb:
+            streamed += size
+        else:
+            kept += size
+    ranks = recipe.train.ranks or 1
+    return kept // ranks + min(streamed // ranks, (HIDDEN_MB if asked is None else asked) * MIB)
+
+
+def merge_answers(recipe: Recipe) -> dict[str, int]:
+    """Responses of a step of the merge, by domain."""
+    each = recipe.distill.samples_per_prompt
+    return {name: recipe.for_domain(name).distill.prompts_per_domain * each for name in recipe.domains}
 
 
 def _chunk(recipe: Recipe) -> int:

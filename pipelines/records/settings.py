@@ -41,9 +41,12 @@ _COMPUTES = rf"arguments\.({'|'.join(COMPUTED)})|command"
 
 _JUDGED = re.compile(r"\.reward\.(unreadable|urls)$")
 
-_NOW_SAID: dict[tuple[str, ...], tuple[int, str]] = {("batch", "max_tokens"): (4096, "auto")}
-"""By the end of a path: the default that an earlier version recorded, and the present one, with which a stage
-that has begun keeps the number it began with.
+_NOW_SAID: dict[tuple[str, ...], tuple[int, str | None]] = {
+    ("batch", "max_tokens"): (4096, "auto"),
+    ("storage", "hidden_memory_mb"): (64, None),
+}
+"""By the end of a path: the default that an earlier version recorded, and the present one, which changes
+nothing, or with which a stage that has begun keeps the number it began with.
 """
 NOTHING = object()
 """In the place of a setting that one of two recipes does not have."""

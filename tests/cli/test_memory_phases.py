@@ -198,6 +198,24 @@ def test_the_host_needs_room_for_servers_that_sleep(monkeypatch, arguments, room
         assert "weights of servers that sleep" in told.detail
 
 
+def test_hidden_states_are_counted_where_they_wait():
+    streamed = {"teachers": {"sort": {"path": "sort"}}, "domains": {"sort": {"source": "procedural:sort"}}}
+    step = 64 * 5 * shape().hidden_size * 4  # prompts, their longest answers, float32
+    for storage, kind, held in (
+        ({}, "streamed", step),
+        ({"hidden_memory_mb": 0}, "streamed", 0),
+        ({"hidden_memory_mb": 0}, "local", step),
+        ({"hidden_memory_mb": 0, "cache_mb": 0}, "streamed", step),
+    ):
+        distill = {"teachers": kind, "prompts_per_domain": 64}
+        recipe = recipe_of(**streamed, storage=storage, distill=distill)
+        phases = memory_by_phase(recipe, shape(), {})
+        assert {name: held["hidden states"] for name, held in phases.items() if "hidden states" in held} == {
+            "score": held,
+            "train": held,
+        }
+
+
 LLAMA_8B = {
     "model_type": "llama",
     "hidden_size": 4096,
@@ -230,7 +248,13 @@ def test_adapters_on_eight_billion_weights_take_one_base(monkeypatch):
             evaluation={"base_kl_every": 1},
         )
         parts = memory_parts(recipe, large, dict.fromkeys(teachers, teacher))
-        passing = ("KV cache", "activations", "logits of a chunk", "decode buffers and graphs")
+        passing = (
+            "KV cache",
+            "activations",
+            "logits of a chunk",
+            "decode buffers and graphs",
+            "hidden states",
+        )
         sizes[way] = sum(size for name, size in parts.items() if name not in passing)
         assert parts["base"] == 2 * large.parameters
         assert parts["teachers"] == 2 * teacher.delta

@@ -197,6 +197,7 @@ def test_plan_says_what_is_held(models, ran, lora) -> None:
     told = held["teacher_weights"] + held["teacher_heads"]
     assert own <= told <= parts["teachers"] <= own + 4 * FILE_HEADERS
     assert "frozen copy of the start" not in parts
+    assert 0 < max(one["memory/train/hidden_states"] for one in ran(lora).rows) <= parts["hidden states"]
 
 
 def _halves(folder: Path) -> list[Tensor]:
