@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pretend_cuda
 import pytest
 import torch
 from attempts import stop
@@ -74,6 +75,7 @@ def recipe_of(models: Path, **changes: Any) -> Recipe:
 class Ran(NamedTuple):
     """A merge."""
 
+    path: Path
     digest: str
     rows: list[dict[str, Any]]
     """Its metrics."""
@@ -150,7 +152,7 @@ def ran(models, tmp_path_factory) -> Callable[[str], Ran]:
             counted = Counted(patch)
             run_stage(recipe, folder, "merge")
             digest = (folder.stage_done("merge") or {})["digest"]
-        return Ran(digest, read_metrics(path / "stages/merge/metrics.jsonl"), counted.most)
+        return Ran(path, digest, read_metrics(path / "stages/merge/metrics.jsonl"), counted.most)
 
     return merged
 
@@ -235,3 +237,21 @@ def test_a_trainer_and_an_engine_that_go_leave_the_base(models, ran, tmp_path) -
         with RunFolder.create(tmp_path / lora, recipe) as folder:
             run_stage(recipe, folder, "merge")
             assert (folder.stage_done("merge") or {})["digest"] == ran(lora).digest
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lora", ["adapters", "merged"])
+def test_a_base_on_a_gpu_is_there_once(models, ran, tmp_path, lora) -> None:
+    given = {"path": str(models / "base"), "lora": LORA.model_dump(), "device": "cuda:1"}
+    recipe = recipe_of(models, model=given, rollout={"engine": {"type": "torch", "lora": lora}})
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        pretend_cuda.on("cuda:1"),
+        RunFolder.create(tmp_path / "run", recipe) as folder,
+    ):
+        counted = Counted(patch)
+        run_stage(recipe, folder, "merge")
+    assert counted.most == ran(lora).held
+    ours, theirs = (_halves(place / "merged") for place in (tmp_path / "run", Path(ran(lora).path)))
+    for own, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(own, other, rtol=1e-3, atol=1e-5)
