@@ -31,7 +31,7 @@ from opd.config.train import USUAL_TARGETS, LoRAConfig
 from opd.errors import CheckpointError, MissingExtraError, ModelError, reason_of, writing
 from opd.foreign import is_file_name
 from opd.models.causal_lm import CausalLM, WeightsDigest, weights_digest
-from opd.models.checkpoint import save_checkpoint
+from opd.models.checkpoint import MAX_SHARD_BYTES, save_checkpoint
 from opd.models.hf_folder import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
@@ -352,7 +352,8 @@ def save_adapted(
     max_shard_bytes: int | None = None,
 ) -> str:
     """Write the merged model to `folder` as `save_checkpoint` does, with its adapters in `folder/adapter`;
-    with `max_shard_bytes` in files of so many, and not much more of it is in memory.
+    with `max_shard_bytes` in files of so many. Not much more of it is in memory then, and of a model on a
+    device nothing is there.
 
     Returns the digest of the merged weights.
     """
@@ -367,13 +368,15 @@ def save_adapted(
         (draft / FOLDER / BASE).write_text(json.dumps(base, indent=2) + "\n", "utf-8")
 
     card = {**card, "adapter": _summary(model)}
-    if max_shard_bytes is None:
+    place = Path(folder)
+    if max_shard_bytes is None and model.device.type == "cpu":
         plain = model.merge()
-        save_checkpoint(plain, tokenizer, folder, card, beside=beside)
-        return plain.digest()
-    with writing(Path(folder)):
-        plain = model.merge(Path(folder).parent)
-    save_checkpoint(plain, tokenizer, folder, card, max_shard_bytes=max_shard_bytes, beside=beside)
+    else:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        with writing(place):
+            plain = model.merge(place.parent)
+    most = MAX_SHARD_BYTES if max_shard_bytes is None else max_shard_bytes
+    save_checkpoint(plain, tokenizer, place, card, max_shard_bytes=most, beside=beside)
     return plain.digest()
 
 

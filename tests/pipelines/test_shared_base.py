@@ -244,14 +244,21 @@ def test_a_trainer_and_an_engine_that_go_leave_the_base(models, ran, tmp_path) -
 def test_a_base_on_a_gpu_is_there_once(models, ran, tmp_path, lora) -> None:
     given = {"path": str(models / "base"), "lora": LORA.model_dump(), "device": "cuda:1"}
     recipe = recipe_of(models, model=given, rollout={"engine": {"type": "torch", "lora": lora}})
+    read, load = [], CausalLM.from_pretrained.__func__
     with (
         pytest.MonkeyPatch.context() as patch,
         pretend_cuda.on("cuda:1"),
         RunFolder.create(tmp_path / "run", recipe) as folder,
     ):
         counted = Counted(patch)
+        patch.setattr(
+            CausalLM,
+            "from_pretrained",
+            classmethod(lambda cls, path, **place: read.append(path) or load(cls, path, **place)),
+        )
         run_stage(recipe, folder, "merge")
     assert counted.most == ran(lora).held
+    assert read == [models / "base"]  # once, and not again when the merged model is written
     ours, theirs = (_halves(place / "merged") for place in (tmp_path / "run", Path(ran(lora).path)))
     for own, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(own, other, rtol=1e-3, atol=1e-5)
