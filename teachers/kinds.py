@@ -20,6 +20,7 @@ from opd.protocols import Teacher
 if TYPE_CHECKING:
     import torch.distributed as dist
 
+    from opd.models.frozen_bases import FrozenBases
     from opd.storage.shard_cache import ShardCache
 
 
@@ -53,9 +54,10 @@ class TeacherOpening:
     given_up: Callable[[Sequence[str]], OpdError | None] = lambda urls: None
     """Returns the reason why the run does not restart servers with these URLs, if it had started them."""
     turns: Mapping[str, Callable[[], AbstractContextManager[None]]] = field(default_factory=dict)
-    """Contexts by name for groups of servers that the run has started and that sleep otherwise. Wrap each
-    computation. All ranks enter and leave it together.
-    """
+    """Of groups of servers that the run has started and that sleep otherwise, by name: around what they
+    compute. All ranks enter and leave it together."""
+    bases: FrozenBases | None = None
+    """Bases that are here, on which teachers may have been trained."""
     check: Callable[[], None] = lambda: None
     """Called now and then while waiting for another machine. Raises `PreemptedError` if the run is to stop
     and cannot wait longer.

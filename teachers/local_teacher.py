@@ -11,7 +11,9 @@ import torch
 
 from opd.config.teachers import LocalTeacherConfig
 from opd.kernels.head import Head
+from opd.models.adapters import has_adapter
 from opd.models.causal_lm import CausalLM
+from opd.models.frozen_bases import FrozenBases
 from opd.models.long_sequence import LayerMemory
 from opd.teachers.kinds import TeacherKind, TeacherOpening
 from opd.teachers.score_cache import RowPieces, row_pieces
@@ -28,8 +30,10 @@ class LocalTeacher:
         dtype: Of its weights and hidden states.
         device: Where it runs.
         max_tokens: Packed tokens per forward pass.
-        vocabulary: Size of the student's tokenizer. Both heads are cut to it, regardless of padding.
-        sequence_chunk: More packed tokens go through the layers in chunks of so many.
+        vocabulary: Size of the student's tokenizer; both heads are cut to it, however they are padded.
+        sequence_chunk: More packed tokens go through the layers in pieces of so many.
+        bases: Those that are here: of a model that is one of them and adapters these alone are read.
+        joins: Whether other teachers have adapters on a base, too, so that one is read where none is here.
     """
 
     streams = False
@@ -44,6 +48,8 @@ class LocalTeacher:
         max_tokens: int = 4096,
         vocabulary: int | None = None,
         sequence_chunk: int | None = None,
+        bases: FrozenBases | None = None,
+        joins: bool = False,
     ) -> None:
         self.name = name
         self.path = Path(path)
@@ -52,13 +58,23 @@ class LocalTeacher:
         self._max_tokens = max_tokens
         self._vocabulary = vocabulary
         self.sequence_chunk = sequence_chunk
+        self._bases, self._joins = bases, joins
 
     @cached_property
     def model(self) -> CausalLM:
         """The loaded model. Raises `CheckpointError` for a missing or damaged folder."""
-        model = CausalLM.from_pretrained(self.path, dtype=self._dtype, device=self._device)
-        model.module.requires_grad_(False)
+        place, model = {"dtype": self._dtype, "device": self._device}, None
+        if self._bases is not None:
+            model = self._bases.adapted(self.path, **place, reads=self._joins)
+        if model is None:
+            model = CausalLM.from_pretrained(self.path, **place)
+            model.module.requires_grad_(False)
         return model
+
+    @property
+    def borrows(self) -> bool:
+        """Whether its head belongs to a base that others compute with too."""
+        return "model" in self.__dict__ and self.model.borrowed is not None
 
     @property
     def weight_bytes(self) -> int:
@@ -105,6 +121,7 @@ def _open(
     teachers: Mapping[str, LocalTeacherConfig], opening: TeacherOpening
 ) -> Iterator[dict[str, LocalTeacher]]:
     place = opening.placement
+    joins = sum(has_adapter(opening.sources[name]) for name in teachers) > 1
     yield {
         name: LocalTeacher(
             name,
@@ -114,6 +131,8 @@ def _open(
             max_tokens=place.max_tokens,
             vocabulary=place.vocabulary,
             sequence_chunk=place.sequence_chunk,
+            bases=opening.bases,
+            joins=joins,
         )
         for name in teachers
     }

@@ -384,7 +384,7 @@ class TeacherSchedule:
     def resident(self) -> dict[str, int]:
         """Return bytes of teachers' weights, the resident heads included, and of hidden states in memory."""
         apart = [rows for (name, _), rows in self._rows.items() if self._cache_of(name) is None]
-        return resident_parts(self._teachers.values(), self._heads.held.values(), apart, self._cache)
+        return resident_parts(self._teachers, self._heads.held, apart, self._cache)
 
     @property
     def counters(self) -> ScheduleCounters:

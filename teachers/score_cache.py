@@ -6,7 +6,7 @@ the node's cache: computed once, then mapped.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, groupby
 from typing import Protocol, runtime_checkable
 
@@ -150,6 +150,18 @@ class ScoreCache(Protocol):
         ...
 
 
+HIDDEN_MB = 64
+"""MiB of a mini-batch's rows that stay in memory, where a recipe leaves it open."""
+
+
+def left_at_most(device: torch.device) -> int:
+    """Half of the bytes that are free on a GPU in the largest moment so far: memory comes in pieces, and
+    another batch has longer responses.
+    """
+    free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
+    return max(0, free - torch.cuda.max_memory_allocated(device)) // 2
+
+
 class CachedScores:
     """The `ScoreCache` of a schedule, on a `NodeCache` that other processes may use too.
 
@@ -157,13 +169,13 @@ class CachedScores:
     which the system can take back, and no memory of their own. The cache keeps them until `release`.
 
     Args:
-        cache: Stores rows within its quota.
-        variants: Further inputs of a teacher's rows besides its digest and the tokens, such as the dtype it
-            computes in, by its name. Teachers that are not named here are not cached. `None` caches all.
-        memory_bytes: So many bytes of a mini-batch's rows stay in memory until `release`, and are gone with
-            the
-        process: to write and map a few costs more than to compute them. With it nobody else writes to the
-            cache.
+        cache: Where rows are kept, within its quota.
+        variants: What changes a teacher's rows besides its digest and the tokens, such as the dtype it
+            computes in, by its name. Nothing is kept of teachers that are not named here; `None` keeps all.
+        memory_bytes: Of the rows of a mini-batch so many stay where they were computed until `release`, and
+            are gone with the process: to write and map a few costs more than to compute them. With it nobody
+            else writes to the cache.
+        grows: Asked once, at the end of the first mini-batch: how many bytes may stay from then on, if more.
     """
 
     def __init__(
@@ -172,11 +184,13 @@ class CachedScores:
         *,
         variants: Mapping[str, str] | None = None,
         memory_bytes: int = 0,
+        grows: Callable[[], int] | None = None,
     ) -> None:
         self.cache = cache
         self.variants = variants
         self._leases: list[tuple[str, Lease]] = []
         self._memory = self._room = memory_bytes
+        self._grows, self._stored = grows, False
         self._near: dict[tuple[str, str], tuple[np.ndarray, Tensor]] = {}
         """By teacher and sample its response, [R], and its rows in memory."""
         self._searched = memory_bytes == 0 or cache.used_bytes() > 0
@@ -207,7 +221,7 @@ class CachedScores:
         Rows for which the cache has no capacity, or that are few, are returned as they are. Raises
         `StorageError` if its disk fails.
         """
-        size = sum(own.nbytes for own in rows)
+        size, self._stored = sum(own.nbytes for own in rows), True
         if size <= self._room:
             self._room -= size
             for sample, own in zip(samples, rows, strict=True):
@@ -229,8 +243,9 @@ class CachedScores:
     def store_pieces(self, teacher: Teacher, pieces: RowPieces) -> dict[str, Tensor]:
         """Store the rows of samples as they come, chunk by chunk. Return rows to use until `release`, by uid.
 
-        No more than a chunk is in memory, except for rows for which the cache has no capacity. Raises
-        `StorageError` if its disk fails, and `TeacherError` if a sample does not get a row for each token.
+        No more than a piece is in memory, but for samples that fit into what may stay there, and rows the
+        cache has no room for. Raises `StorageError` if
+        its disk fails, and `TeacherError` where a sample does not get a row for each token.
         """
         kept: dict[str, Tensor] = {}
         for sample, parts in groupby(pieces, key=lambda piece: piece[0]):
@@ -238,9 +253,10 @@ class CachedScores:
         return kept
 
     def _store_one(self, teacher: Teacher, sample: Sample, parts: Iterator[Tensor]) -> Tensor:
-        self._searched = True
-        first = next(parts)
-        key, count = self._key(teacher, sample), len(sample.response_ids)
+        first, count, self._stored = next(parts), len(sample.response_ids), True
+        if count * first[:1].nbytes <= self._room:
+            return self._stay(teacher, sample, chain([first], parts), first.new_empty(count, first.shape[1]))
+        self._searched, key = True, self._key(teacher, sample)
         writer = self.cache.open_rows(key, rows_array(first[:1]), count, self._record(teacher, sample))
         if writer is None:
             return torch.cat([first, *parts])
@@ -265,6 +281,20 @@ class CachedScores:
             )
         return found
 
+    def _stay(self, teacher: Teacher, sample: Sample, parts: Iterator[Tensor], room: Tensor) -> Tensor:
+        """`room` [R, D] with what comes in `parts`, on their device, until `release`."""
+        done = 0
+        for rows in parts:
+            done += len(rows)
+            if done > len(room) or not torch.isfinite(rows).all():
+                raise unusable(teacher.name, sample, done)
+            room[done - len(rows) : done] = rows
+        if done < len(room):
+            raise unusable(teacher.name, sample, done)
+        self._room -= room.nbytes
+        self._near[teacher.name, sample.uid] = sample.response_ids, room
+        return room
+
     def _in_memory(self, writer: RowsWriter, rows: Tensor, parts: Iterator[Tensor]) -> Tensor:
         """Move the rows to memory because the disk is full: written ones are read back, the rest stays in
         memory too.
@@ -274,7 +304,9 @@ class CachedScores:
         return torch.cat([before.to(rows.device), rows, *parts])
 
     def release(self) -> None:
-        """End the leases: rows that `find` and `store` returned may be evicted from now on."""
+        """End the leases: what `find` and `store` returned may be evicted from now on."""
+        if self._grows is not None and self._stored:
+            self._memory, self._grows = max(self._memory, self._grows()), None
         self._room = self._memory
         self._near.clear()
         leases, self._leases = self._leases, []
@@ -301,16 +333,21 @@ class CachedScores:
 
 
 def resident_parts(
-    teachers: Iterable[Teacher], heads: Iterable[Head], rows: Iterable[Tensor], cache: ScoreCache | None
+    teachers: Mapping[str, Teacher],
+    heads: Mapping[str, Head],
+    rows: Iterable[Tensor],
+    cache: ScoreCache | None,
 ) -> dict[str, int]:
     """Return the bytes of the weights of `teachers` in this process now, of the `heads` among them, and of
     hidden states in memory: `rows`, and those of `cache`. Streamed teachers share one buffer, and each
     reports it.
     """
-    held = [(teacher.streams, teacher.weight_bytes) for teacher in teachers if isinstance(teacher, Weighing)]
-    whole = max((size for streams, size in held if streams), default=0)
-    whole += sum(size for streams, size in held if not streams)
-    resident = held_bytes(t for head in heads for t in (head.weight, head.bias) if t is not None)
+    own = {name: one for name, one in teachers.items() if isinstance(one, Weighing)}
+    whole = max((one.weight_bytes for one in own.values() if one.streams), default=0)
+    whole += sum(one.weight_bytes for one in own.values() if not one.streams)
+    lent = {name for name, one in teachers.items() if isinstance(one, Borrowing) and one.borrows}
+    told = [head for name, head in heads.items() if name not in lent]
+    resident = held_bytes(t for head in told for t in (head.weight, head.bias) if t is not None)
     return {
         "teacher_weights": max(0, whole - resident),
         "teacher_heads": resident,
@@ -328,6 +365,16 @@ class Weighing(Protocol):
     @property
     def weight_bytes(self) -> int:
         """Bytes of them in memory now, heads too. Teachers that share memory report the sum."""
+        ...
+
+
+@runtime_checkable
+class Borrowing(Protocol):
+    """What a teacher offers beyond `Teacher` when its weights may be others' too."""
+
+    @property
+    def borrows(self) -> bool:
+        """Whether its head belongs to a base that others compute with too."""
         ...
 
 

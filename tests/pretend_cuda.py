@@ -647,6 +647,8 @@ def _pretend(patch: pytest.MonkeyPatch, made: Gpu) -> None:
         "get_device_name": lambda _=None: NAME,
         "get_device_properties": lambda _=None: SimpleNamespace(name=NAME, total_memory=1 << 33),
         "mem_get_info": lambda _=None: (1 << 33, 1 << 33),
+        "memory_reserved": lambda _=None: 0,
+        "max_memory_allocated": lambda _=None: 0,
     }.items():
         patch.setattr(torch.cuda, name, value)
 

@@ -45,9 +45,10 @@ class StorageConfig(Config):
     cache_mb: int = Field(default=1024, ge=0)
     """Disk for teachers' hidden states, so that they need not wait in memory for their turn in the update
     (MiB); 0 keeps them in memory."""
-    hidden_memory_mb: int = Field(default=64, ge=0)
-    """Memory for the hidden states of a step, before any go to that disk (MiB): a teacher's that fit into
-    what is left of it. Those of a killed step are computed again."""
+    hidden_memory_mb: int | None = Field(default=None, ge=0)
+    """Memory of the device for the hidden states of a step, before any go to that disk (MiB): a teacher's
+    that fit into what is left of it. Those of a killed step are computed again. `null` takes 64, and on CUDA,
+    once a step was taken, half of what its largest moment has left free where that is more."""
     trajectories: Literal["memory", "disk"] = "memory"
     """Where the merge and GRPO keep samples between rollout and update. `disk`: in files, to which each
     response goes when it ends. The step is planned from lengths alone. A micro-batch's tokens and hidden

@@ -102,10 +102,16 @@ class TorchEngineConfig(Config):
     type: Literal["torch"] = "torch"
     sharded: bool | None = None
     """Whether several ranks share one copy of the student to write with (and of each model that is
-    evaluated). FSDP2 gathers it layer by layer for every token. With `train.backend: torch` it is the very
-    one that they train. `false`: each has one of its own, which is faster. `null` takes that if a machine's
-    memory holds one for each of its ranks (a GPU one). Ranks share only with `rollout.schedule: in_turn`, and
-    without CUDA graphs. One rank has all of it anyway."""
+    evaluated), which FSDP2 gathers layer by layer for every token; it is the very one that they train, with
+    `train.backend: torch`. `false`: each has one of its own, which is faster. `null` takes that where a
+    machine's memory holds one for each of its ranks (a GPU one). Ranks share only with `rollout.schedule:
+    in_turn`, and without CUDA graphs. One rank has all of it anyway."""
+    lora: Literal["adapters", "merged"] | None = None
+    """How it writes where `model.lora` trains adapters. `adapters`: they are applied while it writes, on the
+    base that is trained on, of which it has no copy. `merged`: it keeps the layers that have adapters once
+    more, with them in it, and laid out for decode again, which is faster. `null` takes `merged` where these
+    layers take at most a sixteenth of the memory of the device. Ranks that share the trained model apply
+    adapters."""
 
 
 ADAPTED = USUAL_TARGETS

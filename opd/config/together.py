@@ -231,12 +231,17 @@ def _changes_have_somebody_to_take_them(recipe: Recipe) -> None:
 
 def _adapters_are_sent_as_asked(recipe: Recipe) -> None:
     engine = recipe.rollout.engine
-    if not isinstance(engine, ServedEngineConfig) or engine.lora is None:
+    if engine.lora is None:
         return
     if recipe.model.lora is None:
         raise ValueError(
             f"rollout.engine.lora is {engine.lora}, but no adapters are trained; set model.lora, or leave it"
             " out"
+        )
+    if isinstance(engine, TorchEngineConfig) and engine.sharded and engine.lora == "merged":
+        raise ValueError(
+            "rollout.engine.lora is merged, and ranks that share the trained model (sharded) merge nothing;"
+            " leave one of them out"
         )
     if engine.lora == "adapters" and recipe.merged_because is not None:
         raise ValueError(

@@ -29,8 +29,8 @@ from transformers.pytorch_utils import Conv1D
 from opd.config.train import USUAL_TARGETS, LoRAConfig
 from opd.errors import CheckpointError, MissingExtraError, ModelError, reason_of, writing
 from opd.foreign import is_file_name
-from opd.models.causal_lm import CausalLM, WeightsDigest, held_bytes, weights_digest
-from opd.models.checkpoint import save_checkpoint
+from opd.models.causal_lm import CausalLM, WeightsDigest, weights_digest
+from opd.models.checkpoint import MAX_SHARD_BYTES, save_checkpoint
 from opd.models.hf_folder import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
@@ -76,10 +76,10 @@ class AdaptedLM(CausalLM):
         self._scaling = config.scaling
         self._base_dtype, self._base_device = str(base.dtype).removeprefix("torch."), base.device
         if base.unread is None:
-            self._base_digest = digest_tensor(base.weights())
+            self._base_digest = base_digest(base)
         _inject(base, config, seed)
         super().__init__(base.module, base.unread)
-        self.vocabulary = base.vocabulary
+        self.vocabulary, self.borrowed = base.vocabulary, base.borrowed
 
     def filled(self) -> None:
         super().filled()
@@ -91,6 +91,10 @@ class AdaptedLM(CausalLM):
         for name, tensor in super().weights():
             if not _PART.search(name):
                 yield weight_name(name), tensor
+
+    def _brought(self) -> Iterable[nn.Parameter]:
+        """The base stays: nobody sends it."""
+        return [own for name, own in self.module.named_parameters() if _PART.search(name)]
 
     def keep_adapters_in(self, dtype: torch.dtype) -> None:
         """Cast the trained adapters; the base stays."""
@@ -149,19 +153,20 @@ class MergingLM(CausalLM):
     """A plain model with adapters merged into its base. `weights` are those adapters."""
 
     def __init__(self, base: CausalLM, config: LoRAConfig) -> None:
-        """Take over `base`. The layers that `config` names are kept twice, original and merged."""
-        self._base_digest = digest_tensor(base.weights())
+        """Take over `base`; the layers that `config` names are there twice, as they were and merged."""
+        self._base_digest = base_digest(base)
         self._scaling = config.scaling
-        own = dict(base.module.named_parameters())
-        layers = target_layers(base.module, config.targets)
-        self._merged = {layer: own[f"{layer}.weight"] for layer in layers}
-        self._base = {layer: weight.detach().clone() for layer, weight in self._merged.items()}
+        self._merged: dict[str, nn.Parameter] = {}
+        self._base: dict[str, Tensor] = {}
         self._adapters: dict[str, Tensor] = {}
-        for layer, weight in self._base.items():
+        for layer in target_layers(base.module, config.targets):
+            part = base.module.get_submodule(layer)
+            weight = self._base[layer] = part.weight.detach()
+            part.weight = self._merged[layer] = nn.Parameter(weight.clone(), requires_grad=False)
             self._adapters[layer + LORA_A] = weight.new_zeros(config.rank, weight.shape[1])
             self._adapters[layer + LORA_B] = weight.new_zeros(weight.shape[0], config.rank)
         super().__init__(base.module)
-        self.vocabulary = base.vocabulary
+        self.vocabulary, self.borrowed = base.vocabulary, base.borrowed
 
     def _brought(self) -> Iterable[nn.Parameter]:
         """Return the merged weights; the base is never sent."""
@@ -169,8 +174,8 @@ class MergingLM(CausalLM):
 
     @property
     def nbytes(self) -> int:
-        """Bytes, with adapted layers counted twice, original and merged."""
-        return super().nbytes + held_bytes((*self._base.values(), *self._adapters.values()))
+        """Of the layers that are adapted twice, as they were and merged."""
+        return super().nbytes + self.own_bytes((*self._base.values(), *self._adapters.values()))
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the digest of the base and the merged adapters."""
@@ -242,6 +247,11 @@ def _linear_layers(module: Any) -> list[str]:
 def digest_tensor(weights: Iterable[tuple[str, Tensor]]) -> Tensor:
     """Return `[32]` uint8, the digest of a plain model's weights, as sent with adapters."""
     return torch.frombuffer(bytearray.fromhex(weights_digest(weights)), dtype=torch.uint8)
+
+
+def base_digest(base: CausalLM) -> Tensor:
+    """`digest_tensor` of a plain model, which others may have told already."""
+    return digest_tensor(base.weights()) if base.borrowed is None else base.borrowed.digest()
 
 
 def require_base(digest: Tensor, own: Tensor) -> None:
@@ -339,8 +349,9 @@ def save_adapted(
     card: dict[str, Any],
     max_shard_bytes: int | None = None,
 ) -> str:
-    """Write the merged model to `folder` as `save_checkpoint` does, and its adapters to `folder/adapter`.
-    `max_shard_bytes` limits a file's size, and about as much is in memory.
+    """Write the merged model to `folder` as `save_checkpoint` does, with its adapters in `folder/adapter`;
+    with `max_shard_bytes` in files of so many. Not much more of it is in memory then, and of a model on a
+    device nothing is there.
 
     Returns the digest of the merged weights.
     """
@@ -355,13 +366,15 @@ def save_adapted(
         (draft / FOLDER / BASE).write_text(json.dumps(base, indent=2) + "\n", "utf-8")
 
     card = {**card, "adapter": _summary(model)}
-    if max_shard_bytes is None:
+    place = Path(folder)
+    if max_shard_bytes is None and model.device.type == "cpu":
         plain = model.merge()
-        save_checkpoint(plain, tokenizer, folder, card, beside=beside)
-        return plain.digest()
-    with writing(Path(folder)):
-        plain = model.merge(Path(folder).parent)
-    save_checkpoint(plain, tokenizer, folder, card, max_shard_bytes=max_shard_bytes, beside=beside)
+    else:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        with writing(place):
+            plain = model.merge(place.parent)
+    most = MAX_SHARD_BYTES if max_shard_bytes is None else max_shard_bytes
+    save_checkpoint(plain, tokenizer, place, card, max_shard_bytes=most, beside=beside)
     return plain.digest()
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -300,6 +300,15 @@ class Unread:
     """The module's name of each tensor -> its name in the folder's files."""
 
 
+@dataclass(frozen=True, slots=True)
+class Borrowed:
+    """Weights of a model that others of this process compute with too, and nobody changes."""
+
+    parameters: tuple[nn.Parameter, ...]
+    digest: Callable[[], Tensor]
+    """[32] uint8: of all weights of the model that has them, as `digest_tensor` says."""
+
+
 class CausalLM:
     """Wraps `module`, a Hugging Face `...ForCausalLM` whose attention implementation is "opd".
 
@@ -326,6 +335,8 @@ class CausalLM:
         """True after `check_pieces` found equal results in chunks."""
         self.unread = unread
         """Set while the parameters are on the meta device; see `sharded.fill`."""
+        self.borrowed: Borrowed | None = None
+        """Those of its parameters that are not its own."""
         self._vacated: dict[nn.Parameter, torch.Size] = {}
         if unread is None:
             self.check()
@@ -517,9 +528,16 @@ class CausalLM:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the weights now."""
+        """Memory that its weights take now, without those that are not its own."""
         parameters, buffers = tensors_of(self.module)
-        return held_bytes((*parameters, *buffers))
+        return self.own_bytes((*parameters, *buffers))
+
+    def own_bytes(self, tensors: Iterable[Tensor]) -> int:
+        """`held_bytes` of those of `tensors` that do not lie where borrowed weights do."""
+        if self.borrowed is None:
+            return held_bytes(tensors)
+        places = {parameter.untyped_storage().data_ptr() for parameter in self.borrowed.parameters}
+        return held_bytes(t for t in tensors if t.untyped_storage().data_ptr() not in places)
 
     def digest(self) -> str:
         """The sha256 (hex) over names, shapes, dtypes and bytes of `weights()`, the model's identity."""

@@ -613,6 +613,10 @@ class TorchBackend(WholeModelBackend):
 
     def held(self) -> Held:
         parameters, buffers = tensors_of(self.model.module)
+        if self.model.borrowed is not None:  # others compute with it while this one is away
+            lent = set(self.model.borrowed.parameters)
+            buffers += [one for one in parameters if one in lent]
+            parameters = [one for one in parameters if one not in lent]
         return Held(
             tuple(parameters),
             [p.grad for p in self._parameters.values() if p.grad is not None],

@@ -8,10 +8,19 @@ from itertools import chain
 from typing import Literal, NamedTuple
 
 from opd.config import BatchConfig, Recipe
+from opd.config.teachers import TorchEngineConfig
 from opd.config.train import OffloadConfig
 from opd.pipelines.check.checks import readable
 from opd.pipelines.check.shapes import ModelShape
-from opd.pipelines.stages.precision import WIDTH, has_masters, is_cut, learning_width, model_dtype
+from opd.pipelines.stages.precision import (
+    WIDTH,
+    has_masters,
+    is_cut,
+    learning_width,
+    merges_adapters,
+    model_dtype,
+    shares_base,
+)
 from opd.train.micro_batches import PLAIN, SCORED, fitting_tokens, layer_bytes, logits_bytes
 
 MIB = 1 << 20
@@ -19,7 +28,7 @@ MIB = 1 << 20
 PHASES = ("rollout", "score", "train", "sync")
 """The phases of a step, in their order."""
 _ALWAYS, _WRITES, _LEARNS = frozenset(PHASES), frozenset({"rollout"}), frozenset({"train"})
-_SYNC = frozenset({"sync"})
+_SYNC, _SCORED = frozenset({"sync"}), frozenset({"score", "train"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +137,7 @@ def put_away(parts: Parts) -> int:
 def stages_of(recipe: Recipe, student: ModelShape, teachers: Mapping[str, ModelShape]) -> list[Parts]:
     """Return the memory of each training stage: the merge, full training of the base, specialists."""
     lora = recipe.model.lora is not None
-    led = _led(recipe, student, teachers)
+    led = _led(recipe, student, teachers, merge_answers(recipe))
     merge = _training(recipe, student, recipe.distill.batch, lora, total(led)) + led
     if recipe.distill.prefixes == "student":
         merge += _frozen(recipe, student, kept=False)
@@ -165,7 +174,8 @@ def _grpo(recipe: Recipe, student: ModelShape, teachers: Mapping[str, ModelShape
     config = recipe.specialist
     parts = _training(recipe, student, config.batch, recipe.model.lora is not None)
     if config.opd is not None:
-        parts += _led(recipe.following_teachers(), student, teachers)
+        answers = {next(iter(recipe.domains)): config.most_prompts * config.group_size}
+        parts += _led(recipe.following_teachers(), student, teachers, answers)
     if config.advantage.type == "gae":
         parts.append(Part("critics", _critic(recipe, student), "trainer", _LEARNS))
     parts += _frozen(recipe, student, kept=bool(config.reference_kl.coef))
@@ -177,10 +187,10 @@ def _grpo(recipe: Recipe, student: ModelShape, teachers: Mapping[str, ModelShape
 
 
 def _frozen(recipe: Recipe, student: ModelShape, kept: bool) -> Parts:
-    """Return the frozen start model, if `evaluation.base_kl_every` or a reference (`kept`) needs it. Each of
-    several ranks has its share.
+    """The model that a stage began as, once, where `evaluation.base_kl_every` or a reference (`kept`) needs
+    it, unless it is the base that adapters are trained on; of several ranks each has its share.
     """
-    held = kept or recipe.evaluation.base_kl_every > 0
+    held = (kept or recipe.evaluation.base_kl_every > 0) and not _one_base(recipe)
     size = student.parameters * WIDTH[model_dtype(recipe)] // (recipe.train.ranks or 1)
     return [Part("frozen copy of the start", size)] if held else []
 
@@ -194,10 +204,7 @@ def answers_held(recipe: Recipe) -> tuple[int, int]:
     holds them from before its first step. The bytes assume the maximum length.
     """
     config = recipe.distill
-    counts = {
-        name: recipe.for_domain(name).distill.prompts_per_domain * config.steps * config.samples_per_prompt
-        for name in recipe.domains
-    }
+    counts = {name: count * config.steps for name, count in merge_answers(recipe).items()}
     sizes = [
         count * (_SAMPLE + _TOKEN * recipe.for_domain(name).rollout.max_new_tokens)
         for name, count in counts.items()
@@ -208,8 +215,8 @@ def answers_held(recipe: Recipe) -> tuple[int, int]:
 def merge_tokens(
     recipe: Recipe, student: ModelShape, teachers: Mapping[str, ModelShape] | None = None
 ) -> int:
-    """Return about the packed tokens of a micro-batch of the merge. `choose_tokens` sets them later."""
-    beside = total(_led(recipe, student, teachers or {}))
+    """Packed tokens of a micro-batch of the merge, about: `choose_tokens` asks when the stage starts."""
+    beside = total(_led(recipe, student, teachers or {}, merge_answers(recipe)))
     held = _held_in_training(recipe, student, recipe.model.lora is not None)
     return _packed(recipe, student, recipe.distill.batch, beside + total(held))
 
@@ -238,27 +245,45 @@ def _training(recipe: Recipe, student: ModelShape, batch: BatchConfig, lora: boo
 def _held_in_training(recipe: Recipe, student: ModelShape, lora: bool) -> Parts:
     """Return `_training` without the activations."""
     width, own = WIDTH[model_dtype(recipe)], learning_width(recipe)
-    learns = student.adapters if lora else student.parameters
-    # An engine that gets adapters stores their layers twice, original and merged.
-    received = student.adapted + student.adapters if lora else 0
+    learns, base = (student.adapters, student.parameters) if lora else (student.parameters, 0)
+    one_base, merges = lora and _one_base(recipe), lora and _merges(recipe, student)
+    # An engine that is sent adapters may keep the layers they belong to twice, as they were and merged.
+    received = student.adapters * lora + student.adapted * merges
     weights, gradients, moments = _sharing(recipe)
-    ranks, copy = recipe.train.ranks or 1, (student.parameters + received) * width
+    ranks = recipe.train.ranks or 1
+    copy = (received + student.parameters * (not one_base)) * width
     is_shared = is_cut(recipe, ranks, student.parameters * width)
     if is_shared:  # it is the trainer's, in the same form
         copy = 0 if recipe.train.backend == "torch" else copy // ranks
-    is_pushed = recipe.model.lora is None  # a base that is never pushed stays
-    held = (learns * own + (student.parameters * width if lora else 0)) // weights
+    is_pushed = recipe.model.lora is None  # a base that nobody pushes stays
+    held = (learns * own + base * width * (not one_base)) // weights
     copies = _copies(recipe, student, learns, width)
+    decoded = student if merges or not lora else replace(student, fused=0, linear=0)  # by its own code
     return [
-        # They stay while the engine generates with them.
+        *([Part("base", base * width)] if one_base else []),
+        # They stay where the engine writes with them.
         Part("weights", held, "trainer", _LEARNS | _SYNC if copy else _ALWAYS),
         Part(f"copies in {model_dtype(recipe)}", copies, phases=_LEARNS),
         Part("gradients", learns * own // gradients, phases=_LEARNS),
         Part("AdamW", 2 * learns * own // moments, "trainer", _LEARNS),
         Part("engine copy", copy, "engine", _WRITES | _SYNC if is_pushed else _ALWAYS),
         Part("KV cache", _cache(recipe, student), "engine", _WRITES),
-        *([] if is_shared else _decode(recipe, student)),
+        *([] if is_shared else _decode(recipe, decoded)),
     ]
+
+
+def _one_base(recipe: Recipe) -> bool:
+    """Whether a student of adapters has its base together with all that compute with it."""
+    return shares_base(recipe, recipe.train.ranks or 1)
+
+
+def _merges(recipe: Recipe, student: ModelShape) -> bool:
+    """Whether the embedded engine merges adapters; on a GPU that is not here it does not."""
+    adapted = student.adapted * WIDTH[model_dtype(recipe)]
+    if on_cuda(recipe.model.device) and free_on_cuda(recipe.model.device) is None:
+        engine = recipe.rollout.engine
+        return isinstance(engine, TorchEngineConfig) and engine.lora == "merged"
+    return merges_adapters(recipe, adapted)
 
 
 def _sharing(recipe: Recipe) -> tuple[int, int, int]:
@@ -299,12 +324,47 @@ def _copies(recipe: Recipe, student: ModelShape, learns: int, width: int) -> int
     return (outside + 2 * (student.parameters - outside) // max(student.layers, 1)) * width
 
 
-def _led(recipe: Recipe, student: ModelShape, teachers: Mapping[str, ModelShape]) -> Parts:
-    """Return the memory of following the recipe's teachers, beside training."""
+def _led(
+    recipe: Recipe, student: ModelShape, teachers: Mapping[str, ModelShape], answers: Mapping[str, int]
+) -> Parts:
+    """What following its teachers takes beside training, in a stage with this recipe that is given so many
+    `answers` of each domain in a step.
+    """
     return [
         Part("teachers", _teachers(recipe, student, teachers, WIDTH[model_dtype(recipe)])),
+        Part("hidden states", _hidden(recipe, student, teachers, answers), phases=_SCORED),
         Part("logits of a chunk", logits_bytes(_chunk(recipe), student.vocabulary), phases=_LEARNS),
     ]
+
+
+def _hidden(
+    recipe: Recipe, student: ModelShape, teachers: Mapping[str, ModelShape], answers: Mapping[str, int]
+) -> int:
+    """Bytes of a step's hidden states that a rank has in memory, if all responses are as long as they may
+    get: of teachers that are streamed those that a recipe lets stay there. On a GPU more may stay.
+    """
+    from opd.teachers.score_cache import HIDDEN_MB
+
+    asked, kept, streamed = recipe.storage.hidden_memory_mb, 0, 0
+    longest = {name: recipe.for_domain(name).rollout.max_new_tokens for name in answers}
+    for name, domains in recipe.taught().items():
+        settings = recipe.teacher(name)
+        if getattr(settings, "signal", "hidden") != "hidden":
+            continue
+        row = teachers.get(name, student).hidden_size * WIDTH[model_dtype(recipe)]
+        size = row * sum(answers[one] * longest[one] for one in domains if one in answers)
+        if settings.streams and recipe.storage.cache_mb:
+            streamed += size
+        else:
+            kept += size
+    ranks = recipe.train.ranks or 1
+    return kept // ranks + min(streamed // ranks, (HIDDEN_MB if asked is None else asked) * MIB)
+
+
+def merge_answers(recipe: Recipe) -> dict[str, int]:
+    """Responses of a step of the merge, by domain."""
+    each = recipe.distill.samples_per_prompt
+    return {name: recipe.for_domain(name).distill.prompts_per_domain * each for name in recipe.domains}
 
 
 def _chunk(recipe: Recipe) -> int:
@@ -317,6 +377,7 @@ def _chunk(recipe: Recipe) -> int:
 def _teachers(recipe: Recipe, student: ModelShape, teachers: Mapping[str, ModelShape], width: int) -> int:
     shapes = {name: teachers.get(name, student) for name in recipe.taught()}
     sizes = {name: shape.parameters * width for name, shape in shapes.items()}
+    sizes |= _on_bases(recipe, student, teachers, width)
     streamed = [name for name in sizes if recipe.teacher(name).streams]
     kept = sum(size for name, size in sizes.items() if name not in streamed)
     if not streamed:
@@ -325,6 +386,24 @@ def _teachers(recipe: Recipe, student: ModelShape, teachers: Mapping[str, ModelS
     head = width * max(shape.vocabulary * shape.hidden_size for shape in (student, *shapes.values()))
     buffer = min(recipe.storage.prefetch_mb * MIB + head, max(sizes[name] for name in streamed))
     return kept + buffer + min(2, len(streamed)) * head
+
+
+def _on_bases(
+    recipe: Recipe, student: ModelShape, teachers: Mapping[str, ModelShape], width: int
+) -> dict[str, int]:
+    """Bytes of the local teachers that are adapters on a base which others have, too: the first of those
+    whose base no student has tells of it.
+    """
+    known, found = [student.origin] if _one_base(recipe) else [], {}
+    own = replace(student, delta=student.adapters * learning_width(recipe), on=student.origin)
+    local = {n: teachers.get(n, own) for n in recipe.taught() if recipe.teacher(n).type == "local"}
+    adapters = {name: shape for name, shape in local.items() if shape.delta}
+    for name, shape in adapters.items():
+        here = any(shape.on & one for one in known)
+        if here or len(adapters) > 1:
+            found[name] = shape.delta + (0 if here else shape.parameters * width)
+            known.append(shape.on)
+    return found
 
 
 _DRAWN = 28

@@ -15,7 +15,7 @@ from opd.config.train import LoRAConfig
 from opd.errors import CheckpointError, ModelError, OpdError
 from opd.models.token_ids import id_count
 from opd.pipelines.check.checks import Finding, attempt, given_teachers, number_of
-from opd.pipelines.check.shapes import ModelShape, shape_of, stored_of
+from opd.pipelines.check.shapes import ModelShape, origin_of, shape_of, stored_of
 from opd.pipelines.check.tokenizers import (
     SAME_TOKENS,
     check_bos,
@@ -125,7 +125,8 @@ def _check_student(recipe: Recipe, domains: Mapping[str, Domain], models: Models
     if recipe.train.backend == "megatron":
         train = recipe.train
         MegatronForm.from_config(config).check_student(train.tensor_parallel, train.pipeline_parallel)
-    models.student = shape_of(config, module, model.lora)
+    origin = origin_of(Path(model.path)) if model.path is not None else frozenset[str]()
+    models.student = replace(shape_of(config, module, model.lora), origin=origin)
     size = f"{models.student.parameters:,} parameters, vocabulary {id_count(models.tokenizer)}"
     return [
         Finding("ok", "student", f"{config.model_type}, {size}"),

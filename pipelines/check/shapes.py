@@ -36,7 +36,13 @@ class ModelShape:
     published: bool = False
     """`opd publish` wrote the weights."""
     digest: str = ""
-    """Digest of the files read from an object store. Adapters on one base have one digest."""
+    """Of what is read of it from an object store: adapters on one base have one digest."""
+    origin: frozenset[str] = frozenset()
+    """What its folder is told by, as what adapters say of their base (`on`): a path, digests of files."""
+    on: frozenset[str] = frozenset()
+    """Of a model that is adapters on a base, what that is told by."""
+    delta: int = 0
+    """Bytes of these adapters where they lie."""
 
     @property
     def layers(self) -> int:
@@ -58,8 +64,35 @@ def stored_of(source: str) -> dict[str, Any]:
         with PublishedModel.open(url) as model:
             digest = model.manifest.digest if folder_of(url) is None else ""
             return {"stored": sum(model.manifest.sizes), "published": True, "digest": digest}
-    folder = described_in(Path(source))  # for an adapter, its base, because the adapter is small
-    return {"stored": sum(tensor.nbytes for tensor in read_headers(folder).values())}
+    folder = described_in(Path(source))  # of an adapter, its base: what it adds is small
+    stored = sum(tensor.nbytes for tensor in read_headers(folder).values())
+    return {"stored": stored, **_adapters_of(Path(source))}
+
+
+def origin_of(folder: Path) -> frozenset[str]:
+    """What a Hugging Face folder is told by without reading its weights: where it lies, and the digests of
+    its weight files, if it says them.
+    """
+    from opd.models.hf_folder import adapter_base, read_checksums, weight_files
+
+    known = read_checksums(folder)
+    digests = [known.get(name, "") for name in weight_files(folder)] if adapter_base(folder) is None else [""]
+    return frozenset([str(folder.resolve())]) | (frozenset(digests) if all(digests) else frozenset())
+
+
+def _adapters_of(folder: Path) -> dict[str, Any]:
+    """The base and the bytes of adapters in `folder`, or kept in that merged model's folder."""
+    from opd.models.adapters import FOLDER, WEIGHTS, has_adapter, read_adapter
+    from opd.models.hf_folder import adapter_base
+
+    base = adapter_base(folder)
+    if base is not None:
+        return {"on": origin_of(base), "delta": (folder / WEIGHTS).stat().st_size}
+    if not has_adapter(folder):
+        return {}
+    kept = read_adapter(folder)
+    on = frozenset([str(kept.base.resolve()), *kept.base_files.values()])
+    return {"on": on, "delta": (folder / FOLDER / WEIGHTS).stat().st_size}
 
 
 _FUSED = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")

@@ -41,9 +41,13 @@ _COMPUTES = rf"arguments\.({'|'.join(COMPUTED)})|command"
 
 _JUDGED = re.compile(r"\.reward\.(unreadable|urls)$")
 
-_NOW_SAID: dict[tuple[str, ...], tuple[int, str]] = {("batch", "max_tokens"): (4096, "auto")}
-"""End of a path -> the default that an earlier version recorded, and the present one. With the present one a
-stage that has begun retains its number."""
+_NOW_SAID: dict[tuple[str, ...], tuple[int, str | None]] = {
+    ("batch", "max_tokens"): (4096, "auto"),
+    ("storage", "hidden_memory_mb"): (64, None),
+}
+"""By the end of a path: the default that an earlier version recorded, and the present one, which changes
+nothing, or with which a stage that has begun keeps the number it began with.
+"""
 NOTHING = object()
 """The value of a setting that one of two recipes lacks."""
 Progress = Mapping[str, Mapping[str, Any] | None]

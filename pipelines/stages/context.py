@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from opd.config import Recipe
 from opd.metrics import MemoryMeter, MetricsWriter, NoMetrics
+from opd.models.frozen_bases import FrozenBases
 from opd.pipelines.records.cards import Cards
 from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.records.stage_names import model_stage
@@ -67,7 +68,9 @@ class StageContext:
     closing: ExitStack = field(default_factory=ExitStack)
     """Resources that are closed when the stage ends."""
     memory: MemoryMeter = field(default_factory=MemoryMeter)
-    """The meter of this process's memory, by owner."""
+    """Who holds how much in this process."""
+    bases: FrozenBases = field(default_factory=FrozenBases)
+    """What is frozen here and computed with by several."""
 
     @classmethod
     def open(

@@ -135,6 +135,36 @@ def is_cut(recipe: Recipe, ranks: int, size: int) -> bool:
     return copies * size > memory
 
 
+_MERGED_SHARE = 16
+"""Layers that are kept merged too, and laid out for decode again, may have one part of so many of the memory:
+all of it together is about twice as much."""
+
+
+def merges_adapters(recipe: Recipe, adapted: int) -> bool:
+    """Whether embedded engines keep the layers that have adapters, of `adapted` bytes, once more as they are
+    merged, as `rollout.engine.lora` says: left to itself, by what the device has, whoever uses it, so that a
+    run goes on as it began.
+    """
+    import torch
+
+    from opd.models.causal_lm import torch_device
+
+    engine = recipe.rollout.engine
+    if isinstance(engine, TorchEngineConfig) and engine.lora is not None:
+        return engine.lora == "merged"
+    device = torch_device(recipe.model.device)
+    on_gpu = device.type == "cuda"
+    memory = torch.cuda.get_device_properties(device).total_memory if on_gpu else group_memory()
+    return adapted * _MERGED_SHARE <= memory
+
+
+def shares_base(recipe: Recipe, ranks: int) -> bool:
+    """Whether a student of adapters and all that computes with its base here have one between them: where it
+    is whole, and `train.backend` leaves it as it is.
+    """
+    return recipe.model.lora is not None and recipe.train.backend == "torch" and ranks == 1
+
+
 LAID_OUT = 0.65
 """Share of a copy's bytes that its engine lays out again on CUDA, about: fused weights."""
 

@@ -15,15 +15,16 @@ from transformers import PreTrainedTokenizerBase
 
 from opd.config import BatchConfig, OptimConfig, Recipe
 from opd.errors import writing
-from opd.models.adapters import AdaptedLM, MergingLM, save_adapted
+from opd.models.adapters import AdaptedLM, MergingLM, save_adapted, target_layers
 from opd.models.causal_lm import CausalLM, torch_dtype
 from opd.models.checkpoint import MAX_SHARD_BYTES, save_checkpoint
+from opd.models.frozen_bases import FrozenBases
 from opd.models.generation import generation_of, not_followed
 from opd.models.sharded import cut, open_empty, own_parts, put_in_file
 from opd.models.token_ids import appended, id_count
 from opd.models.tokenizers import Stop, load_tokenizer, set_chat_template, stops_of, unreachable_stops
 from opd.pipelines.stages.context import StageContext
-from opd.pipelines.stages.precision import WIDTH, cuts_engines, model_dtype
+from opd.pipelines.stages.precision import WIDTH, cuts_engines, merges_adapters, model_dtype, shares_base
 from opd.pipelines.stages.stage_rollout import StageRollout, open_rollout
 from opd.progress import doing
 from opd.protocols import Resident, Sleeps
@@ -69,16 +70,23 @@ def load_model(
     tokenizer: PreTrainedTokenizerBase | None = None,
     *,
     empty: bool = False,
+    bases: FrozenBases | None = None,
+    trains: bool = False,
 ) -> CausalLM:
-    """Load the Hugging Face folder `path` in `dtype`, or the recipe's, on the recipe's device.
+    """The Hugging Face folder `path` in `dtype`, or the recipe's, on the recipe's device; `empty`: without
+    weights, where it can be (`open_empty`). `bases`: it is one of them, which nobody writes to, and `trains`
+    adapters.
 
     `empty`: without weights if possible (`open_empty`). `tokenizer`: the tokenizer of its answers, by default
     the folder's own. Teachers get the student's because they may have more tokens, or no tokenizer. When the
     model is saved, its `generation_config.json` has the recipe's sampling and stop ids.
     """
     with doing(f"loading {path}"):
-        opened = open_empty if empty else CausalLM.from_pretrained
-        model = opened(path, dtype=dtype or model_dtype(recipe), device=recipe.model.device)
+        where = {"dtype": dtype or model_dtype(recipe), "device": recipe.model.device}
+        if bases is not None and not empty:
+            model = bases.open(path, **where, trains=trains)
+        else:
+            model = (open_empty if empty else CausalLM.from_pretrained)(path, **where)
     tokenizer = tokenizer or tokenizer_of(recipe, path)
     model.vocabulary = min(id_count(tokenizer), model.vocab_size)
     model.module.generation_config = generation_of(tokenizer, sampling_params(recipe, tokenizer))
@@ -94,11 +102,19 @@ def _take_adapters(writers: EnginePool | None) -> bool:
     return any(isinstance(engine, ServedEngine) and engine.adapters for engine in writers.engines)
 
 
-def load_trained(recipe: Recipe, path: Path, dtype: str | None = None, *, empty: bool = False) -> CausalLM:
-    """Load a model for training. With adapters `dtype` is theirs, and the base has that of the engines."""
+def load_trained(
+    recipe: Recipe,
+    path: Path,
+    dtype: str | None = None,
+    *,
+    empty: bool = False,
+    bases: FrozenBases | None = None,
+) -> CausalLM:
+    """`load_model` as it is trained. With adapters `dtype` is theirs: the base is that of the engines."""
     if recipe.model.lora is None:
         return load_model(recipe, path, dtype, empty=empty)
-    return adapted(recipe, load_model(recipe, path, empty=empty), path, dtype)
+    base = load_model(recipe, path, empty=empty, bases=bases, trains=True)
+    return adapted(recipe, base, path, dtype)
 
 
 def tokenizer_of(recipe: Recipe, path: Path) -> PreTrainedTokenizerBase:
@@ -214,6 +230,7 @@ def make_engine(recipe: Recipe, model: CausalLM, sharing: Sharing | None = None)
         vocab_size=model.vocabulary,
         settings=recipe.runtime.decode,
         sharing=sharing,
+        lean=False if isinstance(model, AdaptedLM) else None,
     )
     # Tokens after a stop string, which the engine does not know, are wasted.
     engine.chunk_seconds = 0.0 if rollout.stop else CHUNK_SECONDS
@@ -262,18 +279,26 @@ def open_engine(
     return make_engine(recipe, model, Sharing(cut(model, ranks), ranks.new_group("engine")))
 
 
-def embedded(recipe: Recipe, path: Path, adapters: bool = True) -> EnginePool:
-    """Return one engine in this process, around its own model. `adapters`: it merges the recipe's adapters
-    into the model, if there are some.
+def embedded(
+    recipe: Recipe, path: Path, adapters: bool = True, bases: FrozenBases | None = None
+) -> EnginePool:
+    """One engine in this process, around a model of its own or one of `bases`; `adapters`: which it is sent
+    those of the recipe for, where it has some.
     """
-    model = load_model(recipe, path)
-    return EnginePool([make_engine(recipe, receiving(recipe, model) if adapters else model)])
+    model = load_model(recipe, path, bases=bases)
+    return EnginePool([make_engine(recipe, receiving(recipe, model, path) if adapters else model)])
 
 
 def open_frozen(context: StageContext, path: Path, batch: BatchConfig) -> Frozen:
     """Open the unchanged model in `path`. Each rank of the stage has its share."""
     ranks = context.ranks
-    return Frozen(load_model(context.recipe, path, empty=not ranks.alone), batch, ranks)
+    model = load_model(context.recipe, path, empty=not ranks.alone, bases=bases_of(context))
+    return Frozen(model, batch, ranks)
+
+
+def bases_of(context: StageContext) -> FrozenBases | None:
+    """Where a student of adapters, its engine and its reference have their base; `None`: apart."""
+    return context.bases if shares_base(context.recipe, context.ranks.size) else None
 
 
 @dataclass(slots=True)
@@ -319,7 +344,8 @@ class Student:
         """Load `path` for training. The engine, here or among the stage's helpers, has its own copy."""
         recipe, ranks, helpers = context.recipe, context.ranks, context.helpers
         tokenizer = tokenizer_of(recipe, path)
-        load = partial(load_trained, recipe, path)
+        bases = bases_of(context)
+        load = partial(load_trained, recipe, path, bases=bases)
         training = Training(optim, batch, recipe.rollout.temperature, terms, context.shelf)
         opened = open_backend(load, recipe.train, training, ranks, dtype=model_dtype(recipe))
         backend = context.closing.enter_context(opened)
@@ -331,7 +357,7 @@ class Student:
         if writers is None and cuts_engines(recipe, path, ranks):
             engine, shared = _on_shares(recipe, path, backend, ranks)
             writers, plain = EnginePool([engine]), not shared
-        writers = writers or embedded(recipe, path)
+        writers = writers or embedded(recipe, path, bases=bases)
         beside = cache_bytes(recipe, backend.device, writers)
         choose_tokens(backend, batch, ranks, width=WIDTH[model_dtype(recipe)], beside=beside)
         backend.measured, backend.lent = context.memory.sample, shared
@@ -461,9 +487,19 @@ def adapted(recipe: Recipe, model: CausalLM, path: Path, dtype: str | None = Non
     return found
 
 
-def receiving(recipe: Recipe, model: CausalLM) -> CausalLM:
-    """Return `model` for an engine. It merges the adapters it gets, if the recipe trains some."""
-    return model if recipe.model.lora is None else MergingLM(model, recipe.model.lora)
+def receiving(recipe: Recipe, model: CausalLM, path: Path) -> CausalLM:
+    """`model`, read from `path`, as an engine holds it: one that merges the adapters it is sent, or applies
+    them, if the recipe trains some.
+    """
+    lora = recipe.model.lora
+    if lora is None:
+        return model
+    layers = (model.module.get_submodule(name) for name in target_layers(model.module, lora.targets))
+    if merges_adapters(recipe, sum(layer.weight.nbytes for layer in layers)):
+        return MergingLM(model, lora)
+    applying = AdaptedLM(model, lora, path, recipe.seed)
+    applying.module.requires_grad_(False)
+    return applying
 
 
 def save_trained(

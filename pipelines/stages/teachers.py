@@ -40,7 +40,7 @@ from opd.storage.transcript import Tokens, Transcript
 from opd.teachers.kinds import Placement, TeacherOpening, open_kinds
 from opd.teachers.published_adapter import publish_adapter
 from opd.teachers.schedule import Router, TeacherSchedule, sampled_logprobs
-from opd.teachers.score_cache import CachedScores
+from opd.teachers.score_cache import HIDDEN_MB, CachedScores, left_at_most
 from opd.teachers.skeleton import download, is_published
 from opd.train.micro_batches import scored_tokens
 from opd.train.packing import convert_batch
@@ -215,18 +215,21 @@ def open_schedule(
         found |= open_teachers(context, here, vocabulary, reading, stack)
         teachers = {name: found[name] for name in router.teachers}
         cached = {name: cache_variant(recipe, name) for name in teachers if recipe.teacher(name).streams}
-        cache = None
+        cache, device = None, torch_device(recipe.model.device)
         if cached and recipe.storage.cache_mb:
             files = NodeCache(
                 context.of_rank(context.folder.cache(context.stage)),
                 quota_bytes=recipe.storage.cache_mb * MIB,
             )
-            memory = recipe.storage.hidden_memory_mb * MIB
-            cache = CachedScores(stack.enter_context(files), variants=cached, memory_bytes=memory)
-        # The cache's values are mapped, so they are on the CPU.
-        device = torch_device(recipe.model.device)
+            asked = recipe.storage.hidden_memory_mb
+            memory = (HIDDEN_MB if asked is None else asked) * MIB
+            grows = partial(left_at_most, device) if asked is None and device.type == "cuda" else None
+            stack.enter_context(files)
+            cache = CachedScores(files, variants=cached, memory_bytes=memory, grows=grows)
+        # What the cache has in files is mapped, and so on the CPU.
         schedule = TeacherSchedule(teachers, router, cache=cache, device=device, group=group)
         context.memory.watch(schedule.resident)
+        context.memory.watch(context.bases.resident)
         yield schedule
 
 
@@ -249,7 +252,9 @@ def open_teachers(
     sources = _sources(context, names)
     cache, servers = _weights_cache(context, stack), context.servers
     check = context.preemption.check_waiting
-    opening = TeacherOpening(_served(context, names), placement, sources, group, cache, check=check)
+    opening = TeacherOpening(
+        _served(context, names), placement, sources, group, cache, bases=context.bases, check=check
+    )
     if servers is not None:
         turns = {group: partial(servers.turn, group, check) for group in recipe.servers_in_turn}
         opening = replace(opening, given_up=servers.given_up, turns=turns)

@@ -570,9 +570,15 @@ def test_the_estimate_counts_adapters_and_given_teachers():
     recipe = make_recipe(Path("unused"), model=model, teachers=given)
     shapes = {"sort": SHAPE, "add3": replace(SHAPE, published=True)}
     parts, disk = memory_parts(recipe, SHAPE, shapes), disk_parts(recipe, SHAPE, shapes)
-    assert parts["weights"] == 2000 + 50 * 4  # the frozen base, and adapters in float32
+    assert (parts["base"], parts["weights"]) == (2000, 50 * 4)  # of all, and adapters in float32
     assert parts["AdamW"] == 2 * parts["gradients"] == 2 * 50 * 4
-    assert parts["engine copy"] == (1000 + 600 + 50) * 2
+    assert parts["engine copy"] == (600 + 50) * 2  # merged beside the base
+    ranks = memory_parts(
+        make_recipe(Path("unused"), model=model, teachers=given, train={"ranks": 2}), SHAPE, {}
+    )
+    assert "base" not in ranks
+    assert ranks["weights"] == (2000 + 50 * 4) // 2
+    assert ranks["engine copy"] == (1000 + 600 + 50) * 2  # a base of its own
     assert disk["published teachers"] == 2000  # a published one is streamed from where it is
     assert disk["fetched teachers"] == 2000  # for the baselines
     assert disk["checkpoints"] == 3 * 2 * 3 * 50 * 4

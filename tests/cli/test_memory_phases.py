@@ -10,8 +10,11 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from transformers import AutoConfig
 
 from opd.config import Recipe
+from opd.config.train import LoRAConfig
+from opd.models.architecture import empty_model
 from opd.pipelines.check import memory, resources
 from opd.pipelines.check.checks import Finding
 from opd.pipelines.check.memory import sizes_of
@@ -193,3 +196,68 @@ def test_the_host_needs_room_for_servers_that_sleep(monkeypatch, arguments, room
     assert (told and told.level) == level
     if told:
         assert "weights of servers that sleep" in told.detail
+
+
+def test_hidden_states_are_counted_where_they_wait():
+    streamed = {"teachers": {"sort": {"path": "sort"}}, "domains": {"sort": {"source": "procedural:sort"}}}
+    step = 64 * 5 * shape().hidden_size * 4  # prompts, their longest answers, float32
+    for storage, kind, held in (
+        ({}, "streamed", step),
+        ({"hidden_memory_mb": 0}, "streamed", 0),
+        ({"hidden_memory_mb": 0}, "local", step),
+        ({"hidden_memory_mb": 0, "cache_mb": 0}, "streamed", step),
+    ):
+        distill = {"teachers": kind, "prompts_per_domain": 64}
+        recipe = recipe_of(**streamed, storage=storage, distill=distill)
+        phases = memory_by_phase(recipe, shape(), {})
+        assert {name: held["hidden states"] for name, held in phases.items() if "hidden states" in held} == {
+            "score": held,
+            "train": held,
+        }
+
+
+LLAMA_8B = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 8192,
+}
+
+
+def test_adapters_on_eight_billion_weights_take_one_base(monkeypatch):
+    """Beside keys and values, activations and logits; and as it is where the engine merges."""
+    monkeypatch.setattr(memory, "free_on_cuda", lambda device: None)  # planned elsewhere
+    config = AutoConfig.for_model(**LLAMA_8B, vocab_size=128_256)
+    model = LLAMA_8B | {"tie_word_embeddings": False}
+    lora = LoRAConfig()
+    large = shape_of(config, empty_model(config, "here"), lora)
+    large = replace(large, origin=frozenset({"base"}))
+    teacher = replace(large, delta=2 * large.adapters, on=frozenset({"base"}))
+    teachers = {name: {"path": name} for name in ("a", "b")}
+    sizes = {}
+    for way in ("adapters", "merged"):
+        recipe = recipe_of(
+            model={"config": model, "dtype": "bfloat16", "device": "cuda", "lora": lora.model_dump()},
+            rollout={"engine": {"type": "torch", "lora": way}},
+            domains={name: {"source": "procedural:sort", "prompts": 50} for name in teachers},
+            teachers=teachers,
+            distill={"teachers": "local"},
+            evaluation={"base_kl_every": 1},
+        )
+        parts = memory_parts(recipe, large, dict.fromkeys(teachers, teacher))
+        passing = (
+            "KV cache",
+            "activations",
+            "logits of a chunk",
+            "decode buffers and graphs",
+            "hidden states",
+        )
+        sizes[way] = sum(size for name, size in parts.items() if name not in passing)
+        assert parts["base"] == 2 * large.parameters
+        assert parts["teachers"] == 2 * teacher.delta
+    assert large.parameters > 8 * 10**9
+    assert 16 * 10**9 < sizes["adapters"] < 18 * 10**9
+    assert sizes["merged"] - sizes["adapters"] == 2 * (large.adapted + large.fused)

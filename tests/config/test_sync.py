@@ -52,3 +52,17 @@ def test_adapters_alone_have_a_folder_beside_changes():
     merged = engine | {"lora": "merged"}
     with pytest.raises(ValueError, match="leave one of them out"):
         tiny_recipe(rollout={"engine": merged}, model=base | {"lora": {}}, **GROUP, **RAY)
+
+
+@pytest.mark.parametrize("kind", [HERE, {"type": "torch"}])
+def test_how_adapters_are_written_with_needs_some(kind):
+    for lora in ("adapters", "merged"):
+        with pytest.raises(ValueError, match=f"engine.lora is {lora}, but no adapters are trained"):
+            tiny_recipe(rollout={"engine": kind | {"lora": lora}})
+
+
+def test_ranks_that_share_the_trained_model_merge_nothing():
+    base = tiny_recipe().model.model_dump(exclude_none=True)
+    engine = {"type": "torch", "sharded": True, "lora": "merged"}
+    with pytest.raises(ValueError, match="merge nothing; leave one of them out"):
+        tiny_recipe(rollout={"engine": engine}, model=base | {"lora": {}})

@@ -16,6 +16,7 @@ import torch
 import xxhash
 from rank_processes import run_ranks
 
+from opd.errors import TeacherError
 from opd.storage.node_cache import NodeCache
 from opd.storage.published import PublishedModel
 from opd.teachers import layer_stream
@@ -23,7 +24,7 @@ from opd.teachers.kinds import Placement
 from opd.teachers.layer_stream import LayerStream
 from opd.teachers.local_teacher import LocalTeacher
 from opd.teachers.schedule import Router, TeacherSchedule
-from opd.teachers.score_cache import CachedScores
+from opd.teachers.score_cache import CachedScores, left_at_most
 from opd.teachers.streamed_teacher import streamed_teachers
 
 SAMPLES = tiny.samples([(3, 4), (5, 6), (2, 0), (7, 12), (1, 1), (4, 9)])
@@ -207,3 +208,61 @@ def test_two_ranks_gather_on_devices(published, tmp_path: Path) -> None:
             assert len(found["right"]) == 3 * 6
             assert all(found["right"])
             assert not task["window"] or max(found["left"]) > 0
+
+
+@pytest.mark.parametrize("room", [0, -1], ids=["as much as they are", "a byte less"])
+def test_rows_below_the_bound_never_leave_the_device(gpu, published, tmp_path, room) -> None:
+    """Nothing of them is copied to the host, or from there, nor written, from the second step on, when what
+    may stay is known: what is handed out lies where it was computed.
+    """
+    _, url = published("t", num_hidden_layers=3)
+    shapes, asked = [(3, 4), (5, 6), (4, 12)], []
+    steps = [tiny.samples(shapes, seed=seed) for seed in (1, 2)]
+    nbytes = sum(response for _, response in shapes) * 4 * tiny.LLAMA["hidden_size"]
+    with NodeCache(tmp_path / "cache", quota_bytes=10**7) as cache:
+        scores = CachedScores(cache, grows=lambda: asked.append(room) or nbytes + room)
+        teacher = streamed(url, gpu, max_tokens=64)
+        router = Router({sample.domain: {"t": 1.0} for sample in steps[0]}, "one_hot")
+        schedule = TeacherSchedule({"t": teacher}, router, cache=scores, device=gpu.device)
+        for number, samples in enumerate(steps):
+            stays = number == 1 and room == 0
+            schedule.assign(samples)
+            schedule.score(samples)
+            with gpu.counted() as seen:
+                found = schedule.hidden("t", samples)
+            assert cache.take_counters()["bytes_written"] == (0 if stays else nbytes)
+            assert (not seen.copies) == stays
+            assert torch.equal(gpu.get(found), gpu.get(teacher.score(samples).rows))
+            assert all((rows.device == gpu.device) == stays for rows in schedule._rows.values())
+            schedule.release()
+            assert asked == [room]  # once
+        teacher.close()
+
+
+def test_a_long_sample_that_fits_stays_on_the_device(gpu, published, tmp_path) -> None:
+    checkpoint, _ = published("t", num_hidden_layers=3)
+    samples = tiny.samples([(30, 20), (3, 4)])
+    teacher = LocalTeacher("t", checkpoint, device=str(gpu.device), max_tokens=64, sequence_chunk=8)
+    nbytes = 24 * 4 * tiny.LLAMA["hidden_size"]
+    whole = gpu.get(teacher.score(samples).rows)
+    with NodeCache(tmp_path / "cache", quota_bytes=10**7) as cache:
+        scores = CachedScores(cache, memory_bytes=nbytes)
+        kept = scores.store_pieces(teacher, teacher.score_pieces(samples))
+        assert cache.take_counters()["bytes_written"] == 0
+        assert scores.resident() == nbytes
+        assert all(rows.device == gpu.device for rows in kept.values())
+        assert torch.equal(torch.cat([gpu.get(kept[sample.uid]) for sample in samples]), whole)
+        assert scores.find(teacher, samples[0]) is kept[samples[0].uid]
+        scores.release()
+        with pytest.raises(TeacherError, match="returned 3 hidden states for the 4 response tokens"):
+            scores.store_pieces(teacher, iter([(samples[1], kept[samples[1].uid][:3])]))
+
+
+def test_half_of_what_the_largest_moment_left_may_stay(monkeypatch) -> None:
+    device = torch.device("cuda", 0)
+    free = {"mem_get_info": (30, 100), "memory_reserved": 60, "max_memory_allocated": 50}
+    for name, value in free.items():
+        monkeypatch.setattr(torch.cuda, name, lambda where, v=value: v)
+    assert left_at_most(device) == 20
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda where: 91)
+    assert left_at_most(device) == 0

@@ -1,0 +1,273 @@
+"""Bases that nobody trains, each in memory once, whoever computes with it: students, engines, teachers,
+references.
+
+A model is told by the bytes of its files. Whoever opens it is given a module of its own, whose parameters are
+those of the first. Adapters are added while a layer computes: the base is never written to. The numbers are
+those of the merged model, because each layer's weight is merged as that is, and let go.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from opd.errors import CheckpointError
+from opd.kernels.projection import linear
+from opd.models.adapters import digest_tensor, has_adapter, read_adapter, weight_digests
+from opd.models.causal_lm import Borrowed, CausalLM, held_bytes, torch_device, torch_dtype
+from opd.models.hf_folder import adapter_base, check_folder, weight_files
+from opd.models.hf_weights import empty_module
+from opd.models.long_sequence import layers_of
+from opd.models.peft_folder import merged, read_peft
+from opd.models.sharded import own_tensors, replace_empty
+from opd.storage.files import file_state
+from opd.storage.tensors import TensorParts
+
+Pairs = Mapping[str, tuple[Tensor, Tensor]]
+"""`A` `[r, in]` and `B` `[out, r]` by the name of the weight they are added to."""
+
+
+class DeltaLinear(nn.Linear):
+    """A linear layer that computes with its weight and an adapter, merged for the time that it computes."""
+
+    delta: tuple[Tensor, Tensor, float]
+    """`A`, `B`, and what their product is scaled by."""
+
+    def whole(self) -> Tensor:
+        """`[out, in]`: the merged weight, a new tensor."""
+        return merged(self.weight, *self.delta)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """`[..., in]` -> `[..., out]`."""
+        return linear(input, self.whole(), self.bias)
+
+
+class DeltaLM(CausalLM):
+    """A model whose layers are a base's, with adapters of its own. Its `weights` are those of the merged."""
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """What the merged model's would be; of those that are adapted one is in memory."""
+        layers = dict(self.module.named_modules())
+        for name, tensor in super().weights():
+            layer = layers.get(name.removesuffix(".weight"))
+            yield name, layer.whole() if isinstance(layer, DeltaLinear) else tensor
+
+    @property
+    def nbytes(self) -> int:
+        """Of its adapters, and of what else is its own."""
+        layers = [part for part in self.module.modules() if isinstance(part, DeltaLinear)]
+        return super().nbytes + held_bytes(half for layer in layers for half in layer.delta[:2])
+
+
+class _Adapter(NamedTuple):
+    """What a folder says of its base, and of what is added to it."""
+
+    base: Path
+    files: frozenset[str] | None
+    """sha256 of the base's weight files, where the folder says them."""
+    pairs: Pairs
+    scaling: float
+
+
+@dataclass
+class KeptBase:
+    """The weights of one folder, in one dtype, on one device.
+
+    Args:
+        model: Nobody changes its module: others are made around its parameters.
+    """
+
+    folder: Path
+    states: list[tuple[int, ...]]
+    """Of its weight files when they were read."""
+    place: tuple[torch.dtype, torch.device]
+    model: CausalLM
+    trained: bool = False
+    """Whether a student counts them among its own."""
+
+    @cached_property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """By all their names."""
+        return dict(self.model.module.named_parameters(remove_duplicate=False))
+
+    @cached_property
+    def files(self) -> frozenset[str]:
+        """sha256 of its weight files."""
+        return frozenset(weight_digests(self.folder).values())
+
+    @cached_property
+    def _digest(self) -> Tensor:
+        return digest_tensor(self.model.weights())
+
+    def is_of(self, folder: Path) -> bool:
+        """Whether `folder` holds the same weights: the same files, or files of the same bytes."""
+        if folder.resolve() == self.folder.resolve():
+            return _states(folder) == self.states
+        return frozenset(weight_digests(folder).values()) == self.files
+
+    def module_in(self, folder: Path) -> Any | None:
+        """The module of `folder`, or of its base, with these weights; `None` if it is of another form."""
+        module = empty_module(folder, self.place[0])
+        found: dict[int, nn.Parameter] = {}
+        for name, old in module.named_parameters(remove_duplicate=False):
+            own = self.parameters.get(name)
+            if own is None or own.shape != old.shape or found.setdefault(id(old), own) is not own:
+                return None
+        replace_empty(module, self.place[1], lambda old: found[id(old)])
+        kept = dict(self.model.weights())
+        for name, tensor in module.state_dict(keep_vars=True).items():
+            if not isinstance(tensor, nn.Parameter):
+                tensor.copy_(kept[name])
+        return module
+
+    def lend(self, model: CausalLM) -> CausalLM:
+        """`model`, made around the parameters, which knows whose they are."""
+        own = tuple(dict.fromkeys(self.parameters.values()))
+        model.borrowed = Borrowed(own, lambda: self._digest)
+        return model
+
+
+class FrozenBases:
+    """The bases of a process that several compute with. One thread opens models of them."""
+
+    def __init__(self) -> None:
+        self._kept: list[KeptBase] = []
+
+    def open(
+        self, folder: str | Path, *, dtype: str, device: str | torch.device, trains: bool = False
+    ) -> CausalLM:
+        """A model around the base in `folder`, which is read unless it is here. `trains`: a student counts
+        the base among its own weights. What is an adapter itself is nobody else's. Raises what
+        `CausalLM.from_pretrained` raises.
+        """
+        if adapter_base(Path(folder)) is not None:
+            return CausalLM.from_pretrained(folder, dtype=dtype, device=device)
+        where, place = Path(folder), (torch_dtype(dtype), torch_device(device))
+        kept = self._find(place, lambda one: one.is_of(where))
+        known = kept is not None
+        kept = kept or self._keep(where, dtype, place)
+        module = kept.module_in(where)
+        if module is None and known:
+            return CausalLM.from_pretrained(where, dtype=dtype, device=device)
+        if module is None:  # nobody else can compute with it
+            self._kept.remove(kept)
+            return kept.model
+        kept.trained = kept.trained or trains
+        return kept.lend(CausalLM(module))
+
+    def adapted(
+        self, folder: str | Path, *, dtype: str, device: str | torch.device, reads: bool = False
+    ) -> CausalLM | None:
+        """A model around a base and the adapters in `folder`, or kept in that merged model's folder; `reads`
+        a base that is not here. `None` if there are none, or they and the base are not the model in `folder`.
+        Raises what `CausalLM.from_pretrained` raises.
+        """
+        where, place = Path(folder), (torch_dtype(dtype), torch_device(device))
+        adapter = _adapter_in(where)
+        if adapter is None:
+            return None
+        known, base = adapter.files, adapter.base
+        kept = self._find(place, lambda one: one.files == known if known else one.is_of(base))
+        if kept is None and reads and (known is None or _has_files(base, known)):
+            kept = self._keep(base, dtype, place)
+        if kept is None:
+            return None
+        check_folder(where)
+        module = kept.module_in(where)
+        if module is None or not _add(module, adapter, place[1]):
+            return None
+        if known is not None and not _is_stored(module, where):
+            return None
+        return kept.lend(DeltaLM(module))
+
+    def resident(self) -> dict[str, int]:
+        """Bytes of the bases that no student counts among its own."""
+        own = (tensor for kept in self._kept if not kept.trained for tensor in kept.parameters.values())
+        return {"teacher_weights": held_bytes(own)}
+
+    def _find(
+        self, place: tuple[torch.dtype, torch.device], fits: Callable[[KeptBase], bool]
+    ) -> KeptBase | None:
+        return next((kept for kept in self._kept if kept.place == place and fits(kept)), None)
+
+    def _keep(self, folder: Path, dtype: str, place: tuple[torch.dtype, torch.device]) -> KeptBase:
+        states, model = _states(folder), CausalLM.from_pretrained(folder, dtype=dtype, device=place[1])
+        model.module.requires_grad_(False)
+        self._kept.append(KeptBase(folder, states, place, model))
+        return self._kept[-1]
+
+
+def _states(folder: Path) -> list[tuple[int, ...]]:
+    return [file_state(folder / name) for name in weight_files(folder)]
+
+
+def _has_files(folder: Path, digests: frozenset[str]) -> bool:
+    """Whether the weight files of `folder` are those of `digests`."""
+    try:
+        return frozenset(weight_digests(folder).values()) == digests
+    except (CheckpointError, OSError):  # it has gone since
+        return False
+
+
+def _adapter_in(folder: Path) -> _Adapter | None:
+    """The adapter in `folder`, or what a merged model there says it was made of; `None` where it says
+    nothing, or nothing sound: its own weights are what counts.
+    """
+    base = adapter_base(folder)
+    if base is not None:
+        found = read_peft(folder, base)
+        return _Adapter(base, None, found.pairs, found.scaling)
+    if not has_adapter(folder):
+        return None
+    try:
+        kept = read_adapter(folder)
+    except CheckpointError:
+        return None
+    return _Adapter(kept.base, frozenset(kept.base_files.values()), kept.pairs, kept.scaling)
+
+
+def _add(module: Any, adapter: _Adapter, device: torch.device) -> bool:
+    """Make `DeltaLinear` of the layers that `adapter` is for; `False` if one of them is none of the decoder's
+    own linear layers.
+    """
+    inside = {id(part) for layer in layers_of(module.get_decoder()) for part in layer.modules()}
+    parts = dict(module.named_modules())
+    users = Counter(id(own) for _, own in module.named_parameters(remove_duplicate=False))
+    for name, (a, b) in adapter.pairs.items():
+        part = parts.get(name.removesuffix(".weight"))
+        if not isinstance(part, nn.Linear) or id(part) not in inside or users[id(part.weight)] > 1:
+            return False
+        if part.weight.shape != (b.shape[0], a.shape[1]):
+            return False
+        layer: Any = part
+        layer.__class__, layer.delta = DeltaLinear, (a.to(device), b.to(device), adapter.scaling)
+    return True
+
+
+def _is_stored(module: Any, folder: Path) -> bool:
+    """Whether `folder` holds what the base and the adapters of `module` are together, but for what another
+    device rounds otherwise. Reads it once, tensor by tensor.
+    """
+    parts, layers = TensorParts(folder / name for name in weight_files(folder)), dict(module.named_modules())
+    for names, tensor in own_tensors(module):
+        name = next((one for one in names if one in parts), None)
+        if name is None or parts.shape(name) != tuple(tensor.shape):
+            return False
+        layer = layers.get(name.removesuffix(".weight"))
+        stored = parts[name].to(tensor.device, tensor.dtype)
+        if not isinstance(layer, DeltaLinear):
+            if not torch.equal(stored, tensor):
+                return False
+            continue
+        due, eps = layer.whole(), torch.finfo(tensor.dtype).eps
+        largest = float(due.abs().max()) if due.numel() else 0.0
+        if not torch.allclose(stored, due, rtol=eps, atol=4 * torch.finfo(torch.float32).eps * largest):
+            return False
+    return True
