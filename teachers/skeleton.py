@@ -11,6 +11,7 @@ A published model's units as tensors, its head by itself, and all of it as a Hug
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -22,7 +23,6 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from transformers import AutoModelForCausalLM, PreTrainedConfig
-from transformers.core_model_loading import revert_weight_conversion
 
 from opd.errors import ModelError, TeacherError, reason_of
 from opd.kernels.head import Head
@@ -32,6 +32,7 @@ from opd.models.attention import ATTENTION_NAME, Attend, AttentionCall, PackedAt
 from opd.models.hf_folder import INDEX, config_of, described_in, made_once, names_code, write_checksums
 from opd.models.hf_weights import meta_parameters, quiet
 from opd.models.long_sequence import FINAL_NORMS, ChunkedLayers
+from opd.models.stored_form import MISSING, UNKNOWN, StoredForm
 from opd.storage.files import atomic_folder, write_atomic
 from opd.storage.manifest import EMBEDDING_WEIGHT, HEAD_WEIGHT, LATEST, MANIFEST, unit_of
 from opd.storage.published import PublishedModel
@@ -43,7 +44,11 @@ if TYPE_CHECKING:
     from opd.storage.manifest import Unit
 
 
-def unit_tensors(unit: Unit, flat: Tensor, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+DtypeOf = Callable[[str], torch.dtype]
+"""The dtype that the floating-point tensor of a name is wanted in."""
+
+
+def unit_tensors(unit: Unit, flat: Tensor, dtype_of: DtypeOf | None = None) -> dict[str, Tensor]:
     """The tensors of `unit` by name, from its bytes `flat` [nbytes] uint8.
 
     A tensor that has the right dtype (default: its own) is a view: it is valid as long as `flat` is. Other
@@ -59,17 +64,18 @@ def unit_tensors(unit: Unit, flat: Tensor, dtype: torch.dtype | None = None) -> 
             )
         raw = flat[entry.offset : entry.offset + entry.nbytes]
         tensor = raw.view(DTYPES[entry.dtype]).view(tuple(entry.shape))
-        found[name] = tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+        wanted = dtype_of(name) if dtype_of is not None and tensor.is_floating_point() else tensor.dtype
+        found[name] = tensor.to(wanted)
     return found
 
 
-def converted_bytes(unit: Unit, dtype: torch.dtype) -> int:
+def converted_bytes(unit: Unit, dtype_of: DtypeOf) -> int:
     """Bytes of those tensors of `unit` that `unit_tensors` has to copy into another dtype."""
-    kinds = [(entry, DTYPES.get(entry.dtype)) for entry in unit.tensors.values()]
+    kinds = [(name, entry, DTYPES.get(entry.dtype)) for name, entry in unit.tensors.items()]
     return sum(
-        entry.nbytes // kind.itemsize * dtype.itemsize
-        for entry, kind in kinds
-        if kind is not None and kind.is_floating_point and kind != dtype
+        entry.nbytes // kind.itemsize * dtype_of(name).itemsize
+        for name, entry, kind in kinds
+        if kind is not None and kind.is_floating_point and kind != dtype_of(name)
     )
 
 
@@ -98,7 +104,7 @@ def read_head(
     if device.type == "cuda":
         host = torch.empty(unit.nbytes, dtype=torch.uint8, pin_memory=True)
     else:
-        host = (own_pages if converted_bytes(unit, dtype) else pages)(unit.nbytes)
+        host = (own_pages if converted_bytes(unit, lambda _: dtype) else pages)(unit.nbytes)
     model.read_part(UNIT, 0, 1, host.numpy().data)
     read = unit_tensors(unit, host.to(device))
     tensors = {name: _converted(tensor, dtype, pages) for name, tensor in read.items()}
@@ -264,6 +270,8 @@ class Skeleton:
 
     def _take(self, module: Any) -> None:
         self._decoder: Any = module.get_decoder()
+        self._stored = StoredForm(module)
+        self._dtype: torch.dtype = module.dtype
         self._prefix = next(name for name, part in module.named_modules() if part is self._decoder)
         norms = [name for name in FINAL_NORMS if hasattr(self._decoder, name)]
         missing = [name for name in ("embed_tokens", "layers") if not hasattr(self._decoder, name)]
@@ -273,6 +281,8 @@ class Skeleton:
         self._norm = norms[0]
         self.config = module.config.get_text_config()
         self.layers: list[nn.Module] = list(self._decoder.layers)
+        if (counted := getattr(self.config, "num_hidden_layers", None)) != len(self.layers):
+            raise self._unusable(f"its configuration counts {counted} layers where it has {len(self.layers)}")
         default = ["full_attention"] * len(self.layers)
         self.kinds = list(getattr(self.config, "layer_types", None) or default)
         if unknown := set(self.kinds) - {"full_attention", "sliding_attention"}:
@@ -290,8 +300,23 @@ class Skeleton:
         ids = torch.zeros(2, dtype=torch.int64, device="meta")
         self.embed(units.get("embedding", {}), self.work(ids, ids, [0, 2]))
         for index in range(len(self.layers)):
-            self._own(f"layers.{index}", units.get(f"layer.{index}", {}))
+            path, given = f"layers.{index}", units.get(f"layer.{index}", {})
+            self._refuse_stored(path, f"{self._prefix}.{path}.", given)
+            self._own(path, given)
         self._own(self._norm, units.get("norm", {}))
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        """What is computed in with the published tensor `name`: a few stay in float32."""
+        return self._stored.dtype_of(name) or self._dtype
+
+    def added_bytes(self, unit: Unit) -> int:
+        """Bytes that a layer takes beside those of `unit`: tensors in another dtype, experts put together."""
+        merged = sum(
+            math.prod(entry.shape) * self.dtype_of(name).itemsize
+            for name, entry in unit.tensors.items()
+            if self._stored.merges(name)
+        )
+        return converted_bytes(unit, self.dtype_of) + merged
 
     def work(
         self,
@@ -385,21 +410,35 @@ class Skeleton:
     def _own(self, path: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """`tensors` under the names they have inside the submodule at `path`, all of them and no others."""
         prefix = f"{self._prefix}.{path}." if self._prefix else f"{path}."
-        given = {
-            name.removeprefix(prefix): tensor
-            for name, tensor in tensors.items()
-            if not name.endswith(_IGNORED)
-        }
+        stored = {name: tensor for name, tensor in tensors.items() if not name.endswith(_IGNORED)}
+        try:
+            given = self._stored.of_module(stored)
+        except ValueError as error:
+            self._refuse_stored(path, prefix, stored)
+            raise self._unusable(f"of {path} {error}") from None
+        given = {name.removeprefix(prefix): tensor for name, tensor in given.items()}
         needed = self._decoder.get_submodule(path).state_dict()
         odd = sorted(set(given) ^ set(needed))
         if odd:
+            self._refuse_stored(path, prefix, stored)
             raise self._unusable(f"{path} has {'an unknown' if odd[0] in given else 'no'} tensor {odd[0]}")
         for name, tensor in given.items():
             if tensor.shape != needed[name].shape:
+                self._refuse_stored(path, prefix, stored)
                 raise self._unusable(
                     f"{path}.{name} has shape {list(tensor.shape)} where {list(needed[name].shape)} is needed"
                 )
         return given
+
+    def _refuse_stored(self, path: str, prefix: str, stored: Mapping[str, Tensor]) -> None:
+        """Raise `TeacherError` for the first of the `stored` tensors that is at fault, if it can be told."""
+        fault = self._stored.fault({name: tensor.shape for name, tensor in stored.items()}, prefix)
+        if fault is None:
+            return
+        name, what = fault[0].removeprefix(prefix), fault[1]
+        if what in (MISSING, UNKNOWN):
+            raise self._unusable(f"{path} has {'no' if what == MISSING else 'an unknown'} tensor {name}")
+        raise self._unusable(f"{path}.{name} {what}")
 
     def _unusable(self, reason: str) -> TeacherError:
         return TeacherError(
@@ -421,8 +460,7 @@ def check_streams(
     check_architecture(config, where)
     module = empty_model(config, where)
     if tensors is None:
-        saved = revert_weight_conversion(module, module.state_dict())
-        tensors = {name: tensor.shape for name, tensor in saved.items()}
+        tensors = StoredForm(module).saved
     if getattr(config.get_text_config(), "tie_word_embeddings", False) and HEAD_WEIGHT in tensors:
         tensors = {EMBEDDING_WEIGHT: tensors[HEAD_WEIGHT], **tensors}  # as it is published
     Skeleton.of_names(module).require(tensors)

@@ -230,8 +230,8 @@ class StreamedTeacher:
         if not batches:
             return
         entry = self.published.manifest.units[unit]
-        with self.stream.meter.held(converted_bytes(entry, self._dtype)):
-            tensors = unit_tensors(entry, flat, self._dtype)
+        with self.stream.meter.held(self.skeleton.added_bytes(entry)):
+            tensors = unit_tensors(entry, flat, self.skeleton.dtype_of)
             if unit == "embedding":
                 for work in batches:
                     self.skeleton.embed(tensors, work)
@@ -242,7 +242,7 @@ class StreamedTeacher:
 
     def _read_head(self, published: PublishedModel) -> Head:
         meter, entry = self.stream.meter, published.manifest.units[UNIT]
-        with meter.held(entry.nbytes + converted_bytes(entry, self._dtype)):
+        with meter.held(entry.nbytes + converted_bytes(entry, lambda _: self._dtype)):
             pages = self.stream.head_pages.take
             head = read_head(published, self._dtype, self._device, self._placement.vocabulary, pages)
         nbytes = head_bytes(head)
@@ -290,8 +290,8 @@ class SharedBase(StreamedTeacher):
             super()._run(unit, flat, batches)
             return
         entry = self.published.manifest.units[unit]
-        with self.stream.meter.held(converted_bytes(entry, self._dtype)):
-            tensors = unit_tensors(entry, flat, self._dtype)
+        with self.stream.meter.held(self.skeleton.added_bytes(entry)):
+            tensors = unit_tensors(entry, flat, self.skeleton.dtype_of)
             for teacher, works in self._works.items():
                 if not works:
                     continue

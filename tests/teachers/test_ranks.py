@@ -52,11 +52,13 @@ def broken_copy(url: str, target: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def teachers(tmp_path_factory):
-    """name -> (checkpoint, published in 2 shards)."""
+    """name -> (checkpoint, published in 2 shards); the last is a mixture of experts."""
     folder = tmp_path_factory.mktemp("teachers")
     wide = {"hidden_size": 64, "intermediate_size": 128}
+    experts = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2}
+    kinds = dict.fromkeys(NAMES, wide) | {"c": wide | experts | {"moe_intermediate_size": 32}}
     return {
-        name: publish(tiny.model(seed=10 + i, **wide), folder / name, shards=2)
+        name: publish(tiny.model(seed=10 + i, **kinds[name]), folder / name, shards=2)
         for i, name in enumerate(NAMES)
     }
 
