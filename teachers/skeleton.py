@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,9 +39,12 @@ from opd.storage.published import PublishedModel
 from opd.storage.tensors import DTYPES, save_tensors
 from opd.teachers.head_pages import own_pages
 from opd.teachers.published_adapter import DESCRIPTION, PublishedAdapter, is_adapter
+from opd.teachers.routed_experts import PartHolder, RoutedExperts, TakeExperts
+from opd.teachers.routed_unit import BlockMemory, RoutedUnit
 
 if TYPE_CHECKING:
-    from opd.storage.manifest import Unit
+    from opd.storage.manifest import TensorEntry, Unit
+    from opd.teachers.layer_stream import ByteMeter
 
 
 DtypeOf = Callable[[str], torch.dtype]
@@ -55,18 +58,27 @@ def unit_tensors(unit: Unit, flat: Tensor, dtype_of: DtypeOf | None = None) -> d
     floating-point tensors are converted copies. Raises `TeacherError` for a dtype that has no torch
     counterpart here.
     """
-    found = {}
-    for name, entry in unit.tensors.items():
-        if entry.dtype not in DTYPES:
-            raise TeacherError(
-                f"tensor {name} of a published teacher is {entry.dtype}, which cannot be computed with;"
-                f" publish a checkpoint in one of {', '.join(DTYPES)}."
-            )
-        raw = flat[entry.offset : entry.offset + entry.nbytes]
-        tensor = raw.view(DTYPES[entry.dtype]).view(tuple(entry.shape))
-        wanted = dtype_of(name) if dtype_of is not None and tensor.is_floating_point() else tensor.dtype
-        found[name] = tensor.to(wanted)
-    return found
+    return {
+        name: _typed(name, entry, flat[entry.offset : entry.offset + entry.nbytes], dtype_of)
+        for name, entry in unit.tensors.items()
+    }
+
+
+def block_tensors(memory: BlockMemory, names: Iterable[str], dtype_of: DtypeOf) -> dict[str, Tensor]:
+    """Do what `unit_tensors` does for the tensors `names` of a unit, of which some blocks are in memory."""
+    entries = ((name, memory.unit.tensors[name]) for name in names)
+    return {name: _typed(name, entry, memory.raw(entry), dtype_of) for name, entry in entries}
+
+
+def _typed(name: str, entry: TensorEntry, raw: Tensor, dtype_of: DtypeOf | None) -> Tensor:
+    if entry.dtype not in DTYPES:
+        raise TeacherError(
+            f"tensor {name} of a published teacher is {entry.dtype}, which cannot be computed with;"
+            f" publish a checkpoint in one of {', '.join(DTYPES)}."
+        )
+    tensor = raw.view(DTYPES[entry.dtype]).view(tuple(entry.shape))
+    wanted = dtype_of(name) if dtype_of is not None and tensor.is_floating_point() else tensor.dtype
+    return tensor.to(wanted)
 
 
 def converted_bytes(unit: Unit, dtype_of: DtypeOf) -> int:
@@ -356,14 +368,50 @@ class Skeleton:
             raise self._unusable("its layers and final norm are not one chain")
         work.hidden, work.calls = chain.first, chain.calls[:-1]
 
+    def routed_unit(self, index: int, unit: Unit) -> RoutedUnit | None:
+        """The unit of layer `index` by its experts, if they can be read one by one."""
+        own = {name: self._stored.place(name) for name in unit.tensors if self._stored.merges(name)}
+        if len(paths := {place.rpartition(".")[0] for place in own.values()}) != 1:
+            return None
+        path = paths.pop().removeprefix(f"{self._prefix}.")
+        if not path.startswith(f"layers.{index}."):
+            return None
+        part: Any = self._decoder.get_submodule(path)
+        held = {name: tensor.shape for name, tensor in part.state_dict().items()}
+        made = {place.rpartition(".")[2] for place in own.values()}
+        found = RoutedUnit.of_names(unit, f"{self._prefix}.layers.{index}.", own)
+        count = getattr(part, "num_experts", None)
+        if found is None or len(found.experts) != count or held.keys() != made:
+            return None
+        return found if all(shape[0] == count for shape in held.values()) else None
+
     def layer(self, index: int, tensors: Mapping[str, Tensor], works: Sequence[PackedWork]) -> None:
         """Run layer `index`, whose weights are `tensors`, on each of `works`."""
+        self._with_weights(f"layers.{index}", tensors, self._runs(index, works))
 
+    def routed_layer(
+        self,
+        index: int,
+        tensors: Mapping[str, Tensor],
+        works: Sequence[PackedWork],
+        layer: RoutedUnit,
+        take: TakeExperts,
+        meter: ByteMeter,
+    ) -> None:
+        """Run `layer`, whose experts are not among `tensors` but taken when tokens were routed to them."""
+        path = self._stored.place(layer.experts[0][0]).rpartition(".")[0]
+        inside = path.removeprefix(f"{self._prefix}.")
+        part = self._decoder.get_submodule(inside)
+        experts = RoutedExperts(part, path, self._stored, take, meter)
+        with experts.installed():
+            self._with_weights(f"layers.{index}", tensors, self._runs(index, works), inside)
+
+    def _runs(self, index: int, works: Sequence[PackedWork]) -> Callable[[nn.Module], None]:
         def run(layer: nn.Module) -> None:
             for work in works:
                 self._attending(index, layer, work)
 
-        self._with_weights(f"layers.{index}", tensors, run)
+        return run
 
     def _attending(self, index: int, layer: nn.Module, work: PackedWork) -> None:
         work.attend.called = False
@@ -396,18 +444,22 @@ class Skeleton:
         self._with_weights(self._norm, tensors, run)
 
     def _with_weights(
-        self, path: str, tensors: Mapping[str, Tensor], call: Callable[[nn.Module], None]
+        self,
+        path: str,
+        tensors: Mapping[str, Tensor],
+        call: Callable[[nn.Module], None],
+        without: str | None = None,
     ) -> None:
-        """`call` the submodule at `path` while `tensors` are its weights.
+        """`call` the submodule at `path` while `tensors` are its weights, except those of `without`.
 
         They are lent once for all that runs on it: for each micro-batch anew took a quarter of a layer's time
         on the host.
         """
-        given = {f"part.{name}": tensor for name, tensor in self._own(path, tensors).items()}
-        holder = _Holder(self._decoder.get_submodule(path))
+        given = {f"part.{name}": tensor for name, tensor in self._own(path, tensors, without).items()}
+        holder = PartHolder(self._decoder.get_submodule(path))
         functional_call(holder, given, (call,), tie_weights=False)
 
-    def _own(self, path: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _own(self, path: str, tensors: Mapping[str, Tensor], without: str | None = None) -> dict[str, Tensor]:
         """`tensors` under the names they have inside the submodule at `path`, all of them and no others."""
         prefix = f"{self._prefix}.{path}." if self._prefix else f"{path}."
         stored = {name: tensor for name, tensor in tensors.items() if not name.endswith(_IGNORED)}
@@ -418,6 +470,9 @@ class Skeleton:
             raise self._unusable(f"of {path} {error}") from None
         given = {name.removeprefix(prefix): tensor for name, tensor in given.items()}
         needed = self._decoder.get_submodule(path).state_dict()
+        if without is not None:
+            later = f"{without.removeprefix(f'{path}.')}."
+            needed = {name: tensor for name, tensor in needed.items() if not name.startswith(later)}
         odd = sorted(set(given) ^ set(needed))
         if odd:
             self._refuse_stored(path, prefix, stored)
@@ -464,17 +519,6 @@ def check_streams(
     if getattr(config.get_text_config(), "tie_word_embeddings", False) and HEAD_WEIGHT in tensors:
         tensors = {EMBEDDING_WEIGHT: tensors[HEAD_WEIGHT], **tensors}  # as it is published
     Skeleton.of_names(module).require(tensors)
-
-
-class _Holder(nn.Module):
-    """Lets a caller use `part` for as long as `functional_call` lends it weights."""
-
-    def __init__(self, part: nn.Module) -> None:
-        super().__init__()
-        self.part = part
-
-    def forward(self, call: Callable[[nn.Module], None]) -> None:
-        call(self.part)
 
 
 class _Chain:

@@ -49,7 +49,7 @@ class StoredForm:
 
     def dtype_of(self, name: str) -> torch.dtype | None:
         """What the module computes in with a file's tensor `name`; `None` if it has no place there."""
-        own, _ = self._place(name)
+        own, _ = self._placed(name)
         return self._own[own].dtype if own in self._own else None
 
     def left_out(self, names: Iterable[str]) -> frozenset[str]:
@@ -57,12 +57,16 @@ class StoredForm:
         that predict tokens further ahead, which DeepSeek-V3 and GLM-4.5 publish beside the model.
         """
         patterns = [re.compile(one) for one in self._module._keys_to_ignore_on_load_unexpected or ()]
-        apart = (name for name in names if self._place(name)[0] not in self._own) if patterns else ()
+        apart = (name for name in names if self._placed(name)[0] not in self._own) if patterns else ()
         return frozenset(name for name in apart if any(one.search(name) for one in patterns))
+
+    def place(self, name: str) -> str:
+        """The module's name for what a file's tensor `name` is, or is a part of."""
+        return self._placed(name)[0]
 
     def merges(self, name: str) -> bool:
         """Whether a file's tensor `name` is put together with others, or otherwise copied."""
-        return self._place(name)[1] is not None
+        return self._placed(name)[1] is not None
 
     def of_module(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """`tensors` of files in the form of the module: views of most, copies of those that merge.
@@ -72,7 +76,7 @@ class StoredForm:
         found: dict[str, Tensor] = {}
         merging: dict[str, WeightConverter] = {}
         for name in sorted(tensors, key=dot_natural_key):
-            own, pattern = self._place(name)
+            own, pattern = self._placed(name)
             if pattern is not None:
                 converter = merging.setdefault(own, deepcopy(self._by_pattern[pattern]))
                 converter.add_tensor(own, name, pattern, tensors[name])  # type: ignore[arg-type]
@@ -107,7 +111,7 @@ class StoredForm:
         due = {name: shape for name, shape in self.saved.items() if name.startswith(prefix)}
         if not apart & due.keys():
             return None
-        whole = {self._place(name)[0] for name in apart} & shapes.keys()
+        whole = {self._placed(name)[0] for name in apart} & shapes.keys()
         if whole:
             return min(whole), "is held as one and in parts too"
         for name in sorted(shapes.keys() ^ due.keys(), key=dot_natural_key):
@@ -120,7 +124,7 @@ class StoredForm:
                 return name, f"has shape {list(shapes[name])} where {list(due[name])} is needed"
         return None
 
-    def _place(self, name: str) -> tuple[str, str | None]:
+    def _placed(self, name: str) -> tuple[str, str | None]:
         """The module's name for a file's tensor, and the pattern by which it is converted, if it is."""
         if name not in self._places:
             given = (self._module.base_model_prefix, self._own)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
 
@@ -27,6 +27,7 @@ from opd.teachers.kinds import Placement
 from opd.teachers.local_teacher import LocalTeacher
 from opd.teachers.streamed_teacher import StreamedTeacher, streamed_teachers
 from opd.teachers.unpublished import UnpublishedWeights, stream_fault
+from opd.types import Sample
 
 _DEEP = {
     "first_k_dense_replace": 1,
@@ -102,12 +103,12 @@ def streamed(folder: Path, shards: int = 1, **placement) -> StreamedTeacher:
     return teachers["t"]
 
 
-def resident(folder: Path, **placement) -> Tensor:
+def resident(folder: Path, samples: Sequence[Sample] = SAMPLES, **placement) -> Tensor:
     """What a teacher in memory gives, its weights as aligned as streamed ones: products are rounded by it."""
-    teacher = LocalTeacher("t", folder, max_tokens=16, **placement)
+    teacher = LocalTeacher("t", folder, **placement)
     for parameter in teacher.model.module.parameters():
         parameter.data = parameter.data.clone()
-    return teacher.score(SAMPLES).rows
+    return teacher.score(samples).rows
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -117,7 +118,7 @@ def test_a_mixture_streams_to_the_hidden_states_of_transformers(name: str, tmp_p
     with closing(streamed(folder, shards=2)) as teacher:
         found = teacher.score(SAMPLES).rows
         torch.testing.assert_close(found, due, atol=1e-4, rtol=0)
-        assert torch.equal(found, resident(folder))
+        assert torch.equal(found, resident(folder, max_tokens=16))
         units = teacher.published.manifest.units
         assert teacher.stream.nbytes < sum(unit.nbytes for unit in units.values())
     stacked(folder)
@@ -133,7 +134,7 @@ def test_what_transformers_keeps_in_float32_stays_there(name: str, tmp_path: Pat
         kept = [key for key in teacher.published.manifest.shapes if "e_score_correction_bias" in key]
         assert kept
         assert {teacher.skeleton.dtype_of(key) for key in kept} == {torch.float32}
-    assert torch.equal(found, resident(folder, dtype="bfloat16"))
+    assert torch.equal(found, resident(folder, max_tokens=16, dtype="bfloat16"))
 
 
 def test_memory_that_putting_together_takes_is_counted(tmp_path: Path):
