@@ -20,6 +20,7 @@ from opd.models.architecture import empty_model
 from opd.models.hf_folder import read_config
 from opd.models.hf_weights import check_weights
 from opd.models.stored_form import StoredForm
+from opd.pipelines.check.shapes import shape_of
 from opd.pipelines.cli import main
 from opd.pipelines.stages.publishing import publish_checkpoint
 from opd.storage.published import PublishedModel
@@ -256,3 +257,17 @@ def test_experts_that_do_not_fit_are_named_before_a_run(name: str, tmp_path: Pat
     assert main(["publish", str(folder), str(tmp_path / "p")]) == 2
     assert loading in " ".join(capsys.readouterr().err.split())
     assert not (tmp_path / "p").exists()
+
+
+@pytest.mark.parametrize(("name", "layers"), [("qwen3_moe", 2), ("deepseek_v3", 1), ("mixtral", 2)])
+def test_the_doctor_counts_what_a_token_uses(name: str, layers: int, tmp_path: Path):
+    folder = written(name, tmp_path / "m")
+    module = empty_model(config := read_config(folder), folder)
+    experts = {key: p.numel() for key, p in module.named_parameters() if ".mlp.experts." in key}
+    assert len(experts) == 2 * layers
+    count, chosen = (8, 3) if name == "deepseek_v3" else (4, 2)
+    shape = shape_of(config, module)
+    assert shape.parameters - shape.used == sum(experts.values()) * (count - chosen) // count
+    assert f"of which a token uses {shape.used:,}" in shape.told
+    dense = read_config(tiny_types.write_folder("llama", tmp_path / "dense"))
+    assert shape_of(dense, empty_model(dense, tmp_path)).idle == 0
