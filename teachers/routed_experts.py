@@ -46,9 +46,9 @@ class RoutedExperts:
         self._stored = stored
         self._take = take
         self._meter = meter
-        self._slots: Tensor | None = None
+        self._slots: dict[int, int] = {}
+        """Expert -> its place among those that were read."""
         self._weights: dict[str, Tensor] = {}
-        self._read = 0
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -68,25 +68,24 @@ class RoutedExperts:
     def _forward(self, hidden: Tensor, chosen: Tensor, *others: Any, **options: Any) -> Any:
         """`chosen` [T, K] int64: the experts of each token."""
         part: Any = self._part
-        total, slots = int(part.num_experts), self._slots
-        if slots is None:
-            slots = self._slots = torch.full((total,), -1, dtype=torch.int64, device=hidden.device)
-        self._add(self._take(chosen.unique().tolist()), slots)
+        total = int(part.num_experts)
+        self._add(self._take(chosen.unique().tolist()))
         if not self._weights:  # there are no tokens
             return torch.zeros_like(hidden)
-        renumbered = slots[chosen]
+        slots = torch.tensor([self._slots.get(expert, total) for expert in range(total)])
+        renumbered = slots.to(chosen.device)[chosen]
 
         def call(module: nn.Module) -> Any:
             return type(part).forward(module, hidden, renumbered, *others, **options)
 
-        part.num_experts = self._read
+        part.num_experts = len(self._slots)
         try:
             given = {f"part.{name}": weight for name, weight in self._weights.items()}
             return functional_call(PartHolder(part), given, (call,), tie_weights=False)
         finally:
             part.num_experts = total
 
-    def _add(self, experts: Mapping[int, Mapping[str, Tensor]], slots: Tensor) -> None:
+    def _add(self, experts: Mapping[int, Mapping[str, Tensor]]) -> None:
         if not experts:
             return
         files = {name: tensor for tensors in experts.values() for name, tensor in tensors.items()}
@@ -99,5 +98,5 @@ class RoutedExperts:
             held = self._weights.get(name)
             self._weights[name] = tensor if held is None else torch.cat([held, tensor])
             self._meter.hold(tensor.nbytes)
-        slots[sorted(experts)] = torch.arange(self._read, self._read + len(experts), device=slots.device)
-        self._read += len(experts)
+        read = len(self._slots)
+        self._slots |= {expert: read + place for place, expert in enumerate(sorted(experts))}

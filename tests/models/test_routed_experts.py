@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from opd.errors import StorageError
 from opd.pipelines.stages.publishing import publish_checkpoint
+from opd.storage.shard_cache import ShardCache
 from opd.teachers.kinds import Placement
 from opd.teachers.streamed_teacher import StreamedTeacher, streamed_teachers
 from opd.types import Sample
@@ -179,3 +180,29 @@ def test_a_stream_that_waits_for_routing_can_be_closed(mixture):
     assert teacher.stream._thread is not None
     assert not teacher.stream._thread.is_alive()
     assert teacher.weight_bytes == 0
+
+
+def test_experts_of_an_object_store_come_from_the_nodes_copies(mixture, tmp_path: Path):
+    url = f"local://{mixture[1]}"
+    with closing(ShardCache(tmp_path / "copies")) as cache:
+        teacher = streamed_teachers({"t": url}, Placement(), prefetch_bytes=0, cache=cache)["t"]
+        assert isinstance(teacher, StreamedTeacher)
+        with closing(teacher):
+            first, read = read_by(teacher, few())
+            again, came = read_by(teacher, few())
+            assert (came, teacher.cached_bytes) == (0, read)
+            assert torch.equal(first, again)
+
+
+def test_two_mixtures_take_turns_on_one_stream(mixture, tmp_path: Path):
+    folder = written("mixtral", tmp_path / "m", num_local_experts=EXPERTS)
+    publish_checkpoint(folder, tmp_path / "p", shards=SHARDS)
+    urls = {"a": mixture[1], "b": str(tmp_path / "p")}
+    teachers = streamed_teachers(urls, Placement(), prefetch_bytes=1 << 16)
+    due = {"a": resident(mixture[0], few()), "b": resident(folder, few())}
+    for name in "abba":
+        for other in teachers.values():
+            assert isinstance(other, StreamedTeacher)
+            other.prefetch()  # what was asked for before is dropped, though its thread waits for routing
+        assert torch.equal(teachers[name].score(few()).rows, due[name])
+    teachers["a"].close()
