@@ -60,9 +60,12 @@ class ModelShape:
 def _idle(module: Any, config: Any) -> int:
     """Parameters of experts, one tensor for all of them, that a token of `module` is not routed to."""
     names = ("num_experts_per_tok", "moe_topk", "moe_top_k", "moe_k", "top_k_experts")
-    chosen = next((k for name in names if isinstance(k := getattr(config, name, None), int)), None)
+    found = (getattr(config, name, None) for name in names)
+    chosen = next((value for value in found if isinstance(value, int)), None)
+    if chosen is None:
+        return 0
     idle = 0
-    for part in module.modules() if chosen is not None else ():
+    for part in module.modules():
         count, own = getattr(part, "num_experts", None), list(part.parameters(recurse=False))
         if isinstance(count, int) and own and all(tuple(one.shape[:1]) == (count,) for one in own):
             each = sum(one.numel() for one in own if one.ndim > 2) // max(count, 1)
