@@ -128,7 +128,9 @@ class ModelForm:
     layers: int | None = None
     """Number of layers there must be. `None` trusts the checkpoint."""
     fingerprint: Mapping[str, Any] | None = None
-    """Fingerprint of the tokenizer, JSON-able."""
+    """Of the tokenizer; JSON-able."""
+    left_out: frozenset[str] = frozenset()
+    """Names of the checkpoint's tensors that are no part of the model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +188,7 @@ def units_of(folder: Path, form: ModelForm) -> tuple[dict[str, Unit], dict[str, 
         if form.tied and absent not in sources and held in sources:
             sources[absent] = sources[held]
     members: dict[str, list[str]] = {"norm": []}  # OLMo's norms have no weights
-    for name in sorted(sources):
+    for name in sorted(sources.keys() - form.left_out):
         unit = unit_of(name)
         if unit is not None:
             members.setdefault(unit, []).append(name)

@@ -129,17 +129,39 @@ class PublishedModel:
         pieces: list[BlockPiece] = []
         for name, buffer in zip(units, into, strict=True):
             pieces += self._pieces(name, rank, world, buffer)
-        # Slices of units lie side by side in a shard file: in its order they share requests.
-        pieces.sort(key=lambda piece: (piece.path, piece.start))
-        if self._cache is None:
-            self._fetch(pieces)
-        else:
-            cached = self._cache.fill(self.manifest.digest, pieces, self._fetch)
-            with self._counting:
-                self.cached_bytes += cached
+        self._read(pieces)
         if world == 1:
             for name, buffer in zip(units, into, strict=True):
                 self._prove(name, buffer)
+
+    def read_blocks(self, unit: str, blocks: Sequence[int], into: memoryview) -> None:
+        """Fill `into` with `blocks` of a unit, in order, each at the next multiple of `block_bytes`; all are
+        verified. Raises `StorageError` as `read_part`.
+        """
+        entry, wanted = self.manifest.unit(unit), {block: at for at, block in enumerate(blocks)}
+        buffer, pieces = _as_bytes(into), []
+        for extent in self.manifest.extents(unit, 0, 1):
+            held = range(extent.start // entry.block_bytes, -(-extent.stop // entry.block_bytes))
+            if not (found := [block for block in blocks if block in held]):
+                continue
+            self._require_size(extent.shard)
+            path = self._path(self.manifest.shard_path(extent.shard))
+            for index in found:
+                low, high = entry.block(index)
+                room = wanted[index] * entry.block_bytes
+                into_it = buffer[room : room + high - low]
+                pieces.append(BlockPiece(path, extent.offset + low - extent.start, into_it, entry, index))
+        self._read(pieces)
+
+    def _read(self, pieces: list[BlockPiece]) -> None:
+        # Units' parts lie side by side in a shard file: in its order they share requests.
+        pieces.sort(key=lambda piece: (piece.path, piece.start))
+        if self._cache is None:
+            self._fetch(pieces)
+            return
+        cached = self._cache.fill(self.manifest.digest, pieces, self._fetch)
+        with self._counting:
+            self.cached_bytes += cached
 
     def read_unit(self, unit: str, into: memoryview) -> None:
         """Fill `into[: nbytes]` with the full unit: `read_part` for a world of one."""

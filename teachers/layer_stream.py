@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -27,13 +27,14 @@ from torch import Tensor
 
 from opd.errors import OpdError, TeacherError, TeacherRanksError, reason_of
 from opd.teachers.head_pages import HeadPages
+from opd.teachers.routed_unit import WHOLE_ABOVE, ExpertRequests, RoutedUnit
 
 if TYPE_CHECKING:
     from opd.storage.published import PublishedModel
     from opd.storage.shard_cache import ShardCache
 
-_HAS_READ, _FAILED, _LEAVES = 0, 1, 2
-# The older name warns if the newer one exists.
+_HAS_READ, _FAILED, _LEAVES, _WANTS, _DONE = range(5)
+# The older name warns where the newer one is there.
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 
@@ -153,12 +154,54 @@ class UnitGather:
         Raises `StorageError` from the reader. The other ranks then raise `TeacherError`. All remaining ranks
         also raise it if a rank has left or died, now and at every later call.
         """
+        with self._on_stream() as reached:
+            return self._read(model, unit, into), reached()
+
+    def blocks_room(self, model: PublishedModel, unit: str, blocks: int) -> int:
+        """Bytes of memory that `begin_blocks` needs for so many blocks of `unit`."""
+        return -(-blocks // self.world) * self.world * model.manifest.unit(unit).block_bytes
+
+    def begin_blocks(
+        self, model: PublishedModel, unit: str, blocks: Sequence[int], into: Tensor
+    ) -> tuple[Tensor, torch.cuda.Event | None]:
+        """`begin` for `blocks` of `unit` alone, one after another; all ranks name the same ones."""
+        share = -(-len(blocks) // self.world)
+        mine = blocks[self.rank * share : (self.rank + 1) * share]
+        size = share * model.manifest.unit(unit).block_bytes
+
+        def read(host: Tensor) -> None:
+            model.read_blocks(unit, mine, host.numpy().data)
+
+        with self._on_stream() as reached:
+            return self._share(model, unit, into[: size * self.world], read), reached()
+
+    def wanted(
+        self, model: PublishedModel, unit: str, mine: Collection[int] | None, count: int
+    ) -> list[int] | None:
+        """Which of `count` experts any rank wants, in order; `None` when no rank does, as `mine` says."""
+        if self.world == 1:
+            return None if mine is None else sorted(mine)
+        with self._on_stream():
+            failure = _not_gathered(model, unit)
+            if not _ranks(self._tell(failure, _DONE if mine is None else _WANTS), _WANTS):
+                return None
+            marks = torch.zeros(count, dtype=torch.int32)
+            marks[sorted(mine or ())] = 1
+            marks = marks.to(self.device)
+            with self._lasting(), naming_lost_ranks(failure):
+                dist.all_reduce(marks, group=self.group)
+            return marks.nonzero().flatten().tolist()
+
+    @contextmanager
+    def _on_stream(self) -> Iterator[Callable[[], torch.cuda.Event | None]]:
+        """Read inside; what it gives says when all that was read until then is on the device."""
         if self._broken is not None:
             raise self._broken
-        if self._stream is None:
-            return self._read(model, unit, into), None
-        with torch.cuda.stream(self._stream):
-            return self._read(model, unit, into), _reached(self._stream)
+        if (stream := self._stream) is None:
+            yield lambda: None
+            return
+        with torch.cuda.stream(stream):
+            yield lambda: _reached(stream)
 
     def follow(self, arrives: torch.cuda.Event | None) -> None:
         """Make this thread's stream, not the host, wait for the event of a `begin`."""
@@ -182,9 +225,26 @@ class UnitGather:
 
     def _read(self, model: PublishedModel, unit: str, into: Tensor) -> Tensor:
         part = model.part_bytes(unit, self.world)
-        parts = into[: part * self.world]
-        mine = parts[self.rank * part : (self.rank + 1) * part]
-        error = self._read_part(model, unit, mine if self._staging is None else self._staging.take(len(mine)))
+        start, stop = model.part(unit, self.rank, self.world)
+
+        def read(host: Tensor) -> None:
+            model.read_part(unit, self.rank, self.world, host.numpy().data[: stop - start])
+
+        parts = self._share(model, unit, into[: part * self.world], read)
+        if self.world > 1 and part:
+            self._close_gaps(model, unit, parts)
+        return into[: model.manifest.units[unit].nbytes]
+
+    def _share(
+        self, model: PublishedModel, unit: str, parts: Tensor, read: Callable[[Tensor], None]
+    ) -> Tensor:
+        """`parts` [nbytes] uint8, one a rank, of which `read` fills this rank's, once all have theirs."""
+        part = len(parts) // self.world
+        mine, error = parts[self.rank * part : (self.rank + 1) * part], None
+        try:
+            read(mine if self._staging is None else self._staging.take(part))
+        except Exception as caught:
+            error = caught
         if self.world > 1:
             # Before the copy: a message from the others waits for all earlier work of the stream.
             self._agree(model, unit, error)
@@ -195,16 +255,7 @@ class UnitGather:
         if self.world > 1 and part:
             with self._lasting(), naming_lost_ranks(_not_gathered(model, unit)):
                 _all_gather(parts, mine, group=self.group)
-            self._close_gaps(model, unit, parts)
-        return into[: model.manifest.units[unit].nbytes]
-
-    def _read_part(self, model: PublishedModel, unit: str, host: Tensor) -> Exception | None:
-        start, stop = model.part(unit, self.rank, self.world)
-        try:
-            model.read_part(unit, self.rank, self.world, host.numpy().data[: stop - start])
-        except Exception as error:
-            return error
-        return None
+        return parts
 
     def _agree(self, model: PublishedModel, unit: str, error: Exception | None) -> None:
         """Stop on all ranks if one of them could not read, as a gather without it would wait for ever."""
@@ -405,6 +456,10 @@ class UnitPass:
     """Bytes of memory its largest unit needs."""
     total: int
     """Bytes of memory all of its units need, each aligned."""
+    layers: Mapping[str, RoutedUnit] = field(default_factory=dict)
+    """Those of the units whose experts are read once it is known which are needed."""
+    requests: dict[str, ExpertRequests] = field(default_factory=dict)
+    """For them, as long as not most experts are needed."""
     cancelled: bool = False
     error: BaseException | None = None
     ready: deque[tuple[int, Tensor, torch.cuda.Event | None]] = field(default_factory=deque)
@@ -443,7 +498,11 @@ class LayerStream:
         """Its buffer, and all that its teachers add: converted layers and heads."""
         self.head_pages = HeadPages()
         self.stall_seconds = 0.0
-        """Seconds callers have waited for bytes, without a CUDA device's own wait for the last copy."""
+        """How long callers have waited for bytes; of a CUDA device's own waiting for the last copy it says
+        nothing.
+        """
+        self.requests: ExpertRequests | None = None
+        """Of the unit in use, if its experts are asked for."""
         self._changed = threading.Condition()
         self._ring = ByteRing(0)
         self._arena = torch.empty(0, dtype=torch.uint8)
@@ -463,10 +522,16 @@ class LayerStream:
         """Bytes of its buffer."""
         return self._arena.nbytes
 
-    def ask(self, model: PublishedModel, units: Sequence[str]) -> UnitPass:
-        """Begin to read `units` of `model`, after all earlier requests."""
-        rooms = [self.gather.room(model, unit) for unit in units]
-        asked = UnitPass(model, tuple(units), max(rooms), sum(map(aligned, rooms)))
+    def ask(
+        self, model: PublishedModel, units: Sequence[str], layers: Mapping[str, RoutedUnit] | None = None
+    ) -> UnitPass:
+        """Begin to read `units` of `model`, after everything asked for before. Of those in `layers` the
+        experts are read as their `ExpertRequests` ask for them.
+        """
+        layers = layers or {}
+        requests = {name: ExpertRequests(model, layer, self.meter) for name, layer in layers.items()}
+        asked = UnitPass(model, tuple(units), 0, 0, layers, requests)
+        self._measure(asked)
         with self._changed:
             if self._closed:
                 raise TeacherError("this stream of teacher weights was closed; open a new one.")
@@ -485,11 +550,16 @@ class LayerStream:
         drop the rest.
         """
         if asked.cancelled:
-            asked = self.ask(asked.model, asked.units)
+            asked = self.ask(asked.model, asked.units, asked.layers)
         self._overtake(asked)
         try:
             for unit in asked.units:
-                yield unit, self._wait(asked)
+                flat = self._wait(asked)
+                self.requests = asked.requests.get(unit)
+                yield unit, flat
+                self.requests = None
+                if unit in asked.requests:
+                    asked.requests[unit].finish()
                 self._free(asked)
                 asked.used += 1
         finally:
@@ -504,6 +574,8 @@ class LayerStream:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
+            for request in [one for asked in self._queue for one in asked.requests.values()]:
+                request.finish(closed=True)
         if self._thread is not None:
             patience = _CLOSE_TIMEOUT if sys.exception() is None else _FAILED_TIMEOUT
             self._thread.join(patience if self.collective else None)
@@ -557,7 +629,12 @@ class LayerStream:
             self.drop(other)
 
     def drop(self, asked: UnitPass) -> None:
-        """Read no more of `asked` and forget its bytes."""
+        """Read no more of `asked` and forget what was read."""
+        self.requests = None
+        with self._changed:
+            requests = list(asked.requests.values())
+        for request in requests:
+            request.finish()
         while self.collective and asked.error is None and asked.used < len(asked.units) and not self._closed:
             # The other ranks gather with this one, unit by unit: none of them may leave early.
             self._wait(asked)
@@ -576,13 +653,48 @@ class LayerStream:
         work_on(self.gather.device)
         while (job := self._next()) is not None:
             asked, unit, start = job
+            layer = asked.layers[unit] if unit in asked.requests else None
             try:
-                read = self.gather.begin(asked.model, unit, self._arena[start:])
-            except BaseException as error:  # reaches the caller, which waits for this unit
+                if layer is None:
+                    read = self.gather.begin(asked.model, unit, self._arena[start:])
+                else:
+                    read = self.gather.begin_blocks(asked.model, unit, layer.own_blocks, self._arena[start:])
+            except BaseException as error:  # reaches the caller, who waits for this unit
                 self._finish(asked, start, error)
             else:
                 self._finish(asked, start, read)
+                if layer is not None:
+                    self._serve(asked, unit)
         self.gather.leave()
+
+    def _serve(self, asked: UnitPass, unit: str) -> None:
+        """Read the experts of `unit`. Where most were needed, the layers after it are read whole."""
+        requests = asked.requests[unit]
+        try:
+            requests.serve(self.gather)
+        except BaseException as error:  # reaches the caller, who waits for experts or for the next unit
+            with self._changed:
+                asked.error = error
+                if asked in self._queue:
+                    self._queue.remove(asked)
+                self._changed.notify_all()
+            requests.fail(error)
+            return
+        if requests.share > WHOLE_ABOVE:
+            with self._changed:
+                for later in asked.units[asked.asked :]:
+                    asked.requests.pop(later, None)
+                self._measure(asked)
+
+    def _measure(self, asked: UnitPass) -> None:
+        """Note what memory the units of `asked` need."""
+        rooms = [self._room(asked, unit) for unit in asked.units]
+        asked.largest, asked.total = max(rooms), sum(map(aligned, rooms))
+
+    def _room(self, asked: UnitPass, unit: str) -> int:
+        if unit not in asked.requests:
+            return self.gather.room(asked.model, unit)
+        return self.gather.blocks_room(asked.model, unit, len(asked.layers[unit].own_blocks))
 
     def _finish(
         self,
@@ -633,7 +745,7 @@ class LayerStream:
             self._arena = self.gather.memory(self._ring.capacity)
             self.meter.hold(self._arena.nbytes)
         unit = asked.units[asked.asked]
-        start = self._ring.take(self.gather.room(asked.model, unit))
+        start = self._ring.take(self._room(asked, unit))
         if start is None:
             return None
         asked.asked += 1

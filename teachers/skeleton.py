@@ -11,7 +11,8 @@ A published model's units as tensors, its head by itself, and all of it as a Hug
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +23,6 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from transformers import AutoModelForCausalLM, PreTrainedConfig
-from transformers.core_model_loading import revert_weight_conversion
 
 from opd.errors import ModelError, TeacherError, reason_of
 from opd.kernels.head import Head
@@ -32,44 +32,62 @@ from opd.models.attention import ATTENTION_NAME, Attend, AttentionCall, PackedAt
 from opd.models.hf_folder import INDEX, config_of, described_in, made_once, names_code, write_checksums
 from opd.models.hf_weights import meta_parameters, quiet
 from opd.models.long_sequence import FINAL_NORMS, ChunkedLayers
+from opd.models.stored_form import MISSING, UNKNOWN, StoredForm
 from opd.storage.files import atomic_folder, write_atomic
 from opd.storage.manifest import EMBEDDING_WEIGHT, HEAD_WEIGHT, LATEST, MANIFEST, unit_of
 from opd.storage.published import PublishedModel
 from opd.storage.tensors import DTYPES, save_tensors
 from opd.teachers.head_pages import own_pages
 from opd.teachers.published_adapter import DESCRIPTION, PublishedAdapter, is_adapter
+from opd.teachers.routed_experts import PartHolder, RoutedExperts, TakeExperts
+from opd.teachers.routed_unit import BlockMemory, RoutedUnit
 
 if TYPE_CHECKING:
-    from opd.storage.manifest import Unit
+    from opd.storage.manifest import TensorEntry, Unit
+    from opd.teachers.layer_stream import ByteMeter
 
 
-def unit_tensors(unit: Unit, flat: Tensor, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-    """Return the tensors of `unit` by name, from its bytes `flat` [nbytes] uint8.
+DtypeOf = Callable[[str], torch.dtype]
+"""The dtype that the floating-point tensor of a name is wanted in."""
+
+
+def unit_tensors(unit: Unit, flat: Tensor, dtype_of: DtypeOf | None = None) -> dict[str, Tensor]:
+    """The tensors of `unit` by name, from its bytes `flat` [nbytes] uint8.
 
     A tensor of the right dtype (default: its own) is a view: it is valid as long as `flat` is. Other
     floating-point tensors are converted copies. Raises `TeacherError` for a dtype that has no torch
     counterpart here.
     """
-    found = {}
-    for name, entry in unit.tensors.items():
-        if entry.dtype not in DTYPES:
-            raise TeacherError(
-                f"tensor {name} of a published teacher is {entry.dtype}, which cannot be computed with;"
-                f" publish a checkpoint in one of {', '.join(DTYPES)}."
-            )
-        raw = flat[entry.offset : entry.offset + entry.nbytes]
-        tensor = raw.view(DTYPES[entry.dtype]).view(tuple(entry.shape))
-        found[name] = tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
-    return found
+    return {
+        name: _typed(name, entry, flat[entry.offset : entry.offset + entry.nbytes], dtype_of)
+        for name, entry in unit.tensors.items()
+    }
 
 
-def converted_bytes(unit: Unit, dtype: torch.dtype) -> int:
-    """Return the bytes of the tensors of `unit` that `unit_tensors` has to copy into another dtype."""
-    kinds = [(entry, DTYPES.get(entry.dtype)) for entry in unit.tensors.values()]
+def block_tensors(memory: BlockMemory, names: Iterable[str], dtype_of: DtypeOf) -> dict[str, Tensor]:
+    """Do what `unit_tensors` does for the tensors `names` of a unit, of which some blocks are in memory."""
+    entries = ((name, memory.unit.tensors[name]) for name in names)
+    return {name: _typed(name, entry, memory.raw(entry), dtype_of) for name, entry in entries}
+
+
+def _typed(name: str, entry: TensorEntry, raw: Tensor, dtype_of: DtypeOf | None) -> Tensor:
+    if entry.dtype not in DTYPES:
+        raise TeacherError(
+            f"tensor {name} of a published teacher is {entry.dtype}, which cannot be computed with;"
+            f" publish a checkpoint in one of {', '.join(DTYPES)}."
+        )
+    tensor = raw.view(DTYPES[entry.dtype]).view(tuple(entry.shape))
+    wanted = dtype_of(name) if dtype_of is not None and tensor.is_floating_point() else tensor.dtype
+    return tensor.to(wanted)
+
+
+def converted_bytes(unit: Unit, dtype_of: DtypeOf) -> int:
+    """Bytes of those tensors of `unit` that `unit_tensors` has to copy into another dtype."""
+    kinds = [(name, entry, DTYPES.get(entry.dtype)) for name, entry in unit.tensors.items()]
     return sum(
-        entry.nbytes // kind.itemsize * dtype.itemsize
-        for entry, kind in kinds
-        if kind is not None and kind.is_floating_point and kind != dtype
+        entry.nbytes // kind.itemsize * dtype_of(name).itemsize
+        for name, entry, kind in kinds
+        if kind is not None and kind.is_floating_point and kind != dtype_of(name)
     )
 
 
@@ -98,7 +116,7 @@ def read_head(
     if device.type == "cuda":
         host = torch.empty(unit.nbytes, dtype=torch.uint8, pin_memory=True)
     else:
-        host = (own_pages if converted_bytes(unit, dtype) else pages)(unit.nbytes)
+        host = (own_pages if converted_bytes(unit, lambda _: dtype) else pages)(unit.nbytes)
     model.read_part(UNIT, 0, 1, host.numpy().data)
     read = unit_tensors(unit, host.to(device))
     tensors = {name: _converted(tensor, dtype, pages) for name, tensor in read.items()}
@@ -264,6 +282,8 @@ class Skeleton:
 
     def _take(self, module: Any) -> None:
         self._decoder: Any = module.get_decoder()
+        self._stored = StoredForm(module)
+        self._dtype: torch.dtype = module.dtype
         self._prefix = next(name for name, part in module.named_modules() if part is self._decoder)
         norms = [name for name in FINAL_NORMS if hasattr(self._decoder, name)]
         missing = [name for name in ("embed_tokens", "layers") if not hasattr(self._decoder, name)]
@@ -273,6 +293,8 @@ class Skeleton:
         self._norm = norms[0]
         self.config = module.config.get_text_config()
         self.layers: list[nn.Module] = list(self._decoder.layers)
+        if (counted := getattr(self.config, "num_hidden_layers", None)) != len(self.layers):
+            raise self._unusable(f"its configuration counts {counted} layers where it has {len(self.layers)}")
         default = ["full_attention"] * len(self.layers)
         self.kinds = list(getattr(self.config, "layer_types", None) or default)
         if unknown := set(self.kinds) - {"full_attention", "sliding_attention"}:
@@ -290,8 +312,23 @@ class Skeleton:
         ids = torch.zeros(2, dtype=torch.int64, device="meta")
         self.embed(units.get("embedding", {}), self.work(ids, ids, [0, 2]))
         for index in range(len(self.layers)):
-            self._own(f"layers.{index}", units.get(f"layer.{index}", {}))
+            path, given = f"layers.{index}", units.get(f"layer.{index}", {})
+            self._refuse_stored(path, f"{self._prefix}.{path}.", given)
+            self._own(path, given)
         self._own(self._norm, units.get("norm", {}))
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        """What is computed in with the published tensor `name`: a few stay in float32."""
+        return self._stored.dtype_of(name) or self._dtype
+
+    def added_bytes(self, unit: Unit) -> int:
+        """Bytes that a layer takes beside those of `unit`: tensors in another dtype, experts put together."""
+        merged = sum(
+            math.prod(entry.shape) * self.dtype_of(name).itemsize
+            for name, entry in unit.tensors.items()
+            if self._stored.merges(name)
+        )
+        return converted_bytes(unit, self.dtype_of) + merged
 
     def work(
         self,
@@ -332,14 +369,50 @@ class Skeleton:
             raise self._unusable("its layers and final norm are not one chain")
         work.hidden, work.calls = chain.first, chain.calls[:-1]
 
+    def routed_unit(self, index: int, unit: Unit) -> RoutedUnit | None:
+        """The unit of layer `index` by its experts, if they can be read one by one."""
+        own = {name: self._stored.place(name) for name in unit.tensors if self._stored.merges(name)}
+        if len(paths := {place.rpartition(".")[0] for place in own.values()}) != 1:
+            return None
+        path = paths.pop().removeprefix(f"{self._prefix}.")
+        if not path.startswith(f"layers.{index}."):
+            return None
+        part: Any = self._decoder.get_submodule(path)
+        held = {name: tensor.shape for name, tensor in part.state_dict().items()}
+        made = {place.rpartition(".")[2] for place in own.values()}
+        found = RoutedUnit.of_names(unit, f"{self._prefix}.layers.{index}.", own)
+        count = getattr(part, "num_experts", None)
+        if found is None or len(found.experts) != count or held.keys() != made:
+            return None
+        return found if all(shape[0] == count for shape in held.values()) else None
+
     def layer(self, index: int, tensors: Mapping[str, Tensor], works: Sequence[PackedWork]) -> None:
         """Run layer `index`, whose weights are `tensors`, on each of `works`."""
+        self._with_weights(f"layers.{index}", tensors, self._runs(index, works))
 
+    def routed_layer(
+        self,
+        index: int,
+        tensors: Mapping[str, Tensor],
+        works: Sequence[PackedWork],
+        layer: RoutedUnit,
+        take: TakeExperts,
+        meter: ByteMeter,
+    ) -> None:
+        """Run `layer`, whose experts are not among `tensors` but taken when tokens were routed to them."""
+        path = self._stored.place(layer.experts[0][0]).rpartition(".")[0]
+        inside = path.removeprefix(f"{self._prefix}.")
+        part = self._decoder.get_submodule(inside)
+        experts = RoutedExperts(part, path, self._stored, take, meter)
+        with experts.installed():
+            self._with_weights(f"layers.{index}", tensors, self._runs(index, works), inside)
+
+    def _runs(self, index: int, works: Sequence[PackedWork]) -> Callable[[nn.Module], None]:
         def run(layer: nn.Module) -> None:
             for work in works:
                 self._attending(index, layer, work)
 
-        self._with_weights(f"layers.{index}", tensors, run)
+        return run
 
     def _attending(self, index: int, layer: nn.Module, work: PackedWork) -> None:
         work.attend.called = False
@@ -372,35 +445,56 @@ class Skeleton:
         self._with_weights(self._norm, tensors, run)
 
     def _with_weights(
-        self, path: str, tensors: Mapping[str, Tensor], call: Callable[[nn.Module], None]
+        self,
+        path: str,
+        tensors: Mapping[str, Tensor],
+        call: Callable[[nn.Module], None],
+        without: str | None = None,
     ) -> None:
-        """`call` the submodule at `path` while `tensors` are its weights.
+        """`call` the submodule at `path` while `tensors` are its weights, except those of `without`.
 
         They are set once for all micro-batches: setting them for each took a quarter of a layer's time on the
         host.
         """
-        given = {f"part.{name}": tensor for name, tensor in self._own(path, tensors).items()}
-        holder = _Holder(self._decoder.get_submodule(path))
+        given = {f"part.{name}": tensor for name, tensor in self._own(path, tensors, without).items()}
+        holder = PartHolder(self._decoder.get_submodule(path))
         functional_call(holder, given, (call,), tie_weights=False)
 
-    def _own(self, path: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return `tensors` under their names inside the submodule at `path`, all of them and no others."""
+    def _own(self, path: str, tensors: Mapping[str, Tensor], without: str | None = None) -> dict[str, Tensor]:
+        """`tensors` under the names they have inside the submodule at `path`, all of them and no others."""
         prefix = f"{self._prefix}.{path}." if self._prefix else f"{path}."
-        given = {
-            name.removeprefix(prefix): tensor
-            for name, tensor in tensors.items()
-            if not name.endswith(_IGNORED)
-        }
+        stored = {name: tensor for name, tensor in tensors.items() if not name.endswith(_IGNORED)}
+        try:
+            given = self._stored.of_module(stored)
+        except ValueError as error:
+            self._refuse_stored(path, prefix, stored)
+            raise self._unusable(f"of {path} {error}") from None
+        given = {name.removeprefix(prefix): tensor for name, tensor in given.items()}
         needed = self._decoder.get_submodule(path).state_dict()
+        if without is not None:
+            later = f"{without.removeprefix(f'{path}.')}."
+            needed = {name: tensor for name, tensor in needed.items() if not name.startswith(later)}
         odd = sorted(set(given) ^ set(needed))
         if odd:
+            self._refuse_stored(path, prefix, stored)
             raise self._unusable(f"{path} has {'an unknown' if odd[0] in given else 'no'} tensor {odd[0]}")
         for name, tensor in given.items():
             if tensor.shape != needed[name].shape:
+                self._refuse_stored(path, prefix, stored)
                 raise self._unusable(
                     f"{path}.{name} has shape {list(tensor.shape)} where {list(needed[name].shape)} is needed"
                 )
         return given
+
+    def _refuse_stored(self, path: str, prefix: str, stored: Mapping[str, Tensor]) -> None:
+        """Raise `TeacherError` for the first of the `stored` tensors that is at fault, if it can be told."""
+        fault = self._stored.fault({name: tensor.shape for name, tensor in stored.items()}, prefix)
+        if fault is None:
+            return
+        name, what = fault[0].removeprefix(prefix), fault[1]
+        if what in (MISSING, UNKNOWN):
+            raise self._unusable(f"{path} has {'no' if what == MISSING else 'an unknown'} tensor {name}")
+        raise self._unusable(f"{path}.{name} {what}")
 
     def _unusable(self, reason: str) -> TeacherError:
         return TeacherError(
@@ -423,22 +517,10 @@ def check_streams(
     check_architecture(config, where)
     module = empty_model(config, where)
     if tensors is None:
-        saved = revert_weight_conversion(module, module.state_dict())
-        tensors = {name: tensor.shape for name, tensor in saved.items()}
+        tensors = StoredForm(module).saved
     if getattr(config.get_text_config(), "tie_word_embeddings", False) and HEAD_WEIGHT in tensors:
         tensors = {EMBEDDING_WEIGHT: tensors[HEAD_WEIGHT], **tensors}  # as it is published
     Skeleton.of_names(module).require(tensors)
-
-
-class _Holder(nn.Module):
-    """Lets a caller use `part` while `functional_call` gives it weights."""
-
-    def __init__(self, part: nn.Module) -> None:
-        super().__init__()
-        self.part = part
-
-    def forward(self, call: Callable[[nn.Module], None]) -> None:
-        call(self.part)
 
 
 class _Chain:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import ExitStack, closing, contextmanager
 from functools import cached_property, partial
@@ -27,11 +27,13 @@ from opd.storage.published import PublishedModel
 from opd.teachers.kinds import Placement, TeacherKind, TeacherOpening
 from opd.teachers.layer_stream import LayerStream, UnitPass, in_background
 from opd.teachers.published_adapter import PublishedAdapter, is_adapter
+from opd.teachers.routed_unit import ExpertRequests, RoutedUnit
 from opd.teachers.score_cache import RowPieces, response_rows, row_pieces
 from opd.teachers.skeleton import (
     UNIT,
     PackedWork,
     Skeleton,
+    block_tensors,
     check_streams,
     converted_bytes,
     head_bytes,
@@ -120,7 +122,7 @@ class StreamedTeacher:
     def prefetch(self) -> None:
         """Begin to read the layers of the next `score`."""
         if self._pass is None:
-            self._pass = self.stream.ask(self.published, self._units())
+            self._pass = self.stream.ask(self.published, self._units(), self._routed)
 
     def prefetch_head(self) -> None:
         """Begin to read the head of the next `load_head`."""
@@ -191,6 +193,16 @@ class StreamedTeacher:
     def _no_rows(self) -> Tensor:
         return torch.zeros(0, int(self.skeleton.config.hidden_size), dtype=self._dtype, device=self._device)
 
+    @cached_property
+    def _routed(self) -> dict[str, RoutedUnit]:
+        """The layers whose experts can be read one by one."""
+        units = self.published.manifest.units
+        found = {
+            f"layer.{index}": self.skeleton.routed_unit(index, units[f"layer.{index}"])
+            for index in range(len(self.skeleton.layers))
+        }
+        return {name: layer for name, layer in found.items() if layer is not None}
+
     def _units(self) -> list[str]:
         layers = len(self.skeleton.layers)
         names = ["embedding", *(f"layer.{index}" for index in range(layers)), "norm"]
@@ -230,8 +242,11 @@ class StreamedTeacher:
         if not batches:
             return
         entry = self.published.manifest.units[unit]
-        with self.stream.meter.held(converted_bytes(entry, self._dtype)):
-            tensors = unit_tensors(entry, flat, self._dtype)
+        if self.stream.requests is not None:
+            self._run_routed(int(unit.removeprefix("layer.")), flat, self.stream.requests, batches)
+            return
+        with self.stream.meter.held(self.skeleton.added_bytes(entry)):
+            tensors = unit_tensors(entry, flat, self.skeleton.dtype_of)
             if unit == "embedding":
                 for work in batches:
                     self.skeleton.embed(tensors, work)
@@ -240,9 +255,28 @@ class StreamedTeacher:
             else:
                 self.skeleton.layer(int(unit.removeprefix("layer.")), tensors, batches)
 
+    def _run_routed(
+        self, index: int, flat: Tensor, requests: ExpertRequests, batches: list[PackedWork]
+    ) -> None:
+        """Run a layer of which `flat` holds all but the experts."""
+        layer, dtype_of = requests.layer, self.skeleton.dtype_of
+
+        def take(experts: Collection[int]) -> dict[int, dict[str, Tensor]]:
+            begin = time.perf_counter()
+            arrived = requests.take(experts, self.stream.gather)
+            self.stream.stall_seconds += time.perf_counter() - begin
+            return {
+                expert: block_tensors(memory, layer.experts[expert], dtype_of)
+                for numbers, memory in arrived
+                for expert in numbers
+            }
+
+        tensors = block_tensors(layer.placed(layer.own_blocks, flat), layer.own, dtype_of)
+        self.skeleton.routed_layer(index, tensors, batches, layer, take, self.stream.meter)
+
     def _read_head(self, published: PublishedModel) -> Head:
         meter, entry = self.stream.meter, published.manifest.units[UNIT]
-        with meter.held(entry.nbytes + converted_bytes(entry, self._dtype)):
+        with meter.held(entry.nbytes + converted_bytes(entry, lambda _: self._dtype)):
             pages = self.stream.head_pages.take
             head = read_head(published, self._dtype, self._device, self._placement.vocabulary, pages)
         nbytes = head_bytes(head)
@@ -253,7 +287,12 @@ class StreamedTeacher:
 
 
 class SharedBase(StreamedTeacher):
-    """A published base, its head, and the adapters that are run on it."""
+    """A published base, its head, and the adapters that are run on it.
+
+    Of a mixture all experts are read: adapters route apart.
+    """
+
+    _routed: dict[str, RoutedUnit] = {}  # noqa: RUF012
 
     def __init__(self, url: str, *, placement: Placement, stream: LayerStream) -> None:
         super().__init__("base", url, placement=placement, stream=stream)
@@ -290,8 +329,8 @@ class SharedBase(StreamedTeacher):
             super()._run(unit, flat, batches)
             return
         entry = self.published.manifest.units[unit]
-        with self.stream.meter.held(converted_bytes(entry, self._dtype)):
-            tensors = unit_tensors(entry, flat, self._dtype)
+        with self.stream.meter.held(self.skeleton.added_bytes(entry)):
+            tensors = unit_tensors(entry, flat, self.skeleton.dtype_of)
             for teacher, works in self._works.items():
                 if not works:
                     continue

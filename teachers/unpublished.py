@@ -9,8 +9,9 @@ from torch import Tensor
 
 from opd.errors import ModelError, StorageError, TeacherError
 from opd.kernels.head import Head
-from opd.models.architecture import head_form
+from opd.models.architecture import empty_model, head_form
 from opd.models.hf_folder import described_in, read_config, read_object
+from opd.models.stored_form import StoredForm
 from opd.storage.manifest import Unit
 from opd.storage.publish import ModelForm, UnitSource, units_of
 from opd.storage.weight_folder import TensorSource, read_headers
@@ -23,13 +24,20 @@ def stream_fault(folder: Path) -> ModelError | TeacherError | StorageError | Non
 
     Raises `StorageError` or `CheckpointError` if the folder cannot be read.
     """
-    tensors = {name: source.shape for name, source in read_headers(described_in(folder)).items()}
+    shapes = {name: source.shape for name, source in read_headers(described_in(folder)).items()}
     config = read_config(folder)
     try:
+        others = StoredForm(empty_model(config, folder)).left_out(shapes)
+        tensors = {name: shape for name, shape in shapes.items() if name not in others}
         check_streams(config, folder, tensors)
     except (ModelError, TeacherError, StorageError) as error:
         return error
     return None
+
+
+def tensors_left_out(folder: Path) -> frozenset[str]:
+    """Names of the folder's tensors that transformers does not load, as `StoredForm.left_out`."""
+    return StoredForm(empty_model(read_config(folder), folder)).left_out(read_headers(folder))
 
 
 def folder_units(folder: Path, form: ModelForm) -> tuple[dict[str, Unit], dict[str, TensorSource]]:
@@ -51,7 +59,7 @@ class UnpublishedWeights:
         config = read_config(folder).get_text_config()
         self._scale, self._softcap = head_form(config)
         tied = bool(getattr(config, "tie_word_embeddings", False))
-        form = ModelForm(tied=tied, layers=config.num_hidden_layers)
+        form = ModelForm(tied=tied, layers=config.num_hidden_layers, left_out=tensors_left_out(folder))
         self._units, self._sources = folder_units(folder, form)
 
     @torch.no_grad()
@@ -80,4 +88,4 @@ class UnpublishedWeights:
         unit = self._units[name]
         with UnitSource(unit.tensors, self._sources, unit.nbytes) as source:
             flat = torch.frombuffer(source.read(0, unit.nbytes) or bytearray(1), dtype=torch.uint8)
-        return unit_tensors(unit, flat, torch.float32)
+        return unit_tensors(unit, flat, lambda _: torch.float32)

@@ -417,6 +417,8 @@ def _compute(func: Any, name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
     """`func` on the CPU; products that only CUDA has, of 16-bit factors into float32, are put together."""
     if name == "mm":
         args = tuple(_without_gaps(x) if isinstance(x, Tensor) else x for x in args)
+    if name == "histc" and not args[0].is_floating_point():  # which only CUDA counts
+        return func(args[0].double(), *args[1:], **kwargs).to(args[0].dtype)
     if name not in ("mm", "bmm", "addmm", "baddbmm") or func._overloadname not in ("dtype", "dtype_out"):
         return func(*args, **kwargs)
     bound = dict(zip((x.name for x in func._schema.arguments), args, strict=False)) | kwargs

@@ -8,8 +8,9 @@ model in the folder, so each is refused here.
 from __future__ import annotations
 
 import math
+import re
 import threading
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from opd.models.hf_folder import (
     weight_files,
 )
 from opd.models.peft_folder import merge_into, read_peft
+from opd.models.stored_form import MISSING, StoredForm
 from opd.storage.tensors import TensorParts, require_numbers
 from opd.storage.weight_folder import FOLLOWING, read_headers
 
@@ -95,13 +97,15 @@ def load_module(folder: Path, *, dtype: torch.dtype, device_map: str | None = No
         merge_into(module, read_peft(folder, base), folder)
         return module
     config = read_config(folder)
-    formats = {name: source.dtype for name, source in read_headers(folder).items()}
+    sources = read_headers(folder)
+    formats = {name: source.dtype for name, source in sources.items()}
     odd = [name for name in formats if formats[name] not in _FLOATS and not FOLLOWING.search(name)]
     if odd:
         raise CheckpointError(
             f"{folder} holds {_some(odd)} as {formats[min(odd)]}, which config.json does not explain; give"
             " the model's unquantised folder."
         )
+    _refuse_parts(folder, config, {name: source.shape for name, source in sources.items()})
     try:
         with quiet():
             loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -130,6 +134,34 @@ def load_module(folder: Path, *, dtype: torch.dtype, device_map: str | None = No
     if getattr(config.get_text_config(), "tie_word_embeddings", False):
         _refuse_untied(folder, module)
     return module
+
+
+_ONE_OF_MANY = re.compile(r"\.\d+\..*\.\d+\.")
+"""In the name of a tensor of one expert: its layer and its number."""
+
+
+def _refuse_parts(folder: Path, config: Any, shapes: Mapping[str, Sequence[int]]) -> None:
+    """Raise `CheckpointError` for a tensor of one expert that is missing, too many or of another shape.
+
+    Of these transformers says nothing, or names only what it makes of all experts.
+    """
+    if not any(map(_ONE_OF_MANY.search, shapes)):
+        return
+    try:
+        with torch.device("meta"), quiet():
+            module = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    except Exception:  # which loading meets too, and says
+        return
+    fault = StoredForm(module).fault(shapes)
+    if fault is None:
+        return
+    name, what = shown(fault[0]), fault[1]
+    if what == MISSING:
+        raise CheckpointError(f"{folder} lacks {name}, and has others of its kind; copy the folder again.")
+    raise CheckpointError(
+        f"{folder} and its config.json do not belong together, {name} {what}; copy both again from one"
+        " source."
+    )
 
 
 def _saved_as(module: Any) -> str | None:

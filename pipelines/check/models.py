@@ -127,7 +127,7 @@ def _check_student(recipe: Recipe, domains: Mapping[str, Domain], models: Models
         MegatronForm.from_config(config).check_student(train.tensor_parallel, train.pipeline_parallel)
     origin = origin_of(Path(model.path)) if model.path is not None else frozenset[str]()
     models.student = replace(shape_of(config, module, model.lora), origin=origin)
-    size = f"{models.student.parameters:,} parameters, vocabulary {id_count(models.tokenizer)}"
+    size = f"{models.student.told}, vocabulary {id_count(models.tokenizer)}"
     return [
         Finding("ok", "student", f"{config.model_type}, {size}"),
         *check_rows(
@@ -255,7 +255,7 @@ def _stream_names(recipe: Recipe, source: str | None, models: Models) -> list[Fi
 
 def _check_teacher_files(recipe: Recipe, name: str, path: Path, config: Any, models: Models) -> list[Finding]:
     title, shape = f"teacher {name}", models.teachers[name]
-    told = Finding("ok", title, f"{config.model_type}, {shape.parameters:,} parameters")
+    told = Finding("ok", title, f"{config.model_type}, {shape.told}")
     if models.student is None:
         return [told]  # no student to compare it with
     return [

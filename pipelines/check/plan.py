@@ -141,7 +141,7 @@ def _machine(
     }
     try:
         return (
-            CostModel.of_model(shape.parameters, shape.hidden_size, shape.windows, **speeds),
+            CostModel.of_model(shape.used, shape.hidden_size, shape.windows, **speeds),
             DeviceBudget(
                 max_bytes=options.budget_mb * MIB,
                 bytes_per_token=shape.layers * layer_bytes(1, shape.hidden_size, width),

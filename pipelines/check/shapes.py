@@ -34,7 +34,9 @@ class ModelShape:
     stored: int = 0
     """Bytes of its stored weights."""
     published: bool = False
-    """`opd publish` wrote the weights."""
+    """Whether they lie where `opd publish` writes."""
+    idle: int = 0
+    """Parameters of the experts that a token is not routed to."""
     digest: str = ""
     """Of what is read of it from an object store: adapters on one base have one digest."""
     origin: frozenset[str] = frozenset()
@@ -45,9 +47,36 @@ class ModelShape:
     """Bytes of these adapters where they lie."""
 
     @property
+    def used(self) -> int:
+        """Parameters that a token is multiplied with."""
+        return self.parameters - self.idle
+
+    @property
+    def told(self) -> str:
+        """Its size in words."""
+        routed = f" of which a token uses {self.used:,}" if self.idle else ""
+        return f"{self.parameters:,} parameters{routed}"
+
+    @property
     def layers(self) -> int:
         """Decoder layers."""
         return len(self.windows)
+
+
+def _idle(module: Any, config: Any) -> int:
+    """Parameters of experts, one tensor for all of them, that a token of `module` is not routed to."""
+    names = ("num_experts_per_tok", "moe_topk", "moe_top_k", "moe_k", "top_k_experts")
+    found = (getattr(config, name, None) for name in names)
+    chosen = next((value for value in found if isinstance(value, int)), None)
+    if chosen is None:
+        return 0
+    idle = 0
+    for part in module.modules():
+        count, own = getattr(part, "num_experts", None), list(part.parameters(recurse=False))
+        if isinstance(count, int) and own and all(tuple(one.shape[:1]) == (count,) for one in own):
+            each = sum(one.numel() for one in own if one.ndim > 2) // max(count, 1)
+            idle += max(0, count - chosen) * each
+    return idle
 
 
 def stored_of(source: str) -> dict[str, Any]:
@@ -128,6 +157,7 @@ def shape_of(config: Any, module: Any, lora: LoRAConfig | None = None) -> ModelS
         narrowest=min((min(layer.weight.shape) for layer in linear), default=0),
         parameters=sum(parameter.numel() for parameter in module.parameters()),
         hidden_size=text.hidden_size,
+        idle=_idle(module, text),
         windows=layer_windows(config),
         vocabulary=text.vocab_size,
         kv_width=heads * width,

@@ -6,6 +6,7 @@ import sys
 from contextlib import nullcontext
 from pathlib import Path
 
+from opd.foreign import shown
 from opd.pipelines.check.checks import refuse_place
 from opd.pipelines.stages.publishing import checked_form, whole_folder
 from opd.progress import doing, hushed
@@ -35,11 +36,17 @@ def _published(checkpoint: Path, url: str, shards: int) -> tuple[Published, str]
     if fault is not None:
         others = "or have it as a teacher on servers or Megatron-Core"
         print(f"opd: warning: {str(fault).rstrip('.')}, {others}", file=sys.stderr)
+    if form.left_out:
+        print(
+            f"opd: {len(form.left_out)} tensors are left out, among them {shown(min(form.left_out))}: they"
+            " predict tokens further ahead, which a teacher has no use for",
+            file=sys.stderr,
+        )
     console = Console(stderr=True)
     bars = Progress(console=console, transient=True, disable=not console.is_terminal)
-    shown = hushed() if console.is_terminal else nullcontext()
+    quieter = hushed() if console.is_terminal else nullcontext()
     reached = [""]
-    with ObjectStore.open(url) as store, bars, shown, doing(lambda: reached[0]):
+    with ObjectStore.open(url) as store, bars, quieter, doing(lambda: reached[0]):
         tasks = {stage: bars.add_task(stage, total=None) for stage in ("checksums", "upload")}
 
         def report(stage: str, done: int, total: int) -> None:

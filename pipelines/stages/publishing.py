@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
@@ -23,7 +23,7 @@ from opd.progress import doing
 from opd.storage.files import digest_of
 from opd.storage.object_store import ObjectStore, StoreOptions
 from opd.storage.publish import ModelForm, Published, publish
-from opd.teachers.unpublished import folder_units, stream_fault
+from opd.teachers.unpublished import folder_units, stream_fault, tensors_left_out
 
 
 def whole_model(source: Path, out: Path, tokenizer: PreTrainedTokenizerBase | None = None) -> Path:
@@ -105,5 +105,6 @@ def checked_form(folder: Path) -> tuple[ModelForm, OpdError | None]:
         form = model_form(folder)
     except (CheckpointError, ModelError) as error:
         raise fault if isinstance(fault, ModelError) else error from None
+    form = replace(form, left_out=tensors_left_out(folder))
     folder_units(folder, form)
     return form, fault

@@ -123,8 +123,8 @@ STUDENTS: dict[str, tuple[str, Callable[[Path], None], dict[str, Any], str]] = {
 }  # fmt: skip
 """What is wrong -> type, damage, settings, and a part of the sentence, where the student has it."""
 TEACHERS: dict[str, tuple[str, Callable[[Path], None], str, str]] = {
-    "a streamed mixture": ("mixtral", lambda _: None, "streamed", "cannot be streamed"),
-    "a published mixture": ("mixtral", published, "streamed", "cannot be streamed"),
+    "a streamed model that is no chain": ("nanochat", lambda _: None, "streamed", "cannot be streamed"),
+    "a published one": ("nanochat", published, "streamed", "cannot be streamed"),
     "streamed, named otherwise": ("gpt2", lambda _: None, "streamed", "cannot be streamed"),
     "angles of the longest": (
         "llama",
@@ -181,13 +181,13 @@ def test_a_dry_run_says_of_a_teacher_what_a_run_says(what: str, model, tmp_path,
 
 def test_a_specialist_that_is_to_be_streamed_is_of_the_students_form(model, tmp_path, capsys):
     changes = {"teachers": {}, "distill": {"steps": 1, "teachers": "streamed"}}
-    path = recipe(tmp_path, model("mixtral", tmp_path / "model"), tmp_path, **changes)
+    path = recipe(tmp_path, model("nanochat", tmp_path / "model"), tmp_path, **changes)
     check_words(path, "cannot be streamed", capsys)
 
 
 def test_a_teacher_is_looked_at_beside_a_student_that_is_elsewhere(model, tmp_path, capsys):
     student = {"path": "org/name"}
-    path = recipe(tmp_path, tmp_path, model("mixtral", tmp_path / "model"), "streamed", model=student)
+    path = recipe(tmp_path, tmp_path, model("nanochat", tmp_path / "model"), "streamed", model=student)
     assert main(["run", path, "--dry-run"]) == 2
     assert "cannot be streamed" in capsys.readouterr().err
 

@@ -31,6 +31,7 @@ _MLA = {
     "topk_group": 1,
     "moe_intermediate_size": 16,
     "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1,
 }
 
 FAMILIES: dict[str, dict] = {

@@ -59,6 +59,7 @@ _SIZES = {
         "intermediate_size ffn_dim decoder_ffn_dim encoder_ffn_dim n_inner ffn_hidden_size dim_ff "
         "shared_intermediate_size block_ff_dim intermediate_size_mlp prefix_dense_intermediate_size"
     ),
+    1: "first_k_dense_replace moe_layer_start_index",
     128: "max_position_embeddings n_positions n_ctx max_seq_len max_target_positions",
 }
 """Value -> names of the sizes that get it."""

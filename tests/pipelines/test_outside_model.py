@@ -69,6 +69,7 @@ LONGROPE = {
     "long_factor": [1.0, 2.0, 4.0, 8.0],
     "original_max_position_embeddings": 64,
 }
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
 MORE = {
     "phi3": (
         PHI,
@@ -79,11 +80,10 @@ MORE = {
     "mistral": (CHATML, FAMILIES["qwen2"][1], {"sliding_window": 8}),
     "smollm3": (CHATML, FAMILIES["qwen2"][1], {"no_rope_layers": [1, 0]}),
     "granite": (CHATML, FAMILIES["qwen2"][1], {"logits_scaling": 8.0, "residual_multiplier": 0.2}),
+    "qwen3_moe": (CHATML, FAMILIES["qwen2"][1], _EXPERTS),
 }
-_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
 UNSTREAMED = {
     "gpt_neox": (CHATML, FAMILIES["qwen2"][1], {}),
-    "qwen3_moe": (CHATML, FAMILIES["qwen2"][1], _EXPERTS),
 }
 """Which a merge can only keep whole."""
 RECIPE = """\

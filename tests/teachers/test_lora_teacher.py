@@ -47,9 +47,9 @@ class Made:
         return streamed_teachers(self.urls, Placement(max_tokens=16), prefetch_bytes=30_000, **options)
 
 
-def adapt(base: Path, folder: Path, seed: int) -> Path:
+def adapt(base: Path, folder: Path, seed: int, lora: LoRAConfig = LORA) -> Path:
     """Random adapters on `base`, saved with the merged model."""
-    model = AdaptedLM(CausalLM.from_pretrained(base), LORA, base, seed)
+    model = AdaptedLM(CausalLM.from_pretrained(base), lora, base, seed)
     generator = torch.Generator().manual_seed(seed)
     for _, tensor in model.adapters():
         tensor.copy_(0.3 * torch.randn(tensor.shape, generator=generator))
@@ -87,6 +87,25 @@ def test_hidden_states_are_those_of_the_merged_models(made: Made) -> None:
         assert float((expected - plain).abs().max()) > 0.1
     assert teachers["a"].score([]).rows.shape == (0, 32)
     assert len({teacher.digest for teacher in teachers.values()}) == 3
+    teachers["a"].close()
+
+
+def test_adapters_on_a_mixture_give_the_hidden_states_of_the_merged_models(tmp_path: Path) -> None:
+    """They route apart, so all experts of the base are read."""
+    experts = {"model_type": "qwen3_moe", "num_experts": 32, "num_experts_per_tok": 1}
+    model = tiny.model(seed=1, moe_intermediate_size=32, **experts)
+    base = save_checkpoint(model, tiny.tokenizer(), tmp_path / "base", {})
+    published = publish_checkpoint(base, tmp_path / "published", shards=64)
+    lora = LoRAConfig(rank=2, alpha=4.0, targets=["q_proj", "o_proj"])
+    merged = {name: adapt(base, tmp_path / name, seed, lora) for seed, name in enumerate("ab")}
+    urls = {name: f"{tmp_path}/adapters/{name}" for name in merged}
+    for name, url in urls.items():
+        publish_adapter(merged[name], url, f"{tmp_path / 'published'}/{published.manifest.version}")
+    teachers = streamed_teachers(urls, Placement(max_tokens=16), prefetch_bytes=30_000)
+    samples = tiny.samples([(3, 4), (5, 2)])
+    for name, folder in merged.items():
+        expected = LocalTeacher(name, folder, max_tokens=16).score(samples).rows
+        torch.testing.assert_close(teachers[name].score(samples).rows, expected, rtol=1e-5, atol=1e-5)
     teachers["a"].close()
 
 

@@ -52,6 +52,20 @@ def test_loaded_and_streamed_give_what_they_give_on_a_cpu(gpu, published, dtype)
     stream.close()
 
 
+def test_routed_experts_give_what_they_give_on_a_cpu(gpu, published) -> None:
+    experts = {"model_type": "qwen3_moe", "num_experts": 32, "num_experts_per_tok": 1}
+    checkpoint, url = published("m", shards=64, moe_intermediate_size=32, **experts)
+    plain = LocalTeacher("m", checkpoint, max_tokens=6).score(SAMPLES[:1]).rows
+    stream = streamed(url, gpu, max_tokens=6)
+    for _ in range(2):
+        before = stream.bytes_read
+        found = stream.score(SAMPLES[:1]).rows
+        torch.testing.assert_close(gpu.get(found), plain, rtol=1e-5, atol=1e-5)
+        assert stream.bytes_read - before < 0.8 * stream.published.manifest.nbytes
+    stream.close()
+    assert stream.weight_bytes == 0
+
+
 def test_reading_waits_in_its_own_thread(gpu, published) -> None:
     """Who computes does not wait for what it has asked of the device."""
     _, url = published("t", num_hidden_layers=3)

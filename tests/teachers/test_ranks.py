@@ -21,6 +21,11 @@ NAMES = ["a", "b", "c"]
 STEPS = 2
 UNEVEN = [0, 0, 1, 0, 0, 1, 0, 0]
 """Which rank has which sample: rank 1 has some of teacher c alone."""
+OWNERS = {"both": UNEVEN, "most": [1] * 7 + [0]}
+"""The same of a mixture."""
+
+
+EXPERTS = 64
 
 
 def run(folder: Path, world: int, tasks: list[dict]) -> None:
@@ -52,11 +57,13 @@ def broken_copy(url: str, target: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def teachers(tmp_path_factory):
-    """name -> (checkpoint, published in 2 shards)."""
+    """name -> (checkpoint, published in 2 shards); the last is a mixture of experts."""
     folder = tmp_path_factory.mktemp("teachers")
     wide = {"hidden_size": 64, "intermediate_size": 128}
+    experts = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2}
+    kinds = dict.fromkeys(NAMES, wide) | {"c": wide | experts | {"moe_intermediate_size": 32}}
     return {
-        name: publish(tiny.model(seed=10 + i, **wide), folder / name, shards=2)
+        name: publish(tiny.model(seed=10 + i, **kinds[name]), folder / name, shards=2)
         for i, name in enumerate(NAMES)
     }
 
@@ -72,14 +79,28 @@ def expected(teachers):
 
 
 @pytest.fixture(scope="module")
-def two_ranks(teachers, tmp_path_factory):
-    """The folder two ranks wrote: rank 1 cannot read, all is well, rank 1 closes its stream, rank 1 dies."""
+def mixture(tmp_path_factory):
+    """(checkpoint, published) of a mixture whose experts are read one by one."""
+    kind = {"model_type": "qwen3_moe", "num_experts": EXPERTS, "num_experts_per_tok": 1}
+    model = tiny.model(seed=20, **kind, moe_intermediate_size=16)
+    return publish(model, tmp_path_factory.mktemp("mixture"), shards=96)
+
+
+@pytest.fixture(scope="module")
+def two_ranks(teachers, mixture, tmp_path_factory):
+    """The folder two ranks wrote: rank 1 cannot read, all is well, experts are asked for by both and by one
+    alone, rank 1 closes its stream, rank 1 dies.
+    """
     folder = tmp_path_factory.mktemp("two")
     urls = {name: url for name, (_, url) in teachers.items()}
     broken = urls | {"b": str(broken_copy(urls["b"], folder / "broken"))}
     dies = task("dies", urls, [0, 1] * 4) | {"dies": 1}
     broken_task, whole = task("broken", [urls, broken], [0, 1] * 4), task("whole", urls, UNEVEN)
-    run(folder, 2, [broken_task, whole, task("leaves", urls, []), dies])
+    routed = [
+        task(f"routed-{name}", {"m": mixture[1]}, owner) | {"domains": ["m"]}
+        for name, owner in OWNERS.items()
+    ]
+    run(folder, 2, [broken_task, whole, *routed, task("leaves", urls, []), dies])
     return folder
 
 
@@ -87,9 +108,9 @@ def results(folder: Path, name: str, world: int) -> list[dict]:
     return [json.loads((folder / f"{name}-{rank}.json").read_text()) for rank in range(world)]
 
 
-def check_gradients(folder: Path, world: int, expected: dict[str, torch.Tensor]) -> None:
+def check_gradients(folder: Path, world: int, expected: dict[str, torch.Tensor], what: str = "whole") -> None:
     for rank in range(world):
-        found = load_file(folder / f"whole-{rank}.safetensors")
+        found = load_file(folder / f"{what}-{rank}.safetensors")
         assert found.keys() == expected.keys()
         for name, grad in expected.items():
             torch.testing.assert_close(found[name], grad, atol=1e-6, rtol=1e-4)
@@ -112,6 +133,20 @@ def test_two_ranks_read_half_of_every_layer_each(two_ranks, teachers):
             # Beside the steps: what is read ahead of the first teacher for a next one, at most once.
             ahead = body / 2 if name == "a" else 0
             assert STEPS * body / 2 * 0.99 <= layers <= (STEPS * body / 2 + ahead) * 1.01
+
+
+@pytest.mark.parametrize("name", OWNERS)
+def test_two_ranks_read_the_experts_of_either_and_half_of_them_each(two_ranks, mixture, name):
+    schedule = TeacherSchedule(
+        {"m": LocalTeacher("m", mixture[0], max_tokens=16)}, Router({"m": {"m": 1.0}}, "one_hot")
+    )
+    check_gradients(two_ranks, 2, ranks.gradient(schedule, ranks.samples(["m"])), f"routed-{name}")
+    body, head = sizes(mixture[1])
+    read = [result["read"]["m"] for result in results(two_ranks, f"routed-{name}", 2)]
+    heads = [STEPS * head if rank in OWNERS[name] else 0 for rank in range(2)]
+    layers = [one - own for one, own in zip(read, heads, strict=True)]
+    assert abs(layers[0] - layers[1]) < 0.1 * sum(layers)  # the first takes the odd block
+    assert sum(layers) < 0.8 * STEPS * body
 
 
 def sizes(url: str) -> tuple[int, int]:

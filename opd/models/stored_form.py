@@ -1,0 +1,135 @@
+"""The tensors of a model as files hold them, and as its module does.
+
+The two differ where transformers says so: a checkpoint has one tensor an expert
+(`mlp.experts.3.gate_proj.weight`), the module one for all of them (`mlp.experts.gate_up_proj`). The table is
+that of transformers, which loads and saves by it; a checkpoint that holds the module's own form is read too.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from copy import deepcopy
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+    revert_weight_conversion,
+)
+
+from opd.errors import reason_of
+
+MISSING, UNKNOWN = "is missing", "has no place in it"
+
+
+class StoredForm:
+    """How files hold the tensors of `module`, a causal language model, which may be on the meta device."""
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+        self._own: dict[str, Tensor] = module.state_dict()
+        table = get_model_conversion_mapping(module)
+        self._renamings = [one for one in table if isinstance(one, WeightRenaming)]
+        self._converters = [one for one in table if isinstance(one, WeightConverter)]
+        self._by_pattern = {pattern: one for one in self._converters for pattern in one.source_patterns}
+        self._places: dict[str, tuple[str, str | None]] = {}
+
+    @cached_property
+    def saved(self) -> dict[str, tuple[int, ...]]:
+        """Names and shapes of all tensors as transformers saves them."""
+        reverted = revert_weight_conversion(self._module, self._own)
+        return {name: tuple(tensor.shape) for name, tensor in reverted.items()}
+
+    def dtype_of(self, name: str) -> torch.dtype | None:
+        """What the module computes in with a file's tensor `name`; `None` if it has no place there."""
+        own, _ = self._placed(name)
+        return self._own[own].dtype if own in self._own else None
+
+    def left_out(self, names: Iterable[str]) -> frozenset[str]:
+        """Those of files' tensors that the module has no place for and transformers does not load: layers
+        that predict tokens further ahead, which DeepSeek-V3 and GLM-4.5 publish beside the model.
+        """
+        patterns = [re.compile(one) for one in self._module._keys_to_ignore_on_load_unexpected or ()]
+        apart = (name for name in names if self._placed(name)[0] not in self._own) if patterns else ()
+        return frozenset(name for name in apart if any(one.search(name) for one in patterns))
+
+    def place(self, name: str) -> str:
+        """The module's name for what a file's tensor `name` is, or is a part of."""
+        return self._placed(name)[0]
+
+    def merges(self, name: str) -> bool:
+        """Whether a file's tensor `name` is put together with others, or otherwise copied."""
+        return self._placed(name)[1] is not None
+
+    def of_module(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """`tensors` of files in the form of the module: views of most, copies of those that merge.
+
+        Raises `ValueError` saying why if they cannot be brought into it.
+        """
+        found: dict[str, Tensor] = {}
+        merging: dict[str, WeightConverter] = {}
+        for name in sorted(tensors, key=dot_natural_key):
+            own, pattern = self._placed(name)
+            if pattern is not None:
+                converter = merging.setdefault(own, deepcopy(self._by_pattern[pattern]))
+                converter.add_tensor(own, name, pattern, tensors[name])  # type: ignore[arg-type]
+            elif own in found:
+                raise ValueError(f"two tensors stand for {own}, one of them {name}")
+            else:
+                found[own] = tensors[name]
+        for own, converter in merging.items():
+            found |= self._merged(own, converter, found)
+        return found
+
+    def _merged(
+        self, own: str, converter: WeightConverter, others: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        try:
+            made = converter.convert(own, model=self._module, config=self._module.config)
+        except Exception as error:  # whatever the operations of transformers meet
+            raise ValueError(f"the tensors of {own} do not fit together ({reason_of(error)})") from None
+        if twice := made.keys() & others.keys():
+            raise ValueError(f"{min(twice)} is held as it is and in parts too")
+        return {name: one[0] if isinstance(one, list) else one for name, one in made.items()}
+
+    def fault(self, shapes: Mapping[str, Sequence[int]], prefix: str = "") -> tuple[str, str] | None:
+        """What is wrong with files' tensors below `prefix`, of these names and shapes, if they are of the
+        form that transformers saves and that form is not the module's: the tensor's name, and what of it.
+        """
+        others = self.left_out(shapes)
+        shapes = {name: shape for name, shape in shapes.items() if name not in others}
+        apart = {name for name in shapes if self.merges(name) and name not in self._own}
+        if not apart:
+            return None
+        due = {name: shape for name, shape in self.saved.items() if name.startswith(prefix)}
+        if not apart & due.keys():
+            return None
+        whole = {self._placed(name)[0] for name in apart} & shapes.keys()
+        if whole:
+            return min(whole), "is held as one and in parts too"
+        for name in sorted(shapes.keys() ^ due.keys(), key=dot_natural_key):
+            if name in due and self.merges(name):  # of others the module's form tells
+                return name, MISSING
+            if name in apart:
+                return name, UNKNOWN
+        for name in sorted(apart & due.keys(), key=dot_natural_key):
+            if tuple(shapes[name]) != due[name]:
+                return name, f"has shape {list(shapes[name])} where {list(due[name])} is needed"
+        return None
+
+    def _placed(self, name: str) -> tuple[str, str | None]:
+        """The module's name for a file's tensor, and the pattern by which it is converted, if it is."""
+        if name not in self._places:
+            given = (self._module.base_model_prefix, self._own)
+            found = rename_source_key(name, self._renamings, self._converters, *given)
+            if found[0] not in self._own and name in self._own:  # as in the loader of transformers
+                found = rename_source_key(name, [], [], *given)
+            self._places[name] = found
+        return self._places[name]

@@ -1,0 +1,194 @@
+"""A layer of a published mixture as blocks: those of its own tensors, and those of each of its experts.
+
+What is published is one unit a layer, whose blocks have a checksum each. An expert's tensors lie side by side
+in it, so an expert is read as the few blocks that hold them, and nothing is published otherwise.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from opd.errors import TeacherError
+
+if TYPE_CHECKING:
+    from opd.storage.manifest import TensorEntry, Unit
+    from opd.storage.published import PublishedModel
+    from opd.teachers.layer_stream import ByteMeter, UnitGather
+
+_NUMBER = re.compile(r"\.(\d+)\.")
+WHOLE_ABOVE = 0.5
+"""Share of a layer's experts that were read above which the next layers are read whole, ahead of routing."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockMemory:
+    """Some blocks of a unit, one after another in memory."""
+
+    unit: Unit
+    places: Mapping[int, int]
+    """Block -> where it begins, in bytes."""
+    flat: Tensor
+    """[nbytes] uint8."""
+
+    def raw(self, entry: TensorEntry) -> Tensor:
+        """[nbytes] uint8 of a tensor, all of whose blocks are there: neighbours lie side by side."""
+        block = entry.offset // self.unit.block_bytes
+        start = self.places[block] + entry.offset - block * self.unit.block_bytes
+        return self.flat[start : start + entry.nbytes]
+
+
+@dataclass(frozen=True)
+class RoutedUnit:
+    """A layer's unit, by whose tensors are an expert's."""
+
+    unit: Unit
+    experts: Sequence[Sequence[str]]
+    """Names of each expert's tensors."""
+    own: Sequence[str] = field(init=False)
+    """Names of the others."""
+    own_blocks: tuple[int, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        theirs = {name for names in self.experts for name in names}
+        object.__setattr__(self, "own", [name for name in self.unit.tensors if name not in theirs])
+        object.__setattr__(self, "own_blocks", self.blocks(self.own))
+
+    @classmethod
+    def of_names(cls, unit: Unit, prefix: str, names: Iterable[str]) -> RoutedUnit | None:
+        """That of a layer whose tensors' names begin with `prefix`, `names` being those of single experts;
+        `None` where they are not numbered 0, 1, ... or where blocks are so large that nothing is saved.
+        """
+        numbered: dict[int, list[str]] = {}
+        for name in names:
+            number = _NUMBER.search(name, len(prefix) - 1)
+            if number is None:
+                return None
+            numbered.setdefault(int(number[1]), []).append(name)
+        if not numbered or sorted(numbered) != list(range(len(numbered))):
+            return None
+        made = cls(unit, [numbered[number] for number in range(len(numbered))])
+        widest = max(len(made.blocks(names)) for names in made.experts)
+        return made if 2 * (len(made.own_blocks) + widest) <= unit.block_count else None
+
+    def blocks(self, names: Iterable[str]) -> tuple[int, ...]:
+        """The blocks that hold tensors, in order."""
+        size, found = self.unit.block_bytes, set()
+        for entry in (self.unit.tensors[name] for name in names):
+            found.update(range(entry.offset // size, -(-(entry.offset + entry.nbytes) // size)))
+        return tuple(sorted(found))
+
+    def blocks_of(self, experts: Iterable[int]) -> tuple[int, ...]:
+        """The blocks that hold these experts."""
+        return self.blocks(name for expert in experts for name in self.experts[expert])
+
+    def placed(self, blocks: Sequence[int], flat: Tensor) -> BlockMemory:
+        """`blocks` as they were read into `flat`."""
+        size = self.unit.block_bytes
+        return BlockMemory(self.unit, {block: at * size for at, block in enumerate(blocks)}, flat)
+
+
+Arrived = tuple[list[int], BlockMemory]
+"""Experts, and the memory that holds them."""
+
+
+class ExpertRequests:
+    """Asks for the experts of one layer while it runs; another thread reads them, with those of other ranks.
+
+    Every rank asks as often as it has to. A rank that is done goes on reading for those that are not.
+    """
+
+    def __init__(self, model: PublishedModel, layer: RoutedUnit, meter: ByteMeter) -> None:
+        self.layer = layer
+        self._model = model
+        self._meter = meter
+        self._changed = threading.Condition()
+        self._wanted: set[int] = set()
+        self._have: set[int] = set()
+        self._arrived: list[tuple[Arrived, torch.cuda.Event | None]] = []
+        self._lent = 0
+        self._done = False
+        self._closed = False
+        self._error: BaseException | None = None
+
+    @property
+    def share(self) -> float:
+        """Of the layer's experts, those that were read."""
+        return len(self._have) / len(self.layer.experts)
+
+    def take(self, experts: Collection[int], gather: UnitGather) -> list[Arrived]:
+        """What was read since the last call, once `experts` are among all that was; what the last call gave
+        is no longer used. Raises what the reader raised.
+        """
+        with self._changed:
+            self._return_lent()
+            if missing := set(experts) - self._have:
+                self._wanted = missing
+                self._changed.notify_all()
+            self._changed.wait_for(lambda: missing <= self._have or self._error or self._closed)
+            if self._error is not None:
+                raise self._error
+            if not missing <= self._have:
+                raise TeacherError("the stream of teacher weights was closed while a teacher was using it.")
+            arrived, self._arrived = self._arrived, []
+            self._lent = sum(memory.flat.nbytes for (_, memory), _ in arrived)
+        for _, arrives in arrived:
+            gather.follow(arrives)
+        return [one for one, _ in arrived]
+
+    def finish(self, *, closed: bool = False) -> None:
+        """Ask for no more; `closed`: not even read for others."""
+        with self._changed:
+            self._return_lent()
+            self._done, self._closed = True, self._closed or closed
+            self._changed.notify_all()
+
+    def fail(self, error: BaseException) -> None:
+        """Let `take` raise `error`."""
+        with self._changed:
+            self._error = error
+            self._changed.notify_all()
+
+    def serve(self, gather: UnitGather) -> None:
+        """Read what is asked for until all ranks are done: for the reader's thread."""
+        while (mine := self._next_wanted()) is not None or not self._closed:
+            name = self.layer.unit.name
+            wanted = gather.wanted(self._model, name, mine, len(self.layer.experts))
+            if wanted is None:
+                break
+            experts = [expert for expert in wanted if expert not in self._have]
+            blocks = self.layer.blocks_of(experts)
+            memory = gather.memory(gather.blocks_room(self._model, name, len(blocks)))
+            self._meter.hold(memory.nbytes)
+            flat, arrives = gather.begin_blocks(self._model, name, blocks, memory)
+            self._deliver(experts, self.layer.placed(blocks, flat), arrives)
+        with self._changed:
+            unused = sum(memory.flat.nbytes for (_, memory), _ in self._arrived)
+            self._arrived.clear()
+        self._meter.let_go(unused)
+
+    def _next_wanted(self) -> set[int] | None:
+        """What this rank lacks; `None` when it is done, or the stream is closed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._wanted or self._done or self._closed)
+            wanted, self._wanted = self._wanted, set()
+            return None if self._done or self._closed else wanted
+
+    def _deliver(self, experts: list[int], memory: BlockMemory, arrives: torch.cuda.Event | None) -> None:
+        with self._changed:
+            self._have.update(experts)
+            if self._done:  # others wanted them
+                self._meter.let_go(memory.flat.nbytes)
+            else:
+                self._arrived.append(((experts, memory), arrives))
+            self._changed.notify_all()
+
+    def _return_lent(self) -> None:
+        self._meter.let_go(self._lent)
+        self._lent = 0
