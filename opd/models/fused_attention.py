@@ -26,7 +26,7 @@ from functools import lru_cache
 from inspect import signature
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -43,6 +43,7 @@ BLOCK = 128
 """Tokens of a block, of which flex attention skips those that nobody sees. Fewer tokens are not its."""
 HALVES = (torch.bfloat16, torch.float16)
 Kernel = Callable[[PackedAttention, AttentionCall], Tensor]
+T = TypeVar("T")
 _ASKS_FOR_SHARED = "enable_gqa" in signature(varlen_attn).parameters
 """PyTorch up to 2.11 takes fewer heads of keys than of queries without being asked to."""
 
@@ -148,6 +149,13 @@ def attend(
 @lru_cache(maxsize=1)
 def compiled() -> Callable[..., Tensor]:
     """`attend`, compiled once for each `AttentionForm`, with and without a gradient, for all lengths."""
+    return compile_at_home(attend)
+
+
+def compile_at_home(function: Callable[..., T]) -> Callable[..., T]:
+    """`function`, to be compiled at its first use, for all lengths; what comes of it is kept where others
+    cannot write.
+    """
     if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
         # Not below /tmp under a name that others know: they could have put there what the compiler loads.
         kept = Path.home() / ".cache/opd/torchinductor"
@@ -158,7 +166,7 @@ def compiled() -> Callable[..., Tensor]:
             atexit.register(shutil.rmtree, kept, ignore_errors=True)
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(kept)
     torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
-    return torch.compile(attend, dynamic=True, fullgraph=True)
+    return torch.compile(function, dynamic=True, fullgraph=True)
 
 
 def visible(lengths: Sequence[int], window: int | None) -> list[np.ndarray]:
@@ -232,8 +240,9 @@ EXACT_TF32 = 1e-2
 
 
 @torch.inference_mode(False)
-def fault(form: AttentionForm) -> str | None:
-    """What the kernel does wrong, as the end of a sentence; `None` where nothing."""
+def fault(form: AttentionForm, kernel: Kernel | None = None) -> str | None:
+    """What the kernel of `form`, or `kernel`, does wrong, as the end of a sentence; `None` where nothing."""
+    kernel = KERNELS[form.kernel] if kernel is None else kernel
     packed = PackedAttention(list(accumulate(LENGTHS, initial=0)))
     generator = torch.Generator(form.device).manual_seed(0)
 
@@ -245,8 +254,8 @@ def fault(form: AttentionForm) -> str | None:
     given = [drawn(heads, size), drawn(shared, size), drawn(shared, width), drawn(heads, width)]
     given[0] *= size**-0.5 / form.scaling  # scores of one size, whatever the scaling is
     try:
-        with torch.inference_mode(form.kernel == "flash"):
-            found, again = (_results(form, KERNELS[form.kernel], packed, given) for _ in range(2))
+        with torch.inference_mode(kernel is flash):
+            found, again = (_results(form, kernel, packed, given) for _ in range(2))
     except Exception as error:  # a compiler's faults have no common class
         return f"cannot be compiled or launched ({error!r})"
     if not all(torch.equal(*pair) for pair in zip(found, again, strict=True)):

@@ -28,7 +28,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from opd.errors import ModelError
-from opd.models.attention import Attend, AttentionCall, PackedAttention, ScoreForm, attend, attend_backward
+from opd.models.attention import Attend, AttentionCall, PackedAttention, ScoreForm
+from opd.models.tiled_attention import see_keys, seen_backward
 
 Layer = Callable[..., Tensor]
 """`layer(hidden [1, t, D], **arguments) -> [1, t, D]`."""
@@ -262,7 +263,7 @@ class _PieceAttention(torch.autograd.Function):
         scores: ScoreForm,
     ) -> Tensor:
         place = cache.put(piece, key, value)
-        output, logsumexp = attend(query, *cache.until(place), scores)
+        output, logsumexp = see_keys(query, *cache.until(place), scores)
         ctx.save_for_backward(query, output, logsumexp)
         ctx.cache, ctx.place, ctx.scores = cache, place, scores
         return output
@@ -275,7 +276,8 @@ class _PieceAttention(torch.autograd.Function):
         sums = ctx.cache.gradients_until(ctx.place)
         of_query = torch.zeros_like(query, dtype=logsumexp.dtype)
         gradients = (of_query, *sums)
-        attend_backward((query, key, value), (output, logsumexp, upstream), gradients, ctx.scores)
+        inputs, ahead = (query, key, value), (output, logsumexp, upstream)
+        seen_backward(inputs, ahead, gradients, ctx.scores, key.shape[1] - query.shape[1])
         own = (x[:, ctx.place].to(like.dtype) for x, like in zip(sums, (key, value), strict=True))
         return of_query.to(query.dtype), *own, None, None, None
 
