@@ -11,25 +11,31 @@ computed again and differentiated at once, with the gradient of the keys and val
 pieces before it.
 
 Memory of `T` tokens: `T x D` for each layer's input, `T x 4 Hkv d` for one layer's keys, values and their
-gradients, and one piece's activations. [T, T] and [T, intermediate size] never exist.
+gradients, and one piece's activations. [T, T] and [T, intermediate size] never exist. On a GPU the layers'
+inputs wait in the host's memory where they would take much of the device's.
 """
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from opd.errors import ModelError
+from opd.foreign import free_memory
 from opd.models.attention import Attend, AttentionCall, PackedAttention, ScoreForm
 from opd.models.tiled_attention import see_keys, seen_backward
+
+log = logging.getLogger(__name__)
 
 Layer = Callable[..., Tensor]
 """`layer(hidden [1, t, D], **arguments) -> [1, t, D]`."""
@@ -50,6 +56,9 @@ class LayerPieces(ABC):
     def __init__(self, tokens: int, spans: Sequence[slice]) -> None:
         self.tokens = tokens
         self.spans = list(spans)
+        self._layers = 0
+        self._on_host: bool | None = None
+        """Whether inputs wait there; asked once, at the first layer."""
 
     @abstractmethod
     def attentions(self, hidden: Tensor, call: LayerCall) -> Iterator[tuple[slice, Attend]]:
@@ -70,6 +79,7 @@ class LayerPieces(ABC):
     @contextmanager
     def installed(self, layers: Sequence[nn.Module], norm: nn.Module | None) -> Iterator[None]:
         """While the block runs, `layers` and the final `norm` work piece by piece."""
+        self._layers = len(layers)
         with ExitStack() as undo:
             for module in [*layers, *([] if norm is None else [norm])]:
                 module.forward = self._stand_in(module.forward, attends=module is not norm)
@@ -82,7 +92,12 @@ class LayerPieces(ABC):
                 return self.prefill(hidden_states, arguments, layer, attends=attends)
             # Without it a layer behind frozen embeddings would have no input that asks for a gradient.
             anchor = torch.empty(0, requires_grad=True)
-            return _Recomputed.apply(hidden_states, anchor, self, LayerCall(layer, arguments, attends))
+            if self._on_host is None:
+                self._on_host = hidden_states.is_cuda and host_is_wanted(
+                    self._layers * hidden_states.nbytes, hidden_states.device
+                )
+            with kept_on_host() if self._on_host else nullcontext():
+                return _Recomputed.apply(hidden_states, anchor, self, LayerCall(layer, arguments, attends))
 
         return forward
 
@@ -138,6 +153,39 @@ class LayerPieces(ABC):
         if isinstance(value, tuple | list):
             return type(value)(self._cut(part, span) for part in value)
         return value
+
+
+HOST_SHARE = 4
+"""Layers' inputs wait on the host if they take more than one part in so many of a device's free memory."""
+
+
+def host_is_wanted(needed: int, device: torch.device) -> bool:
+    """Whether `needed` bytes of layers' inputs shall wait in the host's memory, which all devices share."""
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    free = torch.cuda.mem_get_info(device)[0] + cached
+    host = free_memory() // torch.cuda.device_count()
+    wanted = needed * HOST_SHARE > free and 2 * needed <= host  # pinned memory comes in powers of two
+    if wanted:
+        log.info("layers' inputs, %.1f GiB, wait in the host's memory", needed / 2**30)
+    return wanted
+
+
+def kept_on_host() -> AbstractContextManager[None]:
+    """While it is entered, what is saved for a backward waits in pinned memory of the host, or on the device
+    where that is not to be had. Both copies are made in the order of the stream; the host waits for neither.
+    """
+
+    def put(tensor: Tensor) -> tuple[torch.device, Tensor]:
+        try:
+            host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        except RuntimeError:
+            return tensor.device, tensor
+        return tensor.device, host.copy_(tensor, non_blocking=True)
+
+    def take(kept: tuple[torch.device, Tensor]) -> Tensor:
+        return kept[1].to(kept[0], non_blocking=True)
+
+    return saved_tensors_hooks(put, take)
 
 
 class _ProjectedError(Exception):
