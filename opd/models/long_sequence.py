@@ -22,6 +22,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
@@ -166,8 +167,13 @@ def host_is_wanted(needed: int, device: torch.device) -> bool:
     host = free_memory() // torch.cuda.device_count()
     wanted = needed * HOST_SHARE > free and 2 * needed <= host  # pinned memory comes in powers of two
     if wanted:
-        log.info("layers' inputs, %.1f GiB, wait in the host's memory", needed / 2**30)
+        _say_host()
     return wanted
+
+
+@lru_cache(maxsize=1)
+def _say_host() -> None:
+    log.info("the layers' inputs of long sequences wait in the host's memory: the device has little to spare")
 
 
 def kept_on_host() -> AbstractContextManager[None]:
