@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from opd.kernels import triton_rows
 from opd.models import tiled_attention
@@ -25,6 +26,7 @@ from opd.models.attention import (
     ScoreForm,
     attend_backward,
     attend_more,
+    block_attention,
     nothing_seen,
 )
 from opd.models.context_parallel import ContextParallel, Ring
@@ -364,6 +366,22 @@ def test_a_kernel_that_fails_is_left_aside_and_said_once(monkeypatch):
     with warnings.catch_warnings(action="error"):
         see_keys(*inputs, PLAIN)
     tiled_attention.trusted.cache_clear()
+
+
+def test_a_kernel_may_prove_itself_in_a_layer_that_is_computed_again():
+    """What the proof saves for its gradients is none of the layer's."""
+    tiled_attention.trusted.cache_clear()
+    inputs = drawn(4, 2, 60, 60, 16)
+    leaves = [x.requires_grad_() for x in inputs]
+
+    def layer(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        assert kernel_for((query, key, value), PLAIN, 0) is CPU
+        return block_attention(query, key, value, PLAIN, see_more, seen_backward)
+
+    output = checkpoint(layer, *leaves, use_reentrant=False)
+    theirs = torch.autograd.grad(exact(inputs, 0, PLAIN).sum(), leaves)
+    ours = torch.autograd.grad(output.sum(), leaves)
+    assert max(apart(*pair) for pair in zip(ours, theirs, strict=True)) < 1e-5
 
 
 @pytest.mark.slow
