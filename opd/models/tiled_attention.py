@@ -206,8 +206,8 @@ def _flex(query: Tensor, key: Tensor, value: Tensor, scaling: float, causal: boo
 
 
 def _flex_forward(inputs: Triple, scaling: float, causal: bool) -> tuple[Tensor, Tensor]:
-    query, key, value = inputs
-    output, logsumexp = _flex(query[None], key[None], value[None], scaling, causal)
+    query, key, value = (x.detach()[None] for x in inputs)
+    output, logsumexp = _flex(query, key, value, scaling, causal)
     return output[0], logsumexp[0]
 
 
