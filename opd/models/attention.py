@@ -74,6 +74,10 @@ _MASKED = 1024
 T = TypeVar("T")
 Attend = Callable[[AttentionCall], Tensor]
 """Computes one layer's attention: `attend(call) -> [1, T, H, d]`."""
+Triple = tuple[Tensor, Tensor, Tensor]
+"""Query, key and value; or output, log-sum-exp and the gradient that arrives."""
+See = Callable[[Triple, "ScoreForm", tuple[Tensor, Tensor], int], None]
+SeenBackward = Callable[[Triple, Triple, Sequence[Tensor], "ScoreForm", int], None]
 
 _UNSUPPORTED = {
     "s_aux": "attention sinks",
@@ -341,61 +345,66 @@ class _Block:
     """True if the block has a hidden pair."""
 
 
-def block_attention(query: Tensor, key: Tensor, value: Tensor, scores: ScoreForm) -> Tensor:
-    """Attend from `query` [H, C, d] to `key` [Hkv, S, d] and `value` [Hkv, S, dv]. Return [H, C, dv],
-    differentiable in all three.
+def block_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scores: ScoreForm,
+    see: See | None = None,
+    backward: SeenBackward | None = None,
+) -> Tensor:
+    """`query` [H, C, d], `key` [Hkv, S, d], `value` [Hkv, S, dv] -> [H, C, dv], differentiable in all three.
 
-    Statistics are float32 at least. Results have the dtype of `value`.
+    Statistics are float32 at least, results have the dtype of `value`. `see` and `backward` stand where
+    `attend_more` and `attend_backward` do.
     """
-    return _BlockAttention.apply(query, key, value, scores)
+    return _BlockAttention.apply(query, key, value, scores, see or attend_more, backward or attend_backward)
 
 
 class _BlockAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, scores: ScoreForm) -> Tensor:
-        output, logsumexp = attend(query, key, value, scores)
-        ctx.save_for_backward(query, key, value, output, logsumexp)
-        ctx.scores = scores
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scores: ScoreForm,
+        see: See,
+        backward: SeenBackward,
+    ) -> Tensor:
+        found = nothing_seen(query, value)
+        see((query, key, value), scores, found, key.shape[1] - query.shape[1])
+        output = found[0].to(value.dtype)
+        ctx.save_for_backward(query, key, value, output, found[1])
+        ctx.scores, ctx.seen_backward = scores, backward
         return output
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, output, logsumexp = ctx.saved_tensors
-        gradients = [torch.zeros_like(x, dtype=logsumexp.dtype) for x in (query, key, value)]
-        attend_backward((query, key, value), (output, logsumexp, upstream), gradients, ctx.scores)
-        return (*(x.to(like.dtype) for x, like in zip(gradients, (query, key, value), strict=True)), None)
+        inputs = (query, key, value)
+        gradients = [torch.zeros_like(x, dtype=logsumexp.dtype) for x in inputs]
+        first = key.shape[1] - query.shape[1]
+        ctx.seen_backward(inputs, (output, logsumexp, upstream), gradients, ctx.scores, first)
+        return (*(x.to(like.dtype) for x, like in zip(gradients, inputs, strict=True)), None, None, None)
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, scores: ScoreForm) -> tuple[Tensor, Tensor]:
-    """Return `block_attention` and the rows' log-sum-exp [H, C] (float32 at least), without a gradient."""
-    found = nothing_seen(query, value, value.dtype)
-    attend_more(query, key, value, scores, found)
-    return found
-
-
-def nothing_seen(query: Tensor, value: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return output [H, C, dv] of `dtype` and log-sum-exp [H, C] of queries before their first key."""
-    shape = query.shape[:2]
-    statistics = torch.promote_types(query.dtype, torch.float32)
+def nothing_seen(query: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Output [H, C, dv] and log-sum-exp [H, C] of queries that have seen no key yet, float32 at least."""
+    shape, dtype = query.shape[:2], torch.promote_types(query.dtype, torch.float32)
     output = value.new_zeros(*shape, value.shape[-1], dtype=dtype)
-    return output, query.new_full(shape, _HIDDEN, dtype=statistics)
+    return output, query.new_full(shape, _HIDDEN, dtype=dtype)
 
 
-def attend_more(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scores: ScoreForm,
-    found: tuple[Tensor, Tensor],
-    first: int | None = None,
-) -> None:
-    """Add more keys for queries. `found`, their output and log-sum-exp so far, is updated in place.
+def attend_more(inputs: Triple, scores: ScoreForm, found: tuple[Tensor, Tensor], first: int) -> None:
+    """Let queries see more keys, `inputs` being query, key and value: `found`, the queries' output and
+    log-sum-exp so far, is updated in place.
 
-    The softmax over several chunks of keys is the mean of the chunks' softmaxes, weighted by their sums.
-    `first` is the position of the first query among these keys, by default `S - C`. From `S` on it follows
-    all.
+    The softmax over several parts of the keys is the mean of those over each, weighted by their sums. `first`
+    is where the first query lies among these keys; from `S` on it comes after them all.
     """
+    query, key, value = inputs
     output, logsumexp = found
     dtype = logsumexp.dtype
     for queries, blocks in _blocks(query, key, scores, first):
@@ -416,11 +425,7 @@ def attend_more(
 
 
 def attend_backward(
-    inputs: tuple[Tensor, Tensor, Tensor],
-    ahead: tuple[Tensor, Tensor, Tensor],
-    gradients: Sequence[Tensor],
-    scores: ScoreForm,
-    first: int | None = None,
+    inputs: Triple, ahead: Triple, gradients: Sequence[Tensor], scores: ScoreForm, first: int
 ) -> None:
     """Add the gradients of `attend_more` in its query, key and value (`inputs`) to `gradients`, one of each.
 
@@ -474,11 +479,10 @@ def _scores(rows: Tensor, keys: Tensor, block: _Block, scores: ScoreForm) -> Ten
 
 
 def _blocks(
-    query: Tensor, key: Tensor, scores: ScoreForm, first: int | None = None
+    query: Tensor, key: Tensor, scores: ScoreForm, first: int
 ) -> Iterator[tuple[slice, list[_Block]]]:
     """Yield blocks of queries, each with the blocks of keys that any of them sees. Skip those without."""
     heads, count, size = query.shape[0], query.shape[1], key.shape[1]
-    first = size - count if first is None else first
     scored = _SCORES if query.device.type == "cpu" else _SCORES_GPU
     side = max(32, 1 << int((scored / heads) ** 0.5).bit_length() - 1)
     if scores.window is not None:  # larger blocks would be mostly hidden

@@ -32,22 +32,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from opd.errors import ModelError
-from opd.models.attention import (
-    Attend,
-    AttentionCall,
-    ScoreForm,
-    attend_backward,
-    attend_more,
-    nothing_seen,
-)
+from opd.models.attention import Attend, AttentionCall, ScoreForm, nothing_seen
 from opd.models.causal_lm import CausalLM, check_pieces
-from opd.models.long_sequence import (
-    WHOLE,
-    LayerCall,
-    LayerMemory,
-    LayerPieces,
-    recomputed,
-)
+from opd.models.long_sequence import WHOLE, LayerCall, LayerMemory, LayerPieces, recomputed
+from opd.models.tiled_attention import see_more, seen_backward
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,12 +140,12 @@ class Ring:
         """Return the output [H, t, dv] in the dtype of `value`, and the rows' log-sum-exp [H, t], float32 at
         least. `query` [H, t, d], `key` [Hkv, t, d] and `value` [Hkv, t, dv] are this rank's. No gradient.
         """
-        found = nothing_seen(query, value, torch.promote_types(query.dtype, torch.float32))
+        found = nothing_seen(query, value)
         for owner, held in self.ranks.around(torch.cat([key, value], dim=-1)):
             keys, values = held.split((key.shape[-1], value.shape[-1]), dim=-1)
             for own, seen, first in self._pairs(owner, held, scores):
                 part = (query[:, own], keys[:, seen], values[:, seen])
-                attend_more(*part, scores, (found[0][:, own], found[1][:, own]), first)
+                see_more(part, scores, (found[0][:, own], found[1][:, own]), first)
         return found[0].to(value.dtype), found[1]
 
     def backward(
@@ -181,7 +169,7 @@ class Ring:
                 part = (query[:, own], keys[:, seen], values[:, seen])
                 gradients = (of_query[:, own], slopes[0][:, seen], slopes[1][:, seen])
                 behind = (ahead[0][:, own], ahead[1][:, own], ahead[2][:, own])
-                attend_backward(part, behind, gradients, scores, first)
+                seen_backward(part, behind, gradients, scores, first)
             sums = self.ranks.passed_on(sums)
         gradients = (of_query, *sums.split(sizes, dim=-1))
         found = [x.to(like.dtype) for x, like in zip(gradients, inputs, strict=True)]

@@ -26,11 +26,12 @@ from functools import lru_cache
 from inspect import signature
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.nn.attention.varlen import varlen_attn
 
@@ -43,6 +44,7 @@ BLOCK = 128
 """Block size in tokens of flex attention, which skips hidden blocks. It does not support fewer tokens."""
 HALVES = (torch.bfloat16, torch.float16)
 Kernel = Callable[[PackedAttention, AttentionCall], Tensor]
+T = TypeVar("T")
 _ASKS_FOR_SHARED = "enable_gqa" in signature(varlen_attn).parameters
 """PyTorch up to 2.11 accepts fewer heads of keys than of queries without an argument."""
 
@@ -148,6 +150,13 @@ def attend(
 @lru_cache(maxsize=1)
 def compiled() -> Callable[..., Tensor]:
     """`attend`, compiled once for each `AttentionForm`, with and without a gradient, for all lengths."""
+    return compile_at_home(attend)
+
+
+def compile_at_home(function: Callable[..., T]) -> Callable[..., T]:
+    """`function`, to be compiled at its first use, for all lengths; what comes of it is kept where others
+    cannot write.
+    """
     if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
         # Not below /tmp under a known name: others could put files there for the compiler to load.
         kept = Path.home() / ".cache/opd/torchinductor"
@@ -158,7 +167,7 @@ def compiled() -> Callable[..., Tensor]:
             atexit.register(shutil.rmtree, kept, ignore_errors=True)
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(kept)
     torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
-    return torch.compile(attend, dynamic=True, fullgraph=True)
+    return torch.compile(function, dynamic=True, fullgraph=True)
 
 
 def visible(lengths: Sequence[int], window: int | None) -> list[np.ndarray]:
@@ -231,8 +240,9 @@ EXACT_TF32 = 1e-2
 
 
 @torch.inference_mode(False)
-def fault(form: AttentionForm) -> str | None:
-    """Return the kernel's fault as the end of a sentence, or `None`."""
+def fault(form: AttentionForm, kernel: Kernel | None = None) -> str | None:
+    """What the kernel of `form`, or `kernel`, does wrong, as the end of a sentence; `None` where nothing."""
+    kernel = KERNELS[form.kernel] if kernel is None else kernel
     packed = PackedAttention(list(accumulate(LENGTHS, initial=0)))
     generator = torch.Generator(form.device).manual_seed(0)
 
@@ -244,13 +254,15 @@ def fault(form: AttentionForm) -> str | None:
     given = [drawn(heads, size), drawn(shared, size), drawn(shared, width), drawn(heads, width)]
     given[0] *= size**-0.5 / form.scaling  # equal scores for any scaling
     try:
-        with torch.inference_mode(form.kernel == "flash"):
-            found, again = (_results(form, KERNELS[form.kernel], packed, given) for _ in range(2))
+        # A layer that is computed again would take what is saved here for its own.
+        with torch.inference_mode(kernel is flash), saved_tensors_hooks(_same, _same):
+            found, again = (_results(form, kernel, packed, given) for _ in range(2))
     except Exception as error:  # a compiler's faults have no common class
         return f"cannot be compiled or launched ({error!r})"
     if not all(torch.equal(*pair) for pair in zip(found, again, strict=True)):
         return "gives other bits the second time"
-    exact = _results(form, PackedAttention.exact, packed, [x.double() for x in given])
+    with saved_tensors_hooks(_same, _same):
+        exact = _results(form, PackedAttention.exact, packed, [x.double() for x in given])
     rough = form.dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest"
     limit = EXACT_TF32 if rough else EXACT[form.dtype]
     for ours, theirs in zip(found, exact, strict=False):  # flash attention has no gradients here
@@ -259,6 +271,10 @@ def fault(form: AttentionForm) -> str | None:
         if not bool((off <= limit).all()):
             return "gives another result than float64"
     return None
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def _results(

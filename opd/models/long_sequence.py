@@ -11,24 +11,32 @@ recomputed and differentiated at once. The gradient of its visible keys and valu
 chunks.
 
 Memory of `T` tokens: `T x D` for each layer's input, `T x 4 Hkv d` for one layer's keys, values and their
-gradients, and one chunk's activations. [T, T] and [T, intermediate size] never exist.
+gradients, and one piece's activations. [T, T] and [T, intermediate size] never exist. On a GPU the layers'
+inputs wait in the host's memory where they would take much of the device's.
 """
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from opd.errors import ModelError
-from opd.models.attention import Attend, AttentionCall, PackedAttention, ScoreForm, attend, attend_backward
+from opd.foreign import free_memory
+from opd.models.attention import Attend, AttentionCall, PackedAttention, ScoreForm
+from opd.models.tiled_attention import see_keys, seen_backward
+
+log = logging.getLogger(__name__)
 
 Layer = Callable[..., Tensor]
 """`layer(hidden [1, t, D], **arguments) -> [1, t, D]`."""
@@ -49,6 +57,9 @@ class LayerPieces(ABC):
     def __init__(self, tokens: int, spans: Sequence[slice]) -> None:
         self.tokens = tokens
         self.spans = list(spans)
+        self._layers = 0
+        self._on_host: bool | None = None
+        """Whether inputs wait there; asked once, at the first layer."""
 
     @abstractmethod
     def attentions(self, hidden: Tensor, call: LayerCall) -> Iterator[tuple[slice, Attend]]:
@@ -68,7 +79,8 @@ class LayerPieces(ABC):
 
     @contextmanager
     def installed(self, layers: Sequence[nn.Module], norm: nn.Module | None) -> Iterator[None]:
-        """Run `layers` and the final `norm` in chunks while the block runs."""
+        """While the block runs, `layers` and the final `norm` work piece by piece."""
+        self._layers = len(layers)
         with ExitStack() as undo:
             for module in [*layers, *([] if norm is None else [norm])]:
                 module.forward = self._stand_in(module.forward, attends=module is not norm)
@@ -81,7 +93,12 @@ class LayerPieces(ABC):
                 return self.prefill(hidden_states, arguments, layer, attends=attends)
             # Without it a layer behind frozen embeddings would have no input that requires a gradient.
             anchor = torch.empty(0, requires_grad=True)
-            return _Recomputed.apply(hidden_states, anchor, self, LayerCall(layer, arguments, attends))
+            if self._on_host is None:
+                self._on_host = hidden_states.is_cuda and host_is_wanted(
+                    self._layers * hidden_states.nbytes, hidden_states.device
+                )
+            with kept_on_host() if self._on_host else nullcontext():
+                return _Recomputed.apply(hidden_states, anchor, self, LayerCall(layer, arguments, attends))
 
         return forward
 
@@ -137,6 +154,44 @@ class LayerPieces(ABC):
         if isinstance(value, tuple | list):
             return type(value)(self._cut(part, span) for part in value)
         return value
+
+
+HOST_SHARE = 4
+"""Layers' inputs wait on the host if they take more than one part in so many of a device's free memory."""
+
+
+def host_is_wanted(needed: int, device: torch.device) -> bool:
+    """Whether `needed` bytes of layers' inputs shall wait in the host's memory, which all devices share."""
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    free = torch.cuda.mem_get_info(device)[0] + cached
+    host = free_memory() // torch.cuda.device_count()
+    wanted = needed * HOST_SHARE > free and 2 * needed <= host  # pinned memory comes in powers of two
+    if wanted:
+        _say_host()
+    return wanted
+
+
+@lru_cache(maxsize=1)
+def _say_host() -> None:
+    log.info("the layers' inputs of long sequences wait in the host's memory: the device has little to spare")
+
+
+def kept_on_host() -> AbstractContextManager[None]:
+    """While it is entered, what is saved for a backward waits in pinned memory of the host, or on the device
+    where that is not to be had. Both copies are made in the order of the stream; the host waits for neither.
+    """
+
+    def put(tensor: Tensor) -> tuple[torch.device, Tensor]:
+        try:
+            host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        except RuntimeError:
+            return tensor.device, tensor
+        return tensor.device, host.copy_(tensor, non_blocking=True)
+
+    def take(kept: tuple[torch.device, Tensor]) -> Tensor:
+        return kept[1].to(kept[0], non_blocking=True)
+
+    return saved_tensors_hooks(put, take)
 
 
 class _ProjectedError(Exception):
@@ -262,7 +317,7 @@ class _PieceAttention(torch.autograd.Function):
         scores: ScoreForm,
     ) -> Tensor:
         place = cache.put(piece, key, value)
-        output, logsumexp = attend(query, *cache.until(place), scores)
+        output, logsumexp = see_keys(query, *cache.until(place), scores)
         ctx.save_for_backward(query, output, logsumexp)
         ctx.cache, ctx.place, ctx.scores = cache, place, scores
         return output
@@ -275,7 +330,8 @@ class _PieceAttention(torch.autograd.Function):
         sums = ctx.cache.gradients_until(ctx.place)
         of_query = torch.zeros_like(query, dtype=logsumexp.dtype)
         gradients = (of_query, *sums)
-        attend_backward((query, key, value), (output, logsumexp, upstream), gradients, ctx.scores)
+        inputs, ahead = (query, key, value), (output, logsumexp, upstream)
+        seen_backward(inputs, ahead, gradients, ctx.scores, key.shape[1] - query.shape[1])
         own = (x[:, ctx.place].to(like.dtype) for x, like in zip(sums, (key, value), strict=True))
         return of_query.to(query.dtype), *own, None, None, None
 

@@ -63,6 +63,7 @@ APART = {
     "mixed_lengths": Section("engine", "mixed_lengths", 150),
     "sizes": Section("training", "sizes", 240),
     "policy": Section("kernels", "policy_rows", 60),
+    "long": Section("long", "long_attention", 150),
 }
 """Studies that decide nothing: they run when `--only` names them."""
 SEVERAL = {

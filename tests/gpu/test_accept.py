@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.gpu import accept, merge, models, pack, training
+from tests.gpu import accept, long, merge, models, pack, training
 from tests.gpu.clock import Place
 from tests.gpu.rows import ABSENT, ERROR, FAILS, MEASURED, MISSED, OK, STOPPED, Bound, Sheet, table
 
@@ -95,8 +95,14 @@ def test_the_studies_run_dry(tmp_path):
     ]
     policy = rows_of(report, "policy")
     assert [row["verdict"] for row in policy.values()] == [MEASURED, OK, OK]
+    assert [row["numbers"]["fused"] for row in rows_of(report, "long").values()] == [1, 0, 1]
     (mixed,) = rows_of(report, "mixed_lengths").values()
     assert mixed["numbers"]["mean length"] < 8
+
+
+def test_a_long_sequences_operations_are_two_products_of_each_pair():
+    sequence = long.LongSequence.drawn(8, (2, 1, 3), 5, torch.device("cpu"), torch.float32)
+    assert sequence.teraflop == pytest.approx(2 * 2 * 3 * 2 * 36 / 1e12)
 
 
 def test_a_steps_numbers_are_those_of_its_rows():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from packed import bounds, make_call, off, reference, results
@@ -9,6 +11,7 @@ from packed import bounds, make_call, off, reference, results
 from opd.kernels import triton_rows
 from opd.models.attention import PackedAttention
 from opd.models.fused_attention import EXACT, AttentionForm, fault, flash, flex
+from opd.models.tiled_attention import GPU, TRIED_SIDE, kernel_tried
 
 pytestmark = [
     pytest.mark.gpu,
@@ -36,6 +39,14 @@ def test_flash_attention_is_trusted_here(dtype, size, windowed):
         "flash", torch.device("cuda", 0), dtype, (8, 2), (size, size), size**-0.5, False, windowed
     )
     assert fault(form) is None
+
+
+@pytest.mark.parametrize("dtype", EXACT)
+@pytest.mark.parametrize("sizes", [(64, 64), (128, 128), (96, 80)], ids=str)
+@pytest.mark.parametrize("heads", [(8, 2), (3, 3)], ids=str)
+def test_tiles_of_flex_attention_are_trusted_here(dtype, sizes, heads):
+    form = AttentionForm("flex", torch.device("cuda", 0), dtype, heads, sizes, sizes[0] ** -0.5, False, False)
+    assert fault(form, kernel_tried(replace(GPU, side=TRIED_SIDE))) is None
 
 
 @pytest.mark.parametrize("dtype", EXACT)

@@ -73,9 +73,9 @@ def test_keys_that_come_in_parts_and_in_any_order_give_the_same(
     parts = data.draw(st.permutations([slice(*pair) for pair in pairwise(ends)]))
     first_query = data.draw(st.integers(0, tokens - 1))
     query = inputs[0][:, first_query:]
-    found = nothing_seen(query, inputs[2], torch.float32)
+    found = nothing_seen(query, inputs[2])
     for part in parts:
-        attend_more(query, *(x[:, part] for x in inputs[1:]), call.scores, found, first_query - part.start)
+        attend_more((query, *(x[:, part] for x in inputs[1:])), call.scores, found, first_query - part.start)
     expected = reference(call, [tokens])[:, first_query:]
     torch.testing.assert_close(found[0].transpose(0, 1)[None].double(), expected, atol=1e-5, rtol=1e-5)
 

@@ -9,7 +9,7 @@ import pytest
 import tiny
 import torch
 
-from opd.models import attention, causal_lm
+from opd.models import attention, causal_lm, long_sequence
 from opd.models.attention import AttentionCall, PackedAttention
 from opd.models.causal_lm import CausalLM, DigestedTensors, WeightsDigest, weights_digest
 from opd.models.checkpoint import save_checkpoint
@@ -180,3 +180,58 @@ def test_a_forward_and_its_backward_do_not_wait(gpu, memory):
     with gpu.counted() as seen:
         model.hidden(ids, ids, [0, 5, 13], memory).sum().backward()
     assert not seen.waits, seen
+
+
+def test_layers_inputs_wait_in_the_hosts_memory_where_they_would_take_much_of_the_devices(gpu, monkeypatch):
+    model = gpu.model(tiny.model())
+    model.pieces_checked = True
+    ids = gpu.put(torch.arange(13))
+
+    def gradients() -> list[torch.Tensor]:
+        model.module.zero_grad()
+        model.hidden(ids, ids, [0, 5, 13], LayerMemory(chunk=4)).sum().backward()
+        return [gpu.get(p.grad) for p in model.module.parameters() if p.grad is not None]
+
+    with gpu.counted() as before:
+        expected = gradients()
+    monkeypatch.setattr(long_sequence, "HOST_SHARE", 1 << 40)
+    with gpu.counted() as seen:
+        model.module.zero_grad()
+        model.hidden(ids, ids, [0, 5, 13], LayerMemory(chunk=4)).sum().backward()
+    assert not seen.waits, seen
+    if isinstance(gpu, pretend_cuda.Gpu):
+        inputs = len(model.layers) + 1  # and the norm's
+        assert seen.copies["to the host"] == inputs
+        assert seen.copies["to the device"] - before.copies["to the device"] == inputs
+        assert seen.unpinned_bytes == 0
+    for ours, theirs in zip(gradients(), expected, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_without_pinned_memory_layers_inputs_stay_on_the_device(pretended, monkeypatch):
+    there, empty = pretended.put(torch.arange(3.0)).requires_grad_(), torch.empty
+
+    def refused(*shape, pin_memory=False, **options):
+        if pin_memory:
+            raise RuntimeError("CUDA error: out of memory")
+        return empty(*shape, **options)
+
+    monkeypatch.setattr(torch, "empty", refused)
+    with pretended.counted() as seen:
+        with long_sequence.kept_on_host():
+            output = there.exp()
+        output.sum().backward()
+    assert seen.copies.total() == 0
+    assert there.grad is not None
+    torch.testing.assert_close(pretended.get(there.grad), torch.arange(3.0).exp())
+
+
+@pytest.mark.parametrize(
+    ("needed", "host", "wanted"),
+    [(1 << 30, 1 << 40, False), (1 << 32, 1 << 40, True), (1 << 32, 1 << 32, False)],
+)
+def test_little_stays_on_the_device_and_what_the_host_cannot_hold(
+    pretended, monkeypatch, needed, host, wanted
+):
+    monkeypatch.setattr(long_sequence, "free_memory", lambda: host)
+    assert long_sequence.host_is_wanted(needed, pretended.device) == wanted

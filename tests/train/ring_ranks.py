@@ -10,7 +10,11 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -18,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from opd.models import tiled_attention
 from opd.models.attention import ScoreForm
 from opd.models.context_parallel import ContextParallel, Ring, TokenShare
 
@@ -64,8 +69,20 @@ def apart(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).abs().max() / expected.abs().max())
 
 
+@contextmanager
+def plain_blocks() -> Iterator[None]:
+    """No kernel takes anything meanwhile."""
+    os.environ["OPD_KERNELS"] = "chunked"
+    try:
+        yield
+    finally:
+        del os.environ["OPD_KERNELS"]
+
+
 def compare(group: dist.ProcessGroup, scores: ScoreForm) -> dict[str, float]:
-    """How far ring and reference are on this rank: output, and the gradients in query, key and value."""
+    """How far ring and reference are on this rank: output, and the gradients in query, key and value; and the
+    most of these between the ring by tiles and by plain blocks.
+    """
     ranks, tokens = ContextParallel(group), BOUNDS[-1]
     generator = torch.Generator().manual_seed(3)
     shapes = {"query": HEADS, "key": SHARED, "value": SHARED, "slope": HEADS}
@@ -77,12 +94,17 @@ def compare(group: dist.ProcessGroup, scores: ScoreForm) -> dict[str, float]:
     ring, inputs = Ring(ranks, share.segments), (own["query"], own["key"], own["value"])
     output, logsumexp = ring.forward(*inputs, scores)
     gradients = ring.backward(inputs, (output, logsumexp, own["slope"]), scores)
+    with plain_blocks():
+        blocks = ring.forward(*inputs, scores)
+        theirs = ring.backward(inputs, (*blocks, own["slope"]), scores)
+    pairs = zip((output, *gradients), (blocks[0], *theirs), strict=True)
+    found = {"blocks": max(apart(*pair) for pair in pairs)}
 
     query = own["query"][:, there].clone().requires_grad_()
     keys, values = (gathered(own[name], share, group).requires_grad_() for name in ("key", "value"))
     expected = plain(query, keys, values, share.places[there], scores)
     expected.backward(own["slope"][:, there])
-    found = {"output": apart(output[:, there], expected.detach())}
+    found["output"] = apart(output[:, there], expected.detach())
     assert query.grad is not None
     found["query"] = apart(gradients[0][:, there], query.grad)
     for name, whole, gradient in (("key", keys, gradients[1]), ("value", values, gradients[2])):
@@ -93,8 +115,10 @@ def compare(group: dist.ProcessGroup, scores: ScoreForm) -> dict[str, float]:
 
 
 def one_rank(rank: int, folder: Path) -> None:
-    """Compare in groups of two ranks and of all, and write what was found."""
+    """Compare in groups of two ranks, of the first three and of all, and write what was found."""
     torch.set_num_threads(1)
+    os.environ.pop("OPD_KERNELS", None)
+    tiled_attention.CPU = replace(tiled_attention.CPU, side=16)  # several tiles of a rank's part
     dist.init_process_group(
         "gloo",
         init_method=f"file://{folder}/rendezvous",
@@ -103,9 +127,11 @@ def one_rank(rank: int, folder: Path) -> None:
         timeout=timedelta(seconds=200),
     )
     pairs = [dist.new_group([first, first + 1]) for first in range(0, WORLD, 2)]
-    whole = dist.new_group()
+    three, whole = dist.new_group([0, 1, 2]), dist.new_group()
     found = {}
-    for world, group in ((2, pairs[rank // 2]), (WORLD, whole)):
+    for world, group in ((2, pairs[rank // 2]), (3, three), (WORLD, whole)):
+        if world == 3 and rank == 3:
+            continue
         assert isinstance(group, dist.ProcessGroup)
         for name, scores in CASES.items():
             found[f"{name}-{world}"] = compare(group, scores)

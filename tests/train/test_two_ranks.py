@@ -102,7 +102,7 @@ def test_ranks_that_share_sequences_or_weights_make_the_step_of_one(place, case)
 @pytest.mark.parametrize("case", ring_ranks.CASES)
 def test_the_ring_attends_as_ranks_with_all_keys_and_values_do(place, case):
     for differences in said(place, f"ring {case}"):
-        assert differences.keys() == {"output", "query", "key", "value"}
+        assert differences.keys() == {"blocks", "output", "query", "key", "value"}
         assert max(differences.values()) <= 1e-5
 
 
